@@ -1,0 +1,233 @@
+"""ModelConfig (a checkpoint's config.json) and EngineConfig (how one engine runs); both frozen.
+
+A value that is out of range, of the wrong type or in contradiction to another raises ConfigError,
+which names the field and says what is allowed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from engine.errors import ConfigError
+
+CellName = Literal["mingru", "minlstm"]
+Candidate = Literal["g", "linear"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+# The scans combine carries at multiples of this many tokens, counted from where a call starts
+# reading a sequence; prompt chunks that end at such multiples leave every bit as it would be.
+SCAN_CHUNK = 128
+
+
+def _check(condition: bool, field: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{field} is {value!r}; allowed: {allowed}", param=field)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one language model (see engine/models/lm.py for what each field builds).
+
+    Raises ConfigError for values that no model can have.
+    """
+
+    cell: CellName
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    expansion: float = 2.0  # inner width = int(d_model * expansion)
+    out_projection: bool = True  # inner -> d_model; may be False only where they are equal
+    conv_kernel: int = 0  # causal depthwise-separable convolution before the cell; 0 = none
+    mlp_ratio: float = 4.0  # hidden width = int(d_model * mlp_ratio); 0 = no MLP
+    cell_bias: bool = False  # of the gate and candidate projection
+    out_bias: bool = False  # of the out projection
+    mlp_bias: bool = True
+    conv_bias: bool = True
+    head_bias: bool = False
+    candidate: Candidate = "g"
+    normalize_gates: bool = True  # minLSTM: f' + i' = 1
+    learned_initial_state: bool = False  # h_0 = g(parameter) instead of 0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    eos_token_id: int | None = None
+    dtype: DtypeName = "bfloat16"  # of the stored weights
+
+    def __post_init__(self) -> None:
+        _check(self.cell in get_args(CellName), "cell", self.cell, '"mingru" or "minlstm"')
+        for name, least, most in (
+            ("vocab_size", 1, 2**24),
+            ("d_model", 1, 2**17),
+            ("n_layers", 1, 4096),
+            ("conv_kernel", 0, 256),
+        ):
+            value = getattr(self, name)
+            _check(
+                _is_int(value) and least <= value <= most,
+                name,
+                value,
+                f"an integer from {least} to {most}",
+            )
+        _check(self.conv_kernel != 1, "conv_kernel", 1, "0 (none) or at least 2")
+        for name, least_number in (("expansion", 1e-3), ("mlp_ratio", 0.0)):
+            value = getattr(self, name)
+            _check(
+                _is_number(value) and least_number <= value <= 1024,
+                name,
+                value,
+                f"a number from {least_number} to 1024",
+            )
+        _check(self.inner >= 1, "expansion", self.expansion, "d_model * expansion of at least 1")
+        _check(
+            _is_number(self.norm_eps) and 0 < self.norm_eps < 1,
+            "norm_eps",
+            self.norm_eps,
+            "a number between 0 and 1",
+        )
+        for flag in dataclasses.fields(self):
+            if flag.type == "bool":
+                value = getattr(self, flag.name)
+                _check(isinstance(value, bool), flag.name, value, "true or false")
+        _check(self.candidate in get_args(Candidate), "candidate", self.candidate, '"g", "linear"')
+        _check(
+            self.dtype in get_args(DtypeName),
+            "dtype",
+            self.dtype,
+            '"float32", "bfloat16" or "float16"',
+        )
+        _check(
+            self.out_projection or self.inner == self.d_model,
+            "out_projection",
+            self.out_projection,
+            "true, unless expansion is 1",
+        )
+        _check(
+            self.eos_token_id is None
+            or (_is_int(self.eos_token_id) and 0 <= self.eos_token_id < self.vocab_size),
+            "eos_token_id",
+            self.eos_token_id,
+            f"null or an integer from 0 to {self.vocab_size - 1}",
+        )
+
+    @property
+    def inner(self) -> int:
+        """Channels of the recurrence."""
+        return int(self.d_model * self.expansion)
+
+    @property
+    def gates(self) -> int:
+        """Pre-activations per channel: minGRU k, v; minLSTM f, i, v."""
+        return 2 if self.cell == "mingru" else 3
+
+    @property
+    def mlp_hidden(self) -> int:
+        return int(self.d_model * self.mlp_ratio)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state: fp32, whatever its length."""
+        conv = (self.conv_kernel - 1) * self.d_model if self.conv_kernel else 0
+        return 4 * self.n_layers * (self.inner + conv)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """The config that a config.json's object describes. Raises ConfigError."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known - {"model_type"})
+        if unknown:
+            raise ConfigError(
+                f"unknown field {unknown[0]!r}; known fields: {', '.join(sorted(known))}",
+                param=unknown[0],
+            )
+        kind = values.get("model_type", "minserve")
+        _check(kind == "minserve", "model_type", kind, '"minserve"')
+        missing = [
+            name for name in ("cell", "vocab_size", "d_model", "n_layers") if name not in values
+        ]
+        if missing:
+            raise ConfigError(f"required field {missing[0]!r} is missing", param=missing[0])
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    @classmethod
+    def load(cls, path: Path) -> ModelConfig:
+        """Reads a config.json. Raises ConfigError, with the path in front of what is wrong."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not valid JSON: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: must hold a JSON object")
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}", param=error.param) from error
+
+    def save(self, path: Path) -> None:
+        """Writes config.json."""
+        text = json.dumps({"model_type": "minserve", **dataclasses.asdict(self)}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs. None means: chosen for the device (see `Engine`). Raises ConfigError."""
+
+    model: str = "shakespeare-mingru"  # a bundled name, a folder or a Hugging Face repo id
+    device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
+    dtype: str = "auto"  # "auto" (cpu: float32; cuda: the checkpoint's) or a DtypeName
+    max_slots: int = 256  # sequences that run at once
+    max_step_tokens: int | None = None  # prompt tokens read in one step
+    max_waiting: int = 4096  # waiting requests; one more is refused
+    share_slots: int = 64  # rows of the state pool for shared prefixes
+    threads: int | None = None  # CPU threads of the engine; None = what the container may use
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        _check(
+            self.device in ("auto", "cpu", "cuda")
+            or (self.device.startswith("cuda:") and self.device[5:].isdigit()),
+            "device",
+            self.device,
+            '"auto", "cpu", "cuda" or "cuda:N"',
+        )
+        _check(
+            self.dtype == "auto" or self.dtype in get_args(DtypeName),
+            "dtype",
+            self.dtype,
+            '"auto", "float32", "bfloat16" or "float16"',
+        )
+        _check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
+        for name, least, most in (
+            ("max_slots", 1, 2**20),
+            ("max_waiting", 0, 2**31),
+            ("share_slots", 0, 2**20),
+        ):
+            value = getattr(self, name)
+            _check(
+                _is_int(value) and least <= value <= most,
+                name,
+                value,
+                f"an integer from {least} to {most}",
+            )
+        for name in ("max_step_tokens", "threads"):
+            value = getattr(self, name)
+            _check(
+                value is None or (_is_int(value) and 1 <= value <= 2**24),
+                name,
+                value,
+                "an integer of at least 1",
+            )

@@ -1,0 +1,121 @@
+"""Every error that the engine raises or reports, as one tree.
+
+    EngineError
+    ├── ConfigError          a bad value in config.json or in EngineConfig
+    ├── CheckpointError      a checkpoint that is missing, truncated or contradicts its config
+    ├── DeviceError          the device asked for cannot be used; says the mend
+    ├── InvalidRequest       one request's parameters are wrong; names the parameter
+    ├── Refused              the engine will not take the request now; trying again later may work
+    │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
+    │   └── Draining         the engine is shutting down
+    └── EngineUnavailable    no answer can come from the engine
+        ├── EngineLoading    the model is still loading
+        ├── EngineDead       the engine process has ended
+        └── StepFailed       a step raised; the requests that were in it are lost
+
+An error crosses the process boundary as a `messages.Failed` event: `code` is the class's code,
+and `from_failed` turns the event back into the exception on the other side.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from engine.messages import Failed
+
+
+class EngineError(Exception):
+    """Base of the tree. `code` is stable and machine-readable; `param` names what was wrong."""
+
+    code: ClassVar[str] = "engine_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ConfigError(EngineError, ValueError):
+    """A configuration value is out of range, of the wrong type or contradicts another one."""
+
+    code = "config_error"
+
+
+class CheckpointError(EngineError):
+    """A checkpoint cannot be found, read or matched to its configuration."""
+
+    code = "checkpoint_error"
+
+
+class DeviceError(EngineError):
+    """The device asked for is absent, or the extension holds no code for it."""
+
+    code = "device_error"
+
+
+class InvalidRequest(EngineError, ValueError):
+    """A request's parameter is wrong; `param` names it and the message says what is allowed."""
+
+    code = "invalid_request"
+
+
+class Refused(EngineError):
+    """The request was not taken; nothing of it was done."""
+
+    code = "refused"
+
+
+class QueueFull(Refused):
+    """The waiting queue is at its bound; `retry_after` seconds from now there may be room."""
+
+    code = "queue_full"
+
+
+class Draining(Refused):
+    """The engine finishes what it has and takes nothing new."""
+
+    code = "draining"
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot answer."""
+
+    code = "engine_unavailable"
+
+
+class EngineLoading(EngineUnavailable):
+    """The model is still being loaded."""
+
+    code = "engine_loading"
+
+
+class EngineDead(EngineUnavailable):
+    """The engine process has ended; every request that was in flight has failed."""
+
+    code = "engine_dead"
+
+
+class StepFailed(EngineUnavailable):
+    """A step of the engine raised; the requests that took part in it have failed."""
+
+    code = "step_failed"
+
+
+def _tree(root: type[EngineError]) -> dict[str, type[EngineError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+BY_CODE: dict[str, type[EngineError]] = _tree(EngineError)
+
+
+def from_failed(failed: Failed) -> EngineError:
+    """The exception that a `Failed` event stands for; an unknown code gives `EngineError`."""
+    kind = BY_CODE.get(failed.code, EngineError)
+    return kind(failed.message, param=failed.param, retry_after=failed.retry_after)

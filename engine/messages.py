@@ -1,0 +1,218 @@
+"""What crosses the process boundary: requests in, events out; plain data, encoded by msgspec.
+
+Towards the engine: `Request`, `Abort`, `Ping`, `Shutdown`. From the engine: `Ready` or
+`LoadFailed` once, `Pong`, and one `StepEvents` per step and API process.
+
+Every request that is submitted ends in exactly one `Finished` or `Failed`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "timeout"]
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as native-endian int32 bytes: 4 bytes a token, whatever the id.
+
+    Raises OverflowError for an id that int32 cannot hold; check the range first.
+    """
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> array[int]:
+    """The token ids that `pack_ids` packed."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are drawn.
+
+    Applied in this order: penalties, logit_bias, temperature, top_k, top_p, min_p. A draw depends
+    on (seed, choice, position) and the logits alone; `position` counts generated tokens from 0.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # end-of-text and stop_token_ids are impossible before this many tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+    min_p: float = 0.0  # 0 = off
+    repetition_penalty: float = 1.0  # over the prompt's and the answer's tokens; 1 = off
+    presence_penalty: float = 0.0  # over the answer's tokens
+    frequency_penalty: float = 0.0  # over the answer's tokens
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0  # in [0, 2**63)
+    choice: int = 0  # which of n samples of one prompt this is
+    logprobs: int | None = None  # None = none; k >= 0 = the token's own and the k best
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """One prompt and what to do with it. `id` is unique within its client.
+
+    With `sampling.max_tokens == 0` nothing is generated: the request only scores its prompt.
+    """
+
+    id: int
+    prompt: bytes  # pack_ids; at least one token
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = True  # False: tokens are gathered in the engine and come with Finished
+    score: bool = False  # report log-probabilities of prompt tokens
+    score_from: int = 1  # index of the first prompt token to score, >= 1
+    score_top: int = 0  # the k best at each scored position
+    # Prompt lengths after which the state is kept, so that requests which begin with the same
+    # tokens read them once (samples of one prompt, continuations of one context).
+    share_at: tuple[int, ...] = ()
+    timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Ends requests early; those already ended or unknown are ignored.
+
+    `reason` becomes their finish_reason: "abort" for a client that left, "stop" for a stop string.
+    """
+
+    ids: list[int]
+    reason: FinishReason = "abort"
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a `Pong` with the same nonce: the engine's loop is turning."""
+
+    nonce: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Ends the engine: at once, or with `drain` when everything in flight has finished."""
+
+    drain: bool = False
+
+
+ToEngine = Request | Abort | Ping | Shutdown
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities of one token, from the log-softmax of the raw fp32 logits."""
+
+    logprob: float  # of the token that was drawn or scored
+    top_ids: list[int] = []  # the k best, best first
+    top_logprobs: list[float] = []
+    is_greedy: bool = False  # the token is the most likely one
+
+
+class Scores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a run of prompt tokens; runs arrive in order and without gaps."""
+
+    request: int
+    start: int  # index in the prompt of the first token of this run
+    tokens: list[TokenLogprobs]
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's time in the engine went, in seconds."""
+
+    queue: float = 0.0  # from arrival until its first step
+    prefill: float = 0.0  # from its first step until its first token
+    decode: float = 0.0  # from its first token until its last
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The one terminal event of a request that was served (also in part)."""
+
+    request: int
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int  # how many of them were not read again
+    completion_tokens: int
+    timing: Timing = Timing()
+    tokens: list[int] = []  # when the request was not streamed
+    logprobs: list[TokenLogprobs] = []  # likewise, where asked for
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True):
+    """The one terminal event of a request that was not served; `errors.from_failed` reads it."""
+
+    request: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """One step and the engine's load after it; feeds the metrics."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    slots_used: int = 0
+    slots_total: int = 0
+    state_bytes: int = 0  # held in device memory by sequences and shared prefixes
+    batch_size: int = 0  # sequences in the step
+    prefill_tokens: int = 0  # prompt tokens read in the step
+    decode_tokens: int = 0  # tokens generated in the step
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the step
+    prefix_hits_tokens: int = 0  # those of them that a shared state already covered
+
+
+class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """All that one step has to say to one API process. `requests`, `tokens` run in parallel, and
+    so does `logprobs` unless it is empty (no request of the step asked for any)."""
+
+    requests: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    scores: list[Scores] = []
+    finished: list[Finished] = []
+    failed: list[Failed] = []
+    stats: Stats = Stats()
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API processes need to know of the loaded model."""
+
+    name: str
+    folder: str  # where tokenizer.json lies
+    fingerprint: str  # of the weights and the config
+    cell: str
+    vocab_size: int
+    eos_token_id: int | None
+    parameters: int
+    state_bytes: int  # of one sequence
+    slots: int
+    device: str  # "cpu", "cuda:0"
+    device_name: str
+    dtype: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and warm."""
+
+    info: ModelInfo
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """The model cannot be loaded; the worker ends. `code` and `message` as in `Failed`."""
+
+    code: str
+    message: str
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a `Ping`."""
+
+    nonce: int
+
+
+FromEngine = Ready | LoadFailed | StepEvents | Pong

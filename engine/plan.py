@@ -1,0 +1,100 @@
+"""Plan: all that one step does, in plain integers.
+
+The runner carries a plan out in this order: `release`, `admit`, then `prefill` and `decode`, then
+`after`. Slots are rows of the state pool; shared prefixes live in rows of the same pool, so
+that forking a state is a copy of one row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from engine.messages import Request, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a slot. `source` is the row to start from, None for the initial state."""
+
+    request: Request
+    key: int  # the engine's own number for the sequence, unique over all clients
+    slot: int
+    source: int | None
+    cached_tokens: int  # prompt tokens that `source` has already read
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Row `source` of the state pool is copied over row `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """The next prompt tokens of one sequence."""
+
+    key: int
+    slot: int
+    start: int  # index in the prompt of the first token
+    tokens: array[int]  # at least one
+    # tokens[i]'s successor where it is to be scored, else -1; None when nothing here is scored
+    targets: array[int] | None
+    score_top: int
+    sample: bool  # the chunk ends the prompt and a token is to be drawn after it
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence's next token."""
+
+    key: int
+    slot: int
+    token: int  # the last token drawn, to be read now
+    position: int  # how many tokens have been drawn before the one that this step draws
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. `sampled` of its result has one entry per chunk with `sample`, then per row."""
+
+    admit: list[Admission] = field(default_factory=list)
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
+    after: list[Copy] = field(default_factory=list)  # snapshots of shared prefixes
+    release: list[int] = field(default_factory=list)  # keys that ended since the last plan
+
+    @property
+    def empty(self) -> bool:
+        """No tokens to read; bookkeeping (`release`) may still be there."""
+        return not (self.prefill or self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One drawn token, with its log-probabilities where its request asks for them."""
+
+    key: int
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of the targets of one chunk, without the -1 entries."""
+
+    key: int
+    start: int  # index in the prompt of the first scored token
+    tokens: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gives back to the scheduler."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
