@@ -1,0 +1,97 @@
+"""The architecture's promises that a type checker cannot see: who may import what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH_FREE = [
+    "service.app",
+    "service.settings",
+    "engine.client",
+    "engine.messages",
+    "engine.config",
+    "engine.errors",
+    "engine.scheduler",
+    "engine.plan",
+]
+# What the service (its composition root, cli.py, apart) may see of the engine.
+SERVICE_MAY_IMPORT = {"engine.client", "engine.messages", "engine.config", "engine.errors"}
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+            if node.module in ("engine", "service"):
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _sources(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no sources under {package}"
+    return files
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_service_reaches_the_engine_only_through_its_client() -> None:
+    for path in _sources("service"):
+        if path.name == "cli.py":
+            continue
+        seen = {name for name in _imports(path) if name.split(".")[0] == "engine"} - {"engine"}
+        assert seen <= SERVICE_MAY_IMPORT, f"{path.relative_to(ROOT)} imports {seen}"
+
+
+def test_engine_knows_no_http_and_no_text() -> None:
+    forbidden = {"fastapi", "starlette", "pydantic", "uvicorn", "service", "prometheus_client"}
+    for path in _sources("engine"):
+        roots = {name.split(".")[0] for name in _imports(path)}
+        assert not roots & forbidden, f"{path.relative_to(ROOT)} imports {roots & forbidden}"
+
+
+def test_only_settings_reads_the_environment() -> None:
+    for path in _sources("service"):
+        if path.name in ("settings.py", "cli.py"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert "os.environ" not in text and "getenv" not in text, path.relative_to(ROOT)
+
+
+def test_every_file_states_its_idea() -> None:
+    for package in ("service", "engine", "loadtest"):
+        for path in _sources(package):
+            text = path.read_text(encoding="utf-8")
+            assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
+            assert len(text.splitlines()) <= 400, f"{path.relative_to(ROOT)} has over 400 lines"
+
+
+def test_top_level_holds_only_what_the_design_names() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    allowed = {
+        "pyproject.toml", "README.md", "CHANGELOG.md", "CMakeLists.txt", "LICENSE",
+        "service", "engine", "csrc", "docker", "tests", "loadtest",
+    }  # fmt: skip
+    assert {name for name in top if not name.startswith(".")} <= allowed
