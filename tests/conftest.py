@@ -1,4 +1,4 @@
-"""Shared by every test: tests marked `gpu` run where a GPU and CUDA kernels are, else are skipped."""
+"""Shared by every test: those marked `gpu` run where a GPU and CUDA kernels are, else skip."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What minserve is measured against: each peer is a function, absent when its package is."""
