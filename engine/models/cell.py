@@ -1,0 +1,83 @@
+"""Cell: a recurrence between two linear projections.
+
+A cell projects its input to pre-activations, runs its recurrence over them and projects the hidden
+states back. Only the recurrence differs from cell to cell, so a new cell is one small file with
+three operator calls and an entry in `lm.CELLS`.
+
+Sequences are packed: tokens of all sequences follow each other, sequence s owns the tokens from
+cu_seqlens[s] up to cu_seqlens[s + 1] and the state row slots[s]; a negative slot is skipped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+
+
+def g(x: Tensor) -> Tensor:
+    """x + 0.5 for x >= 0, else sigmoid(x): positive and continuous (arXiv 2410.01201, B.3)."""
+    return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
+
+
+class Cell(nn.Module, ABC):
+    """x [tokens, d_model] -> pre-activations [tokens, gates * inner] -> h [tokens, inner] ->
+    [tokens, d_model].
+
+    Subclasses name the recurrence's three operators. The order of the pre-activations is theirs.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.inner = config.inner
+        self.gates = nn.Linear(config.d_model, config.gates * config.inner, bias=config.cell_bias)
+        self.out: nn.Module = (
+            nn.Linear(config.inner, config.d_model, bias=config.out_bias)
+            if config.out_projection
+            else nn.Identity()
+        )
+        self.initial = (
+            nn.Parameter(torch.randn(config.inner)) if config.learned_initial_state else None
+        )
+
+    def initial_state(self) -> Tensor:
+        """h_0: [inner] fp32; g(parameter), or zeros."""
+        if self.initial is None:
+            return torch.zeros(self.inner, device=self.gates.weight.device)
+        return g(self.initial.float())
+
+    def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
+        """Reads packed sequences x [tokens, d_model] and leaves each one's last hidden state in
+        its row of `state` [rows, inner]."""
+        y: Tensor = self.out(self.recur(self.gates(x), state, cu_seqlens, slots))
+        return y
+
+    def step(self, x: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+        """Reads one token of every sequence: x [batch, d_model]."""
+        y: Tensor = self.out(self.recur_step(self.gates(x), state, slots))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Differentiable: x [batch, time, d_model], every sequence from the initial state."""
+        batch, time, _ = x.shape
+        pre = self.gates(x).flatten(0, 1)
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
+        h0 = None if self.initial is None else self.initial_state().expand(batch, -1)
+        h = self.recur_train(pre, cu_seqlens, h0)
+        y: Tensor = self.out(h.view(batch, time, -1))
+        return y
+
+    @abstractmethod
+    def recur(self, pre: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
+        """pre [tokens, gates * inner] -> h [tokens, inner]; `state` rows move on in place."""
+
+    @abstractmethod
+    def recur_step(self, pre: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+        """pre [batch, gates * inner] -> h [batch, inner]; `state` rows move on in place."""
+
+    @abstractmethod
+    def recur_train(self, pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None) -> Tensor:
+        """Differentiable twin of `recur` from h0 [sequences, inner] (None: zeros)."""

@@ -1,0 +1,52 @@
+"""Causal depthwise-separable convolution: each channel sees its last k inputs, then channels mix.
+
+When serving, the last k - 1 inputs of a sequence are part of its state, so that decoding token by
+token gives what reading the whole sequence gives. Before the first token they are zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.config import ModelConfig
+from engine.ops import conv_scan, conv_step
+
+
+class CausalConv(nn.Module):
+    """x [tokens, d_model] -> [tokens, d_model].
+
+    `weight` [d_model, k] holds the tap of the oldest input first, as torch's conv1d does. Its
+    initial values are conv1d's default too: uniform within 1 / sqrt(k).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, kernel = config.d_model, config.conv_kernel
+        bound = 1 / math.sqrt(kernel)
+        self.weight = nn.Parameter(torch.empty(width, kernel).uniform_(-bound, bound))
+        self.bias = (
+            nn.Parameter(torch.empty(width).uniform_(-bound, bound)) if config.conv_bias else None
+        )
+        self.pointwise = nn.Linear(width, width, bias=config.conv_bias)
+
+    def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
+        """Packed x [tokens, d_model]; `state` [rows, k - 1, d_model] moves on in place."""
+        y: Tensor = self.pointwise(conv_scan(x, self.weight, self.bias, cu_seqlens, state, slots))
+        return y
+
+    def step(self, x: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+        """One token of every sequence: x [batch, d_model]."""
+        y: Tensor = self.pointwise(conv_step(x, self.weight, self.bias, state, slots))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Differentiable: x [batch, time, d_model], every sequence from its beginning."""
+        width, kernel = self.weight.shape
+        padded = functional.pad(x.transpose(1, 2), (kernel - 1, 0))  # [batch, d_model, time]
+        mixed = functional.conv1d(padded, self.weight.unsqueeze(1), self.bias, groups=width)
+        y: Tensor = self.pointwise(mixed.transpose(1, 2))
+        return y

@@ -1,0 +1,199 @@
+"""LM: the language model around a cell.
+
+Embedding; n layers of
+    x + conv(x)                  if conv_kernel
+    x + cell(RMSNorm(x))
+    x + MLP(RMSNorm(x))          if mlp_ratio; exact GELU
+then RMSNorm and the head (the embedding's own matrix when tied). This is the language model of
+"Were RNNs All We Needed?" (arXiv 2410.01201, appendix C).
+
+It is read in three ways that give the same function: `prefill` (packed prompts, state in place),
+`step` (one token of every sequence, state in place) and `forward` (differentiable, for training).
+`prefill`, `step` and `logits` never wait for the device, so they can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.config import CellName, ModelConfig
+from engine.models.cell import Cell
+from engine.models.conv import CausalConv
+from engine.models.mingru import MinGRU
+from engine.models.minlstm import MinLSTM
+
+CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}
+
+
+@dataclass(slots=True)
+class ModelState:
+    """What `rows` sequences carry from token to token, on the model's device, in fp32.
+
+    A row is complete: copying it to another row forks a sequence.
+    """
+
+    cell: Tensor  # [layers, rows, inner]
+    conv: Tensor | None  # [layers, rows, conv_kernel - 1, d_model]; None without convolutions
+
+
+class MLP(nn.Module):
+    """x [..., d_model] -> [..., d_model] through mlp_hidden channels and exact GELU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.mlp_hidden, bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_hidden, config.d_model, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(functional.gelu(self.up(x)))
+        return y
+
+
+class Layer(nn.Module):
+    """One residual layer; the three reads of the model go through it in the same order."""
+
+    def __init__(self, config: ModelConfig, dropout: float) -> None:
+        super().__init__()
+        self.conv = CausalConv(config) if config.conv_kernel else None
+        self.cell_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.cell = CELLS[config.cell](config)
+        self.mlp_norm: nn.RMSNorm | None = None
+        self.mlp: MLP | None = None
+        if config.mlp_hidden:
+            self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+            self.mlp = MLP(config)
+        self.dropout = nn.Dropout(dropout)
+
+    def scan(
+        self, x: Tensor, cell: Tensor, conv: Tensor | None, cu_seqlens: Tensor, slots: Tensor
+    ) -> Tensor:
+        """x [tokens, d_model]; cell [rows, inner] and conv [rows, k - 1, d_model] in place."""
+        if self.conv is not None:
+            assert conv is not None
+            x = x + self.conv.scan(x, conv, cu_seqlens, slots)
+        x = x + self.cell.scan(self.cell_norm(x), cell, cu_seqlens, slots)
+        return self._mlp(x)
+
+    def step(self, x: Tensor, cell: Tensor, conv: Tensor | None, slots: Tensor) -> Tensor:
+        """x [batch, d_model]; cell [rows, inner] and conv [rows, k - 1, d_model] in place."""
+        if self.conv is not None:
+            assert conv is not None
+            x = x + self.conv.step(x, conv, slots)
+        x = x + self.cell.step(self.cell_norm(x), cell, slots)
+        return self._mlp(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, time, d_model], differentiable."""
+        if self.conv is not None:
+            x = x + self.dropout(self.conv(x))
+        x = x + self.dropout(self.cell(self.cell_norm(x)))
+        return self._mlp(x)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if self.mlp is None or self.mlp_norm is None:
+            return x
+        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return y
+
+
+class LM(nn.Module):
+    """The model that a ModelConfig describes; its parameters' names are the checkpoint's.
+
+    `dropout` is the training probability on the embedding and on every residual branch.
+
+    Initial values are torch's defaults, with which the paper's results were obtained by the public
+    implementations: linear maps uniform within 1 / sqrt(inputs), embeddings N(0, 1). A tied
+    embedding is also the head, and N(0, 1) there would start with logits of deviation
+    sqrt(d_model); it is drawn from N(0, 1 / d_model), which makes that 1.
+    """
+
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(config, dropout) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head: nn.Linear | None = None
+        self.head_bias: nn.Parameter | None = None
+        if config.tie_embeddings:
+            nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
+        else:
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.head_bias:
+            self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    @property
+    def _layers(self) -> Iterable[Layer]:
+        return cast("Iterable[Layer]", self.layers)
+
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """Reads packed sequences, each going on from its row of `state`, which it moves on.
+
+        tokens [tokens] int32 or int64, cu_seqlens [sequences + 1] int32, slots [sequences] int32
+        -> hidden states after the final norm [tokens, d_model]. Token ids must be in range.
+        """
+        x: Tensor = self.embedding(tokens)  # [tokens, d_model]
+        for index, layer in enumerate(self._layers):
+            conv = None if state.conv is None else state.conv[index]
+            x = layer.scan(x, state.cell[index], conv, cu_seqlens, slots)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """Reads one token of every sequence: tokens [batch], slots [batch] int32
+        -> hidden states after the final norm [batch, d_model]."""
+        x: Tensor = self.embedding(tokens)  # [batch, d_model]
+        for index, layer in enumerate(self._layers):
+            conv = None if state.conv is None else state.conv[index]
+            x = layer.step(x, state.cell[index], conv, slots)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, d_model] -> [n, vocab_size] in fp32, whatever the weights' dtype.
+
+        16-bit weights are multiplied with fp32 accumulation and without rounding the result to 16
+        bits, which would move log-probabilities by up to 1 part in 256.
+        """
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if weight.dtype == torch.float32:
+            logits = functional.linear(hidden, weight).float()
+        elif weight.is_cuda:
+            logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = functional.linear(hidden.float(), weight.float())
+        return logits if self.head_bias is None else logits + self.head_bias.float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Differentiable: tokens [batch, time], every sequence from the initial state, -> logits
+        [batch, time, vocab_size] in fp32."""
+        x = self.dropout(self.embedding(tokens))  # [batch, time, d_model]
+        for layer in self._layers:
+            x = layer(x)
+        hidden: Tensor = self.norm(x)
+        return self.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+    @torch.no_grad()
+    def initial_state_rows(self) -> Tensor:
+        """Every layer's h_0: [layers, inner] fp32."""
+        return torch.stack([layer.cell.initial_state() for layer in self._layers])
+
+    def new_state(self, rows: int) -> ModelState:
+        """State for `rows` sequences that have read nothing yet."""
+        config, device = self.config, self.embedding.weight.device
+        conv = None
+        if config.conv_kernel:
+            shape = (config.n_layers, rows, config.conv_kernel - 1, config.d_model)
+            conv = torch.zeros(shape, device=device)
+        return ModelState(self.initial_state_rows().unsqueeze(1).repeat(1, rows, 1), conv)
