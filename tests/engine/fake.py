@@ -1,0 +1,218 @@
+"""A runner without a model, for tests of everything around it.
+
+`FakeRunner` carries plans out on rows which hold the very tokens they have read, and checks at
+every step that a sequence's row is its prompt and answer so far: a scheduler that mixes up slots,
+skips a token or forks the wrong prefix makes `run` raise AssertionError.
+
+Its language model is a bigram table (`log_probabilities`). After token t
+    1/2   `successor(t)`: t + 1 modulo the vocabulary, but end-of-text after b"z"
+    1/4   t + 2 modulo the vocabulary
+    1/4   all other tokens in equal parts
+so that greedy decoding recites the alphabet: b"abc" continues as b"defghijklmnopqrstuvwxyz" and
+then stops.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from array import array
+from functools import lru_cache
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
+from engine.plan import Plan, Sampled, Scored, StepResult
+
+
+def successor(token: int, vocab_size: int = 257, eos: int | None = 256) -> int:
+    """The most likely next token."""
+    if token == ord("z") and eos is not None:
+        return eos
+    return (token + 1) % vocab_size
+
+
+@lru_cache(maxsize=4096)
+def log_probabilities(
+    token: int, vocab_size: int = 257, eos: int | None = 256
+) -> tuple[float, ...]:
+    """The natural log-probability of every next token; `vocab_size` is at least 4."""
+    row = [math.log(0.25 / (vocab_size - 2))] * vocab_size
+    row[(token + 2) % vocab_size] = math.log(0.25)
+    row[successor(token, vocab_size, eos)] = math.log(0.5)
+    return tuple(row)
+
+
+def recite(prompt: bytes | list[int], count: int, vocab_size: int = 257) -> list[int]:
+    """The first `count` tokens of the greedy answer when end-of-text cannot stop it."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(successor(tokens[-1], vocab_size, None))
+    return tokens[-count:] if count else []
+
+
+class FakeRunner:
+    """Runs plans as engine.runner.Runner does, on lists of tokens.
+
+    Of SamplingParams it follows temperature, top_k, logit_bias, min_tokens, stop_token_ids,
+    ignore_eos, seed, choice and logprobs; the other parameters change nothing.
+    `failures` holds exceptions that the next calls of `run` raise, first one first;
+    `step_seconds` makes every step take that long.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 257,
+        eos: int | None = 256,
+        slots: int = 8,
+        share_slots: int = 4,
+        max_step_tokens: int = 256,
+        max_waiting: int = 64,
+        step_seconds: float = 0.0,
+        failures: list[Exception] | None = None,
+    ) -> None:
+        self.config = EngineConfig(
+            model="fake",
+            device="cpu",
+            dtype="float32",
+            max_slots=slots,
+            share_slots=share_slots,
+            max_step_tokens=max_step_tokens,
+            max_waiting=max_waiting,
+            threads=1,
+        )
+        self.info = ModelInfo(
+            name="fake",
+            folder="",
+            fingerprint="fake",
+            cell="mingru",
+            vocab_size=vocab_size,
+            eos_token_id=eos,
+            parameters=0,
+            state_bytes=1024,
+            slots=slots,
+            device="cpu",
+            device_name="fake",
+            dtype="float32",
+        )
+        self.step_seconds = step_seconds
+        self.failures = failures if failures is not None else []
+        self.steps = 0
+        self.rows: list[list[int] | None] = [None] * (slots + share_slots)
+        self.requests: dict[int, Request] = {}  # by key
+        self.answers: dict[int, list[int]] = {}  # by key: the tokens drawn so far
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def run(self, plan: Plan) -> StepResult:
+        self.steps += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        for key in plan.release:
+            self.requests.pop(key, None)
+            self.answers.pop(key, None)
+        for admission in plan.admit:
+            prefix: list[int] | None = []
+            if admission.source is not None:
+                prefix = self.rows[admission.source]
+            assert prefix is not None, f"row {admission.source} holds no snapshot"
+            assert len(prefix) == admission.cached_tokens
+            self.rows[admission.slot] = list(prefix)
+            assert admission.key not in self.requests
+            self.requests[admission.key] = admission.request
+            self.answers[admission.key] = []
+        slots = [chunk.slot for chunk in plan.prefill] + [row.slot for row in plan.decode]
+        assert len(slots) == len(set(slots)), "a slot is used twice in one step"
+        result = StepResult(prefill_seconds=1e-6, decode_seconds=1e-6)
+        for chunk in plan.prefill:
+            row = self._row(chunk.slot)
+            assert len(row) == chunk.start and len(chunk.tokens) > 0
+            row.extend(chunk.tokens)
+            prompt = unpack_ids(self.requests[chunk.key].prompt)
+            assert array("i", row) == prompt[: len(row)]
+            if chunk.targets is not None:
+                scored = self._score(chunk.start, chunk.tokens, chunk.targets, chunk.score_top)
+                if scored is not None:
+                    result.scored.append(Scored(chunk.key, *scored))
+            if chunk.sample:
+                assert len(row) == len(prompt)
+                result.sampled.append(self._draw(chunk.key, 0))
+        for decode in plan.decode:
+            row = self._row(decode.slot)
+            row.append(decode.token)
+            expected = [*unpack_ids(self.requests[decode.key].prompt), *self.answers[decode.key]]
+            assert row == expected, f"row {decode.slot} holds {row}, not {expected}"
+            assert decode.position == len(self.answers[decode.key])
+            result.sampled.append(self._draw(decode.key, decode.position))
+        for copy in plan.after:
+            self.rows[copy.target] = list(self._row(copy.source))
+        return result
+
+    def _row(self, slot: int) -> list[int]:
+        row = self.rows[slot]
+        assert row is not None, f"row {slot} was never admitted"
+        return row
+
+    def _log_probabilities(self, token: int) -> tuple[float, ...]:
+        return log_probabilities(token, self.info.vocab_size, self.info.eos_token_id)
+
+    def _report(self, row: tuple[float, ...], token: int, top: int) -> TokenLogprobs:
+        best = sorted(range(len(row)), key=lambda other: (-row[other], other))
+        return TokenLogprobs(
+            logprob=row[token],
+            top_ids=best[:top],
+            top_logprobs=[row[other] for other in best[:top]],
+            is_greedy=token == best[0],
+        )
+
+    def _score(
+        self, start: int, tokens: array[int], targets: array[int], top: int
+    ) -> tuple[int, list[TokenLogprobs]] | None:
+        assert len(targets) == len(tokens)
+        wanted = [i for i, target in enumerate(targets) if target >= 0]
+        if not wanted:
+            return None
+        assert wanted == list(range(wanted[0], wanted[-1] + 1)), "scored tokens have gaps"
+        reports = [
+            self._report(self._log_probabilities(tokens[i]), targets[i], top) for i in wanted
+        ]
+        return start + wanted[0] + 1, reports
+
+    def _draw(self, key: int, position: int) -> Sampled:
+        request, answer = self.requests[key], self.answers[key]
+        params = request.sampling
+        last = answer[-1] if answer else unpack_ids(request.prompt)[-1]
+        row = self._log_probabilities(last)
+        logits = [value + params.logit_bias.get(token, 0.0) for token, value in enumerate(row)]
+        if position < params.min_tokens:
+            for token in params.stop_token_ids:
+                logits[token] = -math.inf
+            if self.info.eos_token_id is not None and not params.ignore_eos:
+                logits[self.info.eos_token_id] = -math.inf
+        order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+        if params.temperature == 0:
+            token = order[0]
+        else:
+            kept = order[: params.top_k or None]
+            weights = [math.exp(logits[token] / params.temperature) for token in kept]
+            generator = random.Random(f"{params.seed} {params.choice} {position}")
+            token = generator.choices(kept, weights)[0]
+        answer.append(token)
+        logprobs = None if params.logprobs is None else self._report(row, token, params.logprobs)
+        return Sampled(key, token, logprobs)
+
+
+def fake_engine(config: EngineConfig) -> Engine:
+    """For `engine.worker --engine tests.engine.fake:fake_engine`."""
+    return Engine(
+        FakeRunner(
+            slots=config.max_slots,
+            share_slots=config.share_slots,
+            max_step_tokens=config.max_step_tokens or 256,
+            max_waiting=config.max_waiting,
+        )
+    )
