@@ -1,4 +1,4 @@
-"""Cell: a recurrence between two linear projections.
+"""Cell: a recurrence between two linear projections; ModelState: what sequences carry.
 
 A cell projects its input to pre-activations, runs its recurrence over them and projects the hidden
 states back. Only the recurrence differs from cell to cell, so a new cell is one small file with
@@ -11,11 +11,23 @@ cu_seqlens[s] up to cu_seqlens[s + 1] and the state row slots[s]; a negative slo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
+
+
+@dataclass(slots=True)
+class ModelState:
+    """What `rows` sequences carry from token to token, on the model's device, in fp32.
+
+    A row is complete: copying it to another row forks a sequence.
+    """
+
+    cell: Tensor  # [layers, rows, inner]
+    conv: Tensor | None  # [layers, rows, conv_kernel - 1, d_model]; None without convolutions
 
 
 def g(x: Tensor) -> Tensor:

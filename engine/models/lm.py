@@ -15,7 +15,6 @@ It is read in three ways that give the same function: `prefill` (packed prompts,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -23,23 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import CellName, ModelConfig
-from engine.models.cell import Cell
+from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.mingru import MinGRU
 from engine.models.minlstm import MinLSTM
 
 CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}
-
-
-@dataclass(slots=True)
-class ModelState:
-    """What `rows` sequences carry from token to token, on the model's device, in fp32.
-
-    A row is complete: copying it to another row forks a sequence.
-    """
-
-    cell: Tensor  # [layers, rows, inner]
-    conv: Tensor | None  # [layers, rows, conv_kernel - 1, d_model]; None without convolutions
 
 
 class MLP(nn.Module):
