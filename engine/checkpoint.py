@@ -97,7 +97,7 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_model(
-    folder: Path, device: torch.device | str, dtype: torch.dtype | None = None
+    folder: Path, device: torch.device | str, dtype: DtypeName | None = None
 ) -> tuple[LM, ModelConfig]:
     """The folder's model in evaluation mode, on `device`, in `dtype` (None: as it is stored).
 
@@ -108,7 +108,7 @@ def load_model(
     with torch.device("meta"):
         model = LM(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    target = dtype or DTYPES[config.dtype]
+    target = DTYPES[dtype or config.dtype]
     with ExitStack() as stack:
         stored = _open_weights(folder, stack)
         _check_weights(folder, expected, stored, config.dtype)
