@@ -1,0 +1,318 @@
+// Argument checks and the choice of device, instruction set and regime.
+#include "host.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#ifdef MINSERVE_CUDA
+// Weak: the library also loads into a torch built without CUDA, which has no such function.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#endif
+
+namespace minserve {
+
+namespace {
+
+const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
+enum class Isa { generic, avx2, avx512 };
+
+Isa choose_isa() {
+#if defined(MINSERVE_X86)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  // For tests and for comparing: may only lower the choice.
+  const char* wish = std::getenv("MINSERVE_CPU_ISA");
+  const bool want_generic = wish && !std::strcmp(wish, "generic");
+  const bool want_avx2 = wish && !std::strcmp(wish, "avx2");
+  if (want_generic || !avx2) return Isa::generic;
+  return avx512 && !want_avx2 ? Isa::avx512 : Isa::avx2;
+#else
+  return Isa::generic;
+#endif
+}
+
+Isa isa() {
+  static const Isa chosen = choose_isa();
+  return chosen;
+}
+
+template <class Fn, class... Args>
+Fn by_isa(Fn (*generic_entry)(Args...), Fn (*avx2_entry)(Args...), Fn (*avx512_entry)(Args...),
+          Args... args) {
+  switch (isa()) {
+    case Isa::avx512:
+      return avx512_entry(args...);
+    case Isa::avx2:
+      return avx2_entry(args...);
+    default:
+      return generic_entry(args...);
+  }
+}
+
+#if defined(MINSERVE_X86)
+#define MS_BY_ISA(name, ...) by_isa(&generic::name, &avx2::name, &avx512::name, __VA_ARGS__)
+#else
+#define MS_BY_ISA(name, ...) by_isa(&generic::name, &generic::name, &generic::name, __VA_ARGS__)
+#endif
+
+ScanFn scan_kernel(Recurrence recurrence, Dtype dtype, bool backward) {
+  switch (recurrence) {
+    case Recurrence::linear:
+      return MS_BY_ISA(linear_kernel, dtype, backward);
+    case Recurrence::mingru:
+      return MS_BY_ISA(mingru_kernel, dtype, backward);
+    default:
+      return MS_BY_ISA(minlstm_kernel, dtype, backward);
+  }
+}
+
+// Elements under which another thread costs more than it brings.
+constexpr std::int64_t kGrainElements = 8192;
+
+void run_scan_cpu(const ScanArgs& args, ScanFn kernel, bool split) {
+  const Layout& lay = args.layout;
+  const std::int64_t blocks = (lay.channels + kChannelBlock - 1) / kChannelBlock;
+  const auto phase = [&](Phase which, std::int64_t count) {
+    const std::int64_t rows =
+        std::max<std::int64_t>(1, lay.tokens / std::max<std::int64_t>(1, count));
+    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / (rows * kChannelBlock));
+    torch::stable::parallel_for(
+        0, count * blocks, grain,
+        [&](std::int64_t begin, std::int64_t end) { kernel(args, which, begin, end); });
+  };
+  if (!split) return phase(Phase::serial, lay.sequences + 1);
+  phase(Phase::aggregate, lay.chunk_bound());
+  phase(Phase::carry, lay.sequences + 1);
+  phase(Phase::output, lay.chunk_bound());
+}
+
+#ifdef MINSERVE_CUDA
+void* current_stream(int device) {
+  void* stream = nullptr;
+  if (!aoti_torch_get_current_cuda_stream ||
+      aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("minserve: this torch gives no CUDA stream");
+  }
+  return stream;
+}
+#else
+[[noreturn]] void no_cuda() {
+  throw std::runtime_error(
+      "minserve: this build has no CUDA kernels; rebuild with `MINSERVE_CUDA=ON pip install -e .` "
+      "(nvcc is needed) or move the tensors to the CPU");
+}
+#endif
+
+}  // namespace
+
+const char* cpu_isa() {
+  switch (isa()) {
+    case Isa::avx512:
+      return "avx512";
+    case Isa::avx2:
+      return "avx2";
+    default:
+      return "generic";
+  }
+}
+
+std::string describe(const Tensor& t) {
+  std::ostringstream text;
+  text << dtype_name(t.scalar_type()) << "[";
+  for (std::int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
+  text << "] on " << (t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda" : "another device");
+  if (t.is_cuda()) text << ":" << t.get_device_index();
+  return text.str();
+}
+
+Check::Check(const char* op, const Tensor& main, const char* main_name)
+    : op_(op), main_name_(main_name), main_(main) {}
+
+Dtype Check::dtype(bool allow_double) const {
+  switch (main_.scalar_type()) {
+    case ScalarType::Float:
+      return Dtype::f32;
+    case ScalarType::BFloat16:
+      return Dtype::bf16;
+    case ScalarType::Half:
+      return Dtype::f16;
+    case ScalarType::Double:
+      if (allow_double) return Dtype::f64;
+      break;
+    default:
+      break;
+  }
+  require(false, main_name_, " must be float32, bfloat16",
+          allow_double ? ", float16 or float64" : " or float16", ", got ", describe(main_));
+  return Dtype::f32;
+}
+
+void Check::same_device(const Tensor& t, const char* name) const {
+  require(t.is_cpu() == main_.is_cpu() && t.get_device_index() == main_.get_device_index(), name,
+          " must be on the device of ", main_name_, ", got ", name, " ", describe(t), " and ",
+          main_name_, " ", describe(main_));
+}
+
+void Check::tensor(const Tensor& t, const char* name, ScalarType type,
+                   std::initializer_list<std::int64_t> sizes, const char* allowed) const {
+  bool fits = t.dim() == static_cast<std::int64_t>(sizes.size());
+  std::int64_t i = 0;
+  for (std::int64_t size : sizes) {
+    fits = fits && (size < 0 || t.size(i) == size);
+    ++i;
+  }
+  std::ostringstream given;
+  for (std::int64_t size : sizes)
+    given << (given.tellp() > 0 ? ", " : "") << (size < 0 ? "any" : std::to_string(size));
+  require(fits, name, " must be ", allowed, " = [", given.str(), "], got ", describe(t));
+  require(t.scalar_type() == type, name, " must be ", dtype_name(type), ", got ", describe(t));
+  same_device(t, name);
+}
+
+ScalarType accumulation_type(Dtype dtype) {
+  return dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
+}
+
+Layout packed_layout(const Check& check, const Tensor& cu_seqlens, const Tensor* slots,
+                     std::int64_t num_slots, std::int64_t tokens, std::int64_t channels) {
+  check.tensor(cu_seqlens, "cu_seqlens", ScalarType::Int, {-1}, "[sequences + 1]");
+  check.require(cu_seqlens.size(0) >= 1, "cu_seqlens must be [sequences + 1], at least [0], got ",
+                describe(cu_seqlens));
+  Layout lay;
+  lay.sequences = cu_seqlens.size(0) - 1;
+  lay.tokens = tokens;
+  lay.channels = channels;
+  lay.num_slots = num_slots;
+  lay.cu_seqlens = cu_seqlens.const_data_ptr<std::int32_t>();
+  if (slots) {
+    check.tensor(*slots, "slots", ScalarType::Int, {lay.sequences}, "[sequences]");
+    lay.slots = slots->const_data_ptr<std::int32_t>();
+  }
+  if (!cu_seqlens.is_cpu()) return lay;  // values on the GPU are not looked at: that would stall it
+  check.require(lay.cu_seqlens[0] == 0, "cu_seqlens must start at 0, got ", lay.cu_seqlens[0]);
+  for (std::int64_t s = 0; s < lay.sequences; ++s) {
+    check.require(lay.cu_seqlens[s] <= lay.cu_seqlens[s + 1], "cu_seqlens must not fall, got ",
+                  lay.cu_seqlens[s + 1], " after ", lay.cu_seqlens[s], " at index ", s + 1);
+    if (slots) {
+      check.require(lay.slots[s] < num_slots, "slots must be below the ", num_slots,
+                    " rows of state (negative: padding), got ", lay.slots[s], " at index ", s);
+    }
+  }
+  check.require(lay.cu_seqlens[lay.sequences] <= tokens, "cu_seqlens must end at or below the ",
+                tokens, " tokens given, got ", lay.cu_seqlens[lay.sequences]);
+  return lay;
+}
+
+Layout step_layout(const Check& check, const Tensor& slots, std::int64_t num_slots,
+                   std::int64_t batch, std::int64_t channels) {
+  check.tensor(slots, "slots", ScalarType::Int, {batch}, "[batch]");
+  Layout lay;
+  lay.sequences = lay.tokens = batch;
+  lay.time = 1;
+  lay.channels = channels;
+  lay.num_slots = num_slots;
+  lay.slots = slots.const_data_ptr<std::int32_t>();
+  if (!slots.is_cpu()) return lay;
+  for (std::int64_t s = 0; s < batch; ++s) {
+    check.require(lay.slots[s] < num_slots, "slots must be below the ", num_slots,
+                  " rows of state (negative: padding), got ", lay.slots[s], " at index ", s);
+  }
+  return lay;
+}
+
+void check_state(const Check& check, const Tensor& state, std::int64_t channels) {
+  check.tensor(state, "state", ScalarType::Float, {-1, channels}, "[num_slots, channels]");
+  check.require(
+      channels <= 1 || state.stride(1) == 1,
+      "state is changed in place, so its last dimension must be contiguous, got strides [",
+      state.stride(0), ", ", state.stride(1), "]");
+}
+
+void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
+              const Tensor& like) {
+  const Layout& lay = args.layout;
+  if (lay.channels == 0 || lay.sequences + lay.tokens == 0) return;
+  const bool uniform_step = !lay.cu_seqlens && lay.time <= kScanChunk;
+  bool split = false;
+  if (like.is_cpu()) {
+    const std::int64_t threads = torch::stable::get_num_threads();
+    const std::int64_t items = (lay.channels + kChannelBlock - 1) / kChannelBlock * lay.sequences;
+    split = 2 * items <= threads && lay.tokens >= 8 * kScanChunk;
+  } else {
+    // With fewer (sequence, channel) pairs than this a GPU is not filled by threads serial in time.
+    split = !uniform_step && lay.sequences * lay.channels < 65536 && lay.tokens > kScanChunk;
+  }
+  Tensor workspace;
+  if (split) {
+    const std::int64_t rows = lay.chunk_bound();
+    workspace = torch::stable::new_empty(like, {2, rows, lay.channels}, accumulation_type(dtype));
+    args.chunk_a = workspace.mutable_data_ptr();
+    args.chunk_b =
+        static_cast<char*>(args.chunk_a) + rows * lay.channels * (dtype == Dtype::f64 ? 8 : 4);
+  }
+  if (like.is_cpu()) return run_scan_cpu(args, scan_kernel(recurrence, dtype, backward), split);
+#ifdef MINSERVE_CUDA
+  const int device = like.get_device_index();
+  void* stream = current_stream(device);
+  switch (recurrence) {
+    case Recurrence::linear:
+      return cuda::linear_scan(args, dtype, backward, split, device, stream);
+    case Recurrence::mingru:
+      return cuda::mingru(args, dtype, backward, split, device, stream);
+    case Recurrence::minlstm:
+      return cuda::minlstm(args, dtype, backward, split, device, stream);
+  }
+#else
+  no_cuda();
+#endif
+}
+
+void run_conv(const ConvArgs& given, Dtype dtype, const Tensor& like) {
+  ConvArgs args = given;
+  const Layout& lay = args.layout;
+  if (lay.channels == 0 || lay.sequences + lay.tokens == 0) return;
+  if (like.is_cpu()) {
+    const ConvFn kernel = MS_BY_ISA(conv_kernel, dtype);
+    Tensor rows = torch::stable::new_empty(like, {args.taps + 1, lay.channels}, ScalarType::Float);
+    args.weight_rows = static_cast<float*>(rows.mutable_data_ptr());
+    kernel(args, Phase::carry, 0, 1);
+    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / lay.channels);
+    for (const Phase phase : {Phase::output, Phase::aggregate}) {
+      torch::stable::parallel_for(
+          0, phase == Phase::output ? lay.tokens : lay.sequences, grain,
+          [&](std::int64_t begin, std::int64_t end) { kernel(args, phase, begin, end); });
+    }
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  const int device = like.get_device_index();
+  return cuda::conv(args, dtype, device, current_stream(device));
+#else
+  no_cuda();
+#endif
+}
+
+}  // namespace minserve

@@ -1,0 +1,41 @@
+// The C++ functions behind the schemas of library.cpp.
+#pragma once
+
+#include "host.h"
+
+namespace minserve {
+
+Tensor linear_scan(const Tensor& a, const Tensor& b, const MaybeTensor& h0, bool reverse);
+std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad_h, const Tensor& a,
+                                                        const Tensor& h, const MaybeTensor& h0,
+                                                        bool reverse);
+
+Tensor mingru_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
+                   const Tensor& slots, bool linear_candidate);
+Tensor mingru_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate);
+std::tuple<Tensor, Tensor> mingru_scan_train(const Tensor& pre, const Tensor& cu_seqlens,
+                                             const MaybeTensor& h0, bool linear_candidate);
+std::tuple<Tensor, Tensor> mingru_scan_train_backward(const Tensor& grad_h,
+                                                      const MaybeTensor& grad_h_last,
+                                                      const Tensor& pre, const Tensor& h,
+                                                      const Tensor& cu_seqlens,
+                                                      const MaybeTensor& h0, bool linear_candidate);
+
+Tensor minlstm_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
+                    const Tensor& slots, bool linear_candidate, bool normalize_gates);
+Tensor minlstm_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
+                    bool linear_candidate, bool normalize_gates);
+std::tuple<Tensor, Tensor> minlstm_scan_train(const Tensor& pre, const Tensor& cu_seqlens,
+                                              const MaybeTensor& h0, bool linear_candidate,
+                                              bool normalize_gates);
+std::tuple<Tensor, Tensor> minlstm_scan_train_backward(
+    const Tensor& grad_h, const MaybeTensor& grad_h_last, const Tensor& pre, const Tensor& h,
+    const Tensor& cu_seqlens, const MaybeTensor& h0, bool linear_candidate, bool normalize_gates);
+
+Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots);
+Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& state, const Tensor& slots);
+
+}  // namespace minserve

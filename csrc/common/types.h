@@ -1,0 +1,123 @@
+// Storage types and the arguments of a scan, shared by host and device code. No torch in here.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MS_HD __host__ __device__ __forceinline__
+#else
+#define MS_HD inline __attribute__((always_inline))
+#endif
+
+namespace minserve {
+
+// Two-byte floats as tags around their bits: every conversion is written out in load and store.
+struct bf16 {
+  std::uint16_t bits;
+};
+struct f16 {
+  std::uint16_t bits;
+};
+
+enum class Dtype { f32, f64, bf16, f16 };
+
+// Time is cut here, counted from the sequence's start in scan order. A chunk's outputs are computed
+// serially from its carry-in, and the carry handed on is A * h + B with the chunk's aggregate (A,
+// B). Every regime does exactly this, so results do not depend on batch, threads or chunk-multiple
+// splits.
+constexpr std::int64_t kScanChunk = 64;
+
+// Work on the CPU is handed out in blocks of this many channels: one cache line of floats.
+constexpr std::int64_t kChannelBlock = 16;
+
+// Where sequences lie in the token rows: packed (cu_seqlens) or uniform (time rows each).
+struct Layout {
+  std::int64_t sequences = 0;
+  std::int64_t tokens = 0;
+  std::int64_t channels = 0;
+  std::int64_t time = 0;                     // rows per sequence when cu_seqlens is null
+  const std::int32_t* cu_seqlens = nullptr;  // [sequences + 1]
+  const std::int32_t* slots = nullptr;       // [sequences]; null: sequence s has row s
+  std::int64_t num_slots = 0;
+  bool reverse = false;
+
+  // Row range of sequence s; s == sequences is the padding tail. Clamped, so that bad device-side
+  // indices can give wrong numbers but never an access out of bounds.
+  MS_HD std::int64_t begin(std::int64_t s) const {
+    std::int64_t at = cu_seqlens ? static_cast<std::int64_t>(cu_seqlens[s]) : s * time;
+    return at < 0 ? 0 : (at > tokens ? tokens : at);
+  }
+  MS_HD std::int64_t end(std::int64_t s) const {
+    if (s == sequences) return tokens;
+    std::int64_t from = begin(s), to = begin(s + 1);
+    return to < from ? from : to;
+  }
+  // Row of the state tensor, or -1: padding (or out of range, which the host path has refused).
+  MS_HD std::int64_t slot(std::int64_t s) const {
+    if (s == sequences) return -1;
+    if (!slots) return s;
+    std::int64_t at = slots[s];
+    return at >= 0 && at < num_slots ? at : -1;
+  }
+  // Chunks are numbered without a prefix sum: those of sequence s start at begin / chunk + s, which
+  // leaves room for ceil(length / chunk) of them. Some numbers stay unused.
+  MS_HD std::int64_t first_chunk(std::int64_t s) const { return begin(s) / kScanChunk + s; }
+  MS_HD std::int64_t chunk_bound() const { return tokens / kScanChunk + sequences + 1; }
+  MS_HD std::int64_t sequence_of_chunk(std::int64_t chunk) const {
+    std::int64_t low = 0, high = sequences;  // the largest s with first_chunk(s) <= chunk
+    while (low < high) {
+      std::int64_t middle = (low + high + 1) / 2;
+      if (first_chunk(middle) <= chunk) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+};
+
+// One struct for all scans: each cell reads the fields it knows.
+struct ScanArgs {
+  Layout layout;
+  const void* pre = nullptr;     // gate pre-activations [tokens, gates * channels]
+  const void* a = nullptr;       // linear scan: coefficients [tokens, channels]
+  const void* b = nullptr;       // linear scan: inputs
+  const void* h = nullptr;       // backward: saved outputs
+  const void* grad_h = nullptr;  // backward: their gradient
+  const void* h0 =
+      nullptr;  // backward: initial state rows [sequences, channels], accumulation type
+  const void* initial = nullptr;  // carry into the first chunk; null: zero
+  std::int64_t initial_stride = 0;
+  void* last = nullptr;  // carry out of the last chunk; null: not wanted
+  std::int64_t last_stride = 0;
+  void* out = nullptr;         // forward: h; backward: grad_pre or grad_a
+  void* out_second = nullptr;  // backward of the linear scan: grad_b
+  bool linear_candidate = false;
+  bool normalize_gates = true;
+  void* chunk_a = nullptr;  // workspace [chunk_bound, channels], accumulation type
+  void* chunk_b = nullptr;
+};
+
+enum class Phase { serial, aggregate, carry, output };
+
+// Does items [begin, end) of a phase on the CPU; how items are numbered is told in scan_cpu.h.
+using ScanFn = void (*)(const ScanArgs&, Phase, std::int64_t begin, std::int64_t end);
+
+struct ConvArgs {
+  Layout layout;
+  std::int64_t taps = 0;
+  const void* x = nullptr;       // [tokens, channels]
+  const void* weight = nullptr;  // [channels, taps]
+  const void* bias = nullptr;    // [channels] or null
+  float* state = nullptr;        // [num_slots, taps - 1, channels]
+  std::int64_t slot_stride = 0;
+  std::int64_t tap_stride = 0;
+  void* out = nullptr;
+  float* weight_rows =
+      nullptr;  // CPU workspace: [taps + 1, channels], weights turned, then the bias
+};
+
+using ConvFn = void (*)(const ConvArgs&, Phase, std::int64_t begin, std::int64_t end);
+
+}  // namespace minserve

@@ -1,0 +1,108 @@
+// Every schema of the library, with one line each, and the functions behind them.
+// One function serves CPU and CUDA: it looks at its arguments' device (common/host.cpp).
+#include "common/operators.h"
+
+#ifndef MINSERVE_CUDA_ARCHS
+#define MINSERVE_CUDA_ARCHS ""
+#endif
+
+namespace {
+
+std::string cuda_archs() {
+  return MINSERVE_CUDA_ARCHS;
+}
+std::string cpu_isa() {
+  return minserve::cpu_isa();
+}
+int64_t scan_chunk() {
+  return minserve::kScanChunk;
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("linear_scan", TORCH_BOX(&minserve::linear_scan));
+  m.impl("linear_scan_backward", TORCH_BOX(&minserve::linear_scan_backward));
+  m.impl("mingru_scan", TORCH_BOX(&minserve::mingru_scan));
+  m.impl("mingru_step", TORCH_BOX(&minserve::mingru_step));
+  m.impl("mingru_scan_train", TORCH_BOX(&minserve::mingru_scan_train));
+  m.impl("mingru_scan_train_backward", TORCH_BOX(&minserve::mingru_scan_train_backward));
+  m.impl("minlstm_scan", TORCH_BOX(&minserve::minlstm_scan));
+  m.impl("minlstm_step", TORCH_BOX(&minserve::minlstm_step));
+  m.impl("minlstm_scan_train", TORCH_BOX(&minserve::minlstm_scan_train));
+  m.impl("minlstm_scan_train_backward", TORCH_BOX(&minserve::minlstm_scan_train_backward));
+  m.impl("conv_scan", TORCH_BOX(&minserve::conv_scan));
+  m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(minserve, m) {
+  // h_t = a_t h_{t-1} + b_t over [batch, time, channels]
+  m.def("linear_scan(Tensor a, Tensor b, Tensor? h0=None, bool reverse=False) -> Tensor");
+  // its gradients: of a, of b and of h0 (the last in the accumulation type)
+  m.def(
+      "linear_scan_backward(Tensor grad_h, Tensor a, Tensor h, Tensor? h0, bool reverse) -> "
+      "(Tensor grad_a, Tensor grad_b, Tensor grad_h0)");
+  // minGRU over packed sequences; pre is [tokens, k | v]; state rows are read and overwritten
+  m.def(
+      "mingru_scan(Tensor pre, Tensor cu_seqlens, Tensor(a!) state, Tensor slots, "
+      "bool linear_candidate=False) -> Tensor");
+  // minLSTM over packed sequences; pre is [tokens, f | i | v]
+  m.def(
+      "minlstm_scan(Tensor pre, Tensor cu_seqlens, Tensor(a!) state, Tensor slots, "
+      "bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+  // one minGRU step for each row of the batch
+  m.def(
+      "mingru_step(Tensor pre, Tensor(a!) state, Tensor slots, bool linear_candidate=False) -> "
+      "Tensor");
+  // one minLSTM step for each row of the batch
+  m.def(
+      "minlstm_step(Tensor pre, Tensor(a!) state, Tensor slots, bool linear_candidate=False, "
+      "bool normalize_gates=True) -> Tensor");
+  // causal depthwise convolution over packed sequences; state holds the last taps - 1 inputs
+  m.def(
+      "conv_scan(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) state, "
+      "Tensor slots) "
+      "-> Tensor");
+  // one convolution step for each row of the batch
+  m.def(
+      "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
+  // minGRU over packed sequences, functional and differentiable
+  m.def(
+      "mingru_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "
+      "linear_candidate=False) -> "
+      "(Tensor h, Tensor h_last)");
+  // its gradients: of pre and of h0 (the last in the accumulation type)
+  m.def(
+      "mingru_scan_train_backward(Tensor grad_h, Tensor? grad_h_last, Tensor pre, Tensor h, Tensor "
+      "cu_seqlens, "
+      "Tensor? h0, bool linear_candidate) -> (Tensor grad_pre, Tensor grad_h0)");
+  // minLSTM over packed sequences, functional and differentiable
+  m.def(
+      "minlstm_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "
+      "linear_candidate=False, "
+      "bool normalize_gates=True) -> (Tensor h, Tensor h_last)");
+  // its gradients: of pre and of h0 (the last in the accumulation type)
+  m.def(
+      "minlstm_scan_train_backward(Tensor grad_h, Tensor? grad_h_last, Tensor pre, Tensor h, "
+      "Tensor cu_seqlens, "
+      "Tensor? h0, bool linear_candidate, bool normalize_gates) -> (Tensor grad_pre, Tensor "
+      "grad_h0)");
+  // time steps per chunk: splitting a sequence at multiples of it changes no bit
+  m.def("scan_chunk() -> int");
+  // GPU architectures compiled in, "" for a CPU-only build
+  m.def("cuda_archs() -> str");
+  // instruction set in use on this CPU
+  m.def("cpu_isa() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
+  implement(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
+  implement(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {
+  m.impl("scan_chunk", TORCH_BOX(&scan_chunk));
+  m.impl("cuda_archs", TORCH_BOX(&cuda_archs));
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+}

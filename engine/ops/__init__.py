@@ -1,0 +1,32 @@
+"""The compiled operators as Python functions; importing this loads the library.
+
+Each operator's module holds its wrapper, its shape function, its gradient where it has one, and a
+float64 reference in plain torch.
+"""
+
+from engine.ops.conv_scan import conv_scan
+from engine.ops.conv_step import conv_step
+from engine.ops.library import SCAN_CHUNK, cpu_isa, cuda_archs, has_cuda_kernels
+from engine.ops.linear_scan import linear_scan
+from engine.ops.mingru_scan import mingru_scan
+from engine.ops.mingru_scan_train import mingru_scan_train
+from engine.ops.mingru_step import mingru_step
+from engine.ops.minlstm_scan import minlstm_scan
+from engine.ops.minlstm_scan_train import minlstm_scan_train
+from engine.ops.minlstm_step import minlstm_step
+
+__all__ = [
+    "SCAN_CHUNK",
+    "conv_scan",
+    "conv_step",
+    "cpu_isa",
+    "cuda_archs",
+    "has_cuda_kernels",
+    "linear_scan",
+    "mingru_scan",
+    "mingru_scan_train",
+    "mingru_step",
+    "minlstm_scan",
+    "minlstm_scan_train",
+    "minlstm_step",
+]

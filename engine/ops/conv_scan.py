@@ -1,0 +1,83 @@
+"""conv_scan: causal depthwise convolution over packed sequences with carried inputs.
+
+y_t = bias + sum over k of weight[:, k] x_{t - (K - 1) + k}: torch's conv1d with groups = channels
+and K - 1 steps of left padding, where the padding is the state, the last K - 1 inputs of what came
+before.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.gates import spans
+
+
+def conv_scan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Convolves packed sequences, each continuing from its state row.
+
+    Args:
+        x: inputs [tokens, channels]; float32, bfloat16 or float16.
+        weight: [channels, K], x's dtype; weight[:, K - 1] multiplies the current token.
+        bias: [channels], x's dtype, or None.
+        cu_seqlens: where sequences start, int32 [sequences + 1], from 0, never falling. Tokens
+            beyond the last entry are padding: their rows of the result are zero.
+        state: float32 [num_slots, K - 1, channels], the last K - 1 inputs, oldest first, channels
+            contiguous; **changed in place**, also by sequences shorter than K - 1.
+        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, skipped,
+            its rows of the result are zero. No row may be named twice.
+
+    Returns:
+        y [tokens, channels] in x's dtype, summed in float32.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
+            and slots (on CUDA, sequences with a slot out of range are skipped).
+    """
+    y: Tensor = torch.ops.minserve.conv_scan(x, weight, bias, cu_seqlens, state, slots)
+    return y
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same in float64 and functional: (y, the new state)."""
+    x, weight = x.double(), weight.double()
+    y, new_state = torch.zeros_like(x), state.double().clone()
+    taps = weight.shape[1]
+    for sequence, begin, end in spans(cu_seqlens):
+        slot = int(slots[sequence])
+        if slot < 0:
+            continue
+        rows = torch.cat([new_state[slot], x[begin:end]])  # [K - 1 + length, channels]
+        for t in range(end - begin):
+            y[begin + t] = (rows[t : t + taps] * weight.T).sum(dim=0)
+            if bias is not None:
+                y[begin + t] += bias.double()
+        new_state[slot] = rows[rows.shape[0] - (taps - 1) :]
+    return y, new_state
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+torch.library.register_fake("minserve::conv_scan", _fake)
