@@ -1,0 +1,90 @@
+"""The curve of a run: one JSON line per evaluation, appended as the run goes, and its picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What was known at one evaluation. Losses are in nats per token."""
+
+    step: int
+    tokens: int  # trained on so far
+    train_loss: float  # mean since the point before, with dropout
+    test_loss: float  # of the weights as they would be written, see trainer.py
+    learning_rate: float
+    tokens_per_second: float  # since the point before, this evaluation included
+    seconds: float  # of training so far
+
+
+class Curve:
+    """A JSON Lines file of points."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, point: Point) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(point)) + "\n")
+
+    def points(self) -> list[Point]:
+        """All points so far; none where the file does not exist."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [Point(**json.loads(line)) for line in lines]
+
+    def keep_until(self, step: int) -> None:
+        """Drops what a broken run wrote after the state that is now resumed was saved.
+
+        A last line that was cut short when the run broke is dropped as well.
+        """
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                point = Point(**json.loads(line))
+            except ValueError:
+                continue
+            if point.step <= step:
+                kept.append(line + "\n")
+        self.path.write_text("".join(kept), encoding="utf-8")
+
+
+def draw(points: Sequence[Point], title: str, path: Path) -> None:
+    """Writes the curves as a PNG of about 50 kB, with the best test loss marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    best = min(points, key=lambda point: point.test_loss)
+    steps = [point.step for point in points]
+    figure, axes = pyplot.subplots(figsize=(7.0, 4.0))
+    axes.plot(
+        steps,
+        [point.train_loss for point in points],
+        label="train (with dropout)",
+        lw=1,
+    )
+    axes.plot(steps, [point.test_loss for point in points], label="test", lw=1)
+    axes.plot([best.step], [best.test_loss], "o", ms=5, color="black")
+    axes.annotate(
+        f"best: {best.test_loss:.4f} at step {best.step}",
+        (best.step, best.test_loss),
+        xytext=(0, 14),
+        textcoords="offset points",
+        ha="right",
+    )
+    axes.set_ylim(min(point.train_loss for point in points) - 0.1, best.test_loss + 1.0)
+    axes.set(xlabel="step", ylabel="nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -1,0 +1,128 @@
+"""What a finished run leaves: a checkpoint folder that can be served, and its README.
+
+The weights are read back from the disk before they are measured, so that the losses in the README
+are those of the file that ships.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from engine.checkpoint import load_model, save_model
+from engine.models.lm import LM
+from engine.training.curve import draw
+from engine.training.evaluation import Loss, carried_loss, windows_loss
+from engine.training.state import FILE_NAME
+from engine.training.trainer import Trainer
+
+CURVE_IMAGE = "curve.png"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. The losses are those of the written weights, computed in float32."""
+
+    model: LM  # as read back
+    best_step: int
+    windows: Loss
+    carried: Loss
+
+
+def write_checkpoint(trainer: Trainer) -> Result:
+    """Writes config.json, model.safetensors and curve.png of a run that has ended, measures what
+    was written and removes the run's state file. Raises OSError."""
+    folder, recipe = trainer.folder, trainer.recipe
+    config = dataclasses.replace(trainer.config, dtype=recipe.dtype)
+    save_model(folder, trainer.best_model(), config, recipe.dtype)
+    model, _ = load_model(folder, trainer.device, "float32")
+    test = trainer.data.test
+    result = Result(
+        model=model,
+        best_step=trainer.best.step if trainer.best else 0,
+        windows=windows_loss(model, test, window=recipe.window, batch=recipe.batch),
+        carried=carried_loss(model, test),
+    )
+    points = trainer.curve.points()
+    draw(points, f"{config.cell}, {trainer.parameters:,} weights", folder / CURVE_IMAGE)
+    (folder / FILE_NAME).unlink(missing_ok=True)
+    return result
+
+
+def write_readme(
+    trainer: Trainer,
+    result: Result,
+    *,
+    data_name: str,
+    command: str,
+    prompt: str,
+    sample: str,
+) -> None:
+    """Writes README.md: what the model is, its losses, curve, recipe and a sample of its text."""
+    config, recipe = trainer.config, trainer.recipe
+    train, test = trainer.data.train.numel(), trainer.data.test.numel()
+    shape = {
+        "cell": (config.cell,),
+        "weights": (f"{trainer.parameters:,}",),
+        "stored as": (recipe.dtype,),
+        "layers": (config.n_layers,),
+        "width": (config.d_model,),
+        "inner width": (config.inner,),
+        "convolution kernel": (config.conv_kernel or "none",),
+        "MLP width": (config.mlp_hidden or "none",),
+        "vocabulary": (config.vocab_size,),
+        "state of one sequence": (f"{config.state_bytes:,} bytes",),
+    }
+    losses = {
+        name: (f"{loss.per_token:.4f}", f"{loss.tokens:,}")
+        for name, loss in (
+            (f"windows of {recipe.window} targets, each from the initial state", result.windows),
+            ("state carried through the whole test text", result.carried),
+        )
+    }
+    text = f"""# {trainer.folder.name}
+
+A {config.cell} language model of {data_name}, trained by minserve.
+
+## Test loss
+
+Of these {recipe.dtype} weights, computed in float32, over the last tenth of the text, which was
+not trained on. The weights are those of step {result.best_step:,}: the best, on this test text,
+of the evaluations every {recipe.evaluate_every} steps.
+
+{_table(losses, "", "nats per token", "scored tokens")}
+
+![Training and test loss]({CURVE_IMAGE})
+
+## Shape
+
+{_table(shape)}
+
+## Recipe
+
+Trained on the first {train:,} tokens, tested on the last {test:,}; {trainer.seconds:.0f} s on one
+{trainer.device_name}.
+
+```
+{command}
+```
+
+{_table({name: (value,) for name, value in dataclasses.asdict(recipe).items()})}
+
+## Sample
+
+After {prompt!r}, at temperature 0.8:
+
+```
+{sample.replace("```", "'" * 3)}
+```
+"""
+    (trainer.folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _table(rows: Mapping[str, Iterable[object]], *header: str) -> str:
+    """A Markdown table; each row is its name and its cells."""
+    names = header or ("", "")
+    lines = [names, ["---"] * len(names), *((name, *cells) for name, cells in rows.items())]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -1,0 +1,106 @@
+"""Recipe: every number that decides how a model is trained. Imports no torch.
+
+The defaults are the paper's for tinyshakespeare (arXiv 2410.01201, language modelling): AdamW at
+1e-3, gradients clipped at norm 0.25, batches of 64 windows of 256 tokens, 5,000 steps, dropout
+0.2, an evaluation every 25 steps, and the weights of the best one kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from engine.config import DtypeName
+from engine.errors import ConfigError
+
+Schedule = Literal["constant", "cosine"]
+Precision = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train. Raises ConfigError, which names the field, for a value out of range."""
+
+    steps: int = 5000
+    batch: int = 64  # windows per step
+    window: int = 256  # tokens per window
+    learning_rate: float = 1e-3  # after the warm-up
+    schedule: Schedule = "constant"
+    warmup: int = 0  # steps over which the learning rate rises linearly from 0
+    final_learning_rate: float = 0.0  # where the cosine ends, at the last step
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.01  # of matrices; biases, gains and initial states do not decay
+    clip: float = 0.25  # global gradient norm; 0 = no clipping
+    dropout: float = 0.2
+    ema: float = 0.0  # decay of the averaged weights that are evaluated and kept; 0 = no average
+    evaluate_every: int = 25  # steps
+    save_every: int = 1000  # steps between saves of the state that --resume reads
+    seed: int = 0
+    # CUDA: matrix products of a training step; weights, optimizer and evaluation are float32.
+    precision: Precision = "bfloat16"
+    dtype: DtypeName = "bfloat16"  # of the weights that are evaluated and written
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("steps", 1),
+            ("batch", 1),
+            ("window", 1),
+            ("warmup", 0),
+            ("evaluate_every", 1),
+            ("save_every", 1),
+            ("seed", 0),
+        ):
+            value = getattr(self, name)
+            ok = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+            self._check(ok, name, f"an integer of at least {least}")
+        for name, below in (
+            ("beta1", 1.0),
+            ("beta2", 1.0),
+            ("dropout", 1.0),
+            ("ema", 1.0),
+        ):
+            value = getattr(self, name)
+            self._check(0 <= value < below, name, f"at least 0 and below {below:g}")
+        for name in ("learning_rate", "final_learning_rate", "weight_decay", "clip"):
+            value = getattr(self, name)
+            self._check(
+                math.isfinite(value) and value >= 0,
+                name,
+                "a finite number of at least 0",
+            )
+        for name, allowed in (
+            ("schedule", get_args(Schedule)),
+            ("precision", get_args(Precision)),
+            ("dtype", get_args(DtypeName)),
+        ):
+            self._check(getattr(self, name) in allowed, name, ", ".join(allowed))
+
+    def _check(self, ok: bool, name: str, allowed: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}", param=name)
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 1."""
+        if step <= self.warmup:
+            return self.learning_rate * step / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        return self.final_learning_rate + cosine * (self.learning_rate - self.final_learning_rate)
+
+    def ema_decay_at(self, step: int) -> float:
+        """The decay of the average at update `step`: lower at first, so that the random initial
+        weights are soon forgotten (the ramp of tf.train.ExponentialMovingAverage)."""
+        return min(self.ema, (1 + step) / (10 + step))
+
+    def differences(self, other: Recipe) -> list[str]:
+        """The names of the fields in which two recipes differ."""
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        ]

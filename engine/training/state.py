@@ -1,0 +1,88 @@
+"""The state of an unfinished run: one file that holds all that `--resume` needs to go on.
+
+It is read with `weights_only=True`, so that no file can run code, and replaced atomically, so
+that a run that is killed while it saves leaves the state before.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.training.recipe import Recipe
+
+FILE_NAME = "training-state.pt"
+
+
+@dataclass(kw_only=True)
+class Best:
+    """The best evaluation so far; `weights` as they would be written, by parameter name."""
+
+    step: int
+    loss: float
+    weights: dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """Everything that changes during a run, and what it must not be resumed without."""
+
+    config: dict[str, Any]
+    recipe: dict[str, Any]
+    data: str  # Split.fingerprint
+    step: int
+    seconds: float
+    loss_sum: Tensor  # of the steps since the last evaluation, fp32 scalar
+    loss_steps: int
+    model: dict[str, Tensor]
+    average: list[Tensor]
+    optimizer: dict[str, Any]
+    windows_generator: Tensor
+    cpu_generator: Tensor
+    cuda_generator: Tensor | None
+    best: dict[str, Any] | None
+
+    def save(self, folder: Path) -> None:
+        """Writes the state file. Raises OSError."""
+        part = folder / (FILE_NAME + ".part")
+        torch.save({field.name: getattr(self, field.name) for field in fields(self)}, part)
+        os.replace(part, folder / FILE_NAME)
+
+    @classmethod
+    def load(cls, folder: Path) -> RunState:
+        """Reads the state file, tensors on the CPU. Raises CheckpointError."""
+        path = folder / FILE_NAME
+        try:
+            values = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder}: no unfinished run here to resume") from error
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise CheckpointError(f"{path}: not the state of a training run")
+        return cls(**values)
+
+    def check_same_run(self, config: ModelConfig, recipe: Recipe, data: str) -> None:
+        """Raises ConfigError unless the saved run is the one that is asked for."""
+        for saved, asked in (
+            (self.config, asdict(config)),
+            (self.recipe, asdict(recipe)),
+        ):
+            for name, value in asked.items():
+                if saved.get(name) != value:
+                    raise ConfigError(
+                        f"the unfinished run has {name} {saved.get(name)!r}, not {value!r}; "
+                        "resume with the options that it was started with",
+                        param=name,
+                    )
+        if self.data != data:
+            raise ConfigError("the unfinished run was trained on other data", param="data")

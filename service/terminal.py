@@ -1,0 +1,104 @@
+"""What the commands show on a terminal: errors in one line, progress, Ctrl-C.
+
+Everything here goes to stderr, so that stdout holds results alone. Without a terminal (a log
+file, CI) progress is one plain line now and then.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def error(message: str) -> None:
+    """One line on stderr, whatever the message looks like."""
+    print(f"minserve: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def note(message: str) -> None:
+    """One line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class Progress(Protocol):
+    """How far some work is. `note` is shown beside the bar."""
+
+    def to(self, done: float, note: str | None = None) -> None: ...
+
+
+class _Lines:
+    """Progress where nobody watches: a line when a note is new, but not too often."""
+
+    def __init__(self, label: str, total: float | None) -> None:
+        self._label = label
+        self._total = total
+        self._printed_at = time.monotonic()
+
+    def to(self, done: float, note: str | None = None) -> None:
+        now = time.monotonic()
+        if note is not None and now - self._printed_at >= SECONDS_BETWEEN_LINES:
+            self._printed_at = now
+            part = f" {done / self._total:.0%}" if self._total else ""
+            print(f"{self._label}{part}: {note}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(label: str, total: float | None, done: float = 0) -> Iterator[Progress]:
+    """A bar up to `total` (None: unknown) on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines(label, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total, completed=done, note="")
+
+        class _Bar:
+            def to(self, done: float, note: str | None = None) -> None:
+                if note is None:
+                    bar.update(task, completed=done)
+                else:
+                    bar.update(task, completed=done, note=note)
+
+        yield _Bar()
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed; inside `catch_interrupt` the first one only sets this."""
+
+    pressed = False
+
+    def __bool__(self) -> bool:
+        return self.pressed
+
+
+@contextmanager
+def catch_interrupt() -> Iterator[Interrupt]:
+    """Lets work end in order after Ctrl-C; a second Ctrl-C interrupts at once."""
+    interrupt = Interrupt()
+
+    def press(_signal: int, _frame: FrameType | None) -> None:
+        interrupt.pressed = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
