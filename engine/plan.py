@@ -96,5 +96,8 @@ class StepResult:
 
     sampled: list[Sampled] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
+    # Keys whose logits held NaN or infinity. What the step drew for them means nothing (it is in
+    # `sampled` or `scored` nevertheless); their requests fail.
+    non_finite: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

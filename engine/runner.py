@@ -1,0 +1,261 @@
+"""Runner: carries out a Plan: tensors in, the model, the sampler, token ids and scores out.
+
+A step waits for the device once, when its results are copied to the host together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from engine import checkpoint, device
+from engine.config import DtypeName, EngineConfig
+from engine.distribution import Logprobs
+from engine.graphs import DecodeGraphs
+from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
+from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, Sampled, Scored, StepResult
+from engine.sampler import Draws, Sampler
+from engine.scoring import score, to_messages, to_scored
+from engine.state import StatePool
+
+
+class _Results(NamedTuple):
+    """What a step computes, on the device or, after `_fetch`, on the host."""
+
+    draws: Draws | None
+    scores: Logprobs | None
+
+
+class Runner:
+    """The loaded model with its state pool. `config` is the given one with every choice made.
+
+    Raises CheckpointError, ConfigError or DeviceError when the model cannot be loaded or run so.
+    On CUDA, fp32 matrix products are fp32: TF32 would cost three digits of the log-probabilities.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        folder = checkpoint.resolve(config.model)
+        self.config = device.resolve(config, checkpoint.load_config(folder).dtype)
+        self._device = torch.device(self.config.device)
+        torch.set_num_threads(self.config.threads or device.usable_cpus())
+        torch.set_float32_matmul_precision("highest")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._model, self.model_config = checkpoint.load_model(
+            folder, self._device, _dtype_name(self.config.dtype)
+        )
+        self._pool = StatePool(
+            self.model_config,
+            self.config.max_slots + self.config.share_slots,
+            self._device,
+            self._model.initial_state_rows(),
+        )
+        self._sampler = Sampler(
+            self.model_config.vocab_size, self.model_config.eos_token_id, self._device
+        )
+        self._graphs: DecodeGraphs | None = None
+        self.info = self._describe(folder)
+
+    def _describe(self, folder: Path) -> ModelInfo:
+        given = Path(self.config.model).expanduser()
+        return ModelInfo(
+            name=given.resolve().name if given.is_dir() else self.config.model,
+            folder=str(folder),
+            fingerprint=checkpoint.fingerprint(folder),
+            cell=self.model_config.cell,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_id=self.model_config.eos_token_id,
+            parameters=sum(weight.numel() for weight in self._model.parameters()),
+            state_bytes=self.model_config.state_bytes,
+            slots=self.config.max_slots,
+            device=str(self._device),
+            device_name=device.describe(self._device),
+            dtype=self.config.dtype,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
+        what libraries do at first use."""
+        if self._device.type == "cuda" and self.config.cuda_graphs:
+            graphs = DecodeGraphs(
+                self._decode_logits,
+                self.config.max_slots,
+                self.model_config.vocab_size,
+                self._device,
+            )
+            graphs.capture()
+            self._graphs = graphs
+        everything = SamplingParams(
+            top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
+        )
+        for sampling in (SamplingParams(temperature=0), everything):
+            request = Request(id=0, prompt=pack_ids([0]), sampling=sampling, score=True)
+            tokens, targets = array("i", [0]), array("i", [0])
+            self.run(
+                Plan(
+                    admit=[Admission(request, key=-1, slot=0, source=None, cached_tokens=0)],
+                    prefill=[PrefillChunk(-1, 0, 0, tokens, targets, score_top=1, sample=True)],
+                )
+            )
+            self.run(Plan(decode=[DecodeRow(-1, 0, token=0, position=1)]))
+            self.run(Plan(release=[-1]))
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        """Carries out one step. An exception leaves the rows of its sequences undefined."""
+        for key in plan.release:
+            self._sampler.release(key)
+        self._admit(plan.admit)
+        begin = self._mark()
+        prefill_logits, scores = self._prefill(plan.prefill)
+        middle = self._mark()
+        draws = self._draw(plan, prefill_logits)
+        self._pool.copy([copy.source for copy in plan.after], [copy.target for copy in plan.after])
+        end = self._mark()
+        host = self._fetch(_Results(draws, scores))
+        scored = [] if host.scores is None else to_scored(plan.prefill, host.scores)
+        if not plan.decode:
+            middle = end
+        return StepResult(
+            sampled=self._sampled(plan, host.draws),
+            scored=scored,
+            non_finite=_non_finite(plan, host.draws, scored),
+            prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
+            decode_seconds=middle.seconds_until(end) if plan.decode else 0.0,
+        )
+
+    def _admit(self, admissions: Sequence[Admission]) -> None:
+        for admission in admissions:
+            if admission.request.sampling.max_tokens > 0:
+                self._sampler.admit(admission.key, admission.request)
+        self._pool.reset([one.slot for one in admissions if one.source is None])
+        forked = [(one.source, one.slot) for one in admissions if one.source is not None]
+        self._pool.copy([source for source, _ in forked], [slot for _, slot in forked])
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor | None, Logprobs | None]:
+        """Reads every chunk: logits [chunks with `sample`, vocab], and the targets' scores."""
+        if not chunks:
+            return None, None
+        tokens, ends = array("i"), array("i", [0])
+        for chunk in chunks:
+            tokens.extend(chunk.tokens)
+            ends.append(len(tokens))
+        hidden = self._model.prefill(
+            self._upload(tokens),
+            self._upload(ends),
+            self._pool.state,
+            self._upload([chunk.slot for chunk in chunks]),
+        )  # [tokens, d_model]
+        scores = score(self._model.logits, self.model_config.vocab_size, hidden, chunks)
+        last = [end - 1 for chunk, end in zip(chunks, ends[1:], strict=True) if chunk.sample]
+        logits = self._model.logits(hidden[self._upload(last)]) if last else None
+        return logits, scores
+
+    def _decode_logits(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        return self._model.logits(self._model.step(tokens, self._pool.state, slots))
+
+    def _decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+        """Reads one token of every row: logits [rows, vocab]."""
+        tokens, slots = [row.token for row in rows], [row.slot for row in rows]
+        if self._graphs is not None and len(rows) <= self._graphs.max_batch:
+            return self._graphs.replay(tokens, slots)
+        return self._decode_logits(self._upload(tokens), self._upload(slots))
+
+    def _draw(self, plan: Plan, prefill_logits: Tensor | None) -> Draws | None:
+        """Decodes, then draws for the chunks that end their prompt and for the decoded rows."""
+        parts = [] if prefill_logits is None else [prefill_logits]
+        if plan.decode:
+            parts.append(self._decode(plan.decode))
+        if not parts:
+            return None
+        keys = _sampled_keys(plan)
+        positions = [0] * (len(keys) - len(plan.decode)) + [row.position for row in plan.decode]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._sampler.sample(keys, positions, logits)
+
+    def _upload(self, values: Sequence[int]) -> Tensor:
+        return device.upload(values, torch.int32, self._device)
+
+    def _fetch(self, results: _Results) -> _Results:
+        """The results in host memory; the step's one wait."""
+        if self._device.type == "cpu":
+            return results
+        draws, scores = results
+        if draws is not None:
+            logprobs = None if draws.logprobs is None else _to_host(draws.logprobs)
+            tokens = draws.tokens.to("cpu", non_blocking=True)
+            draws = Draws(tokens, draws.finite.to("cpu", non_blocking=True), logprobs)
+        if scores is not None:
+            scores = _to_host(scores)
+        torch.cuda.current_stream(self._device).synchronize()
+        return _Results(draws, scores)
+
+    def _mark(self) -> _Mark:
+        return _Mark(self._device)
+
+    def _sampled(self, plan: Plan, draws: Draws | None) -> list[Sampled]:
+        if draws is None:
+            return []
+        keys = _sampled_keys(plan)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if draws.logprobs is not None:
+            rows = self._sampler.logprob_rows(keys)
+            messages = to_messages(draws.logprobs, [top for _, top in rows])
+            logprobs = dict(zip((row for row, _ in rows), messages, strict=True))
+        return [
+            Sampled(key, token, logprobs.get(row))
+            for row, (key, token) in enumerate(zip(keys, draws.tokens.tolist(), strict=True))
+        ]
+
+
+class _Mark:
+    """A moment of the device's work; seconds between two exist once the device has passed both."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if where.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def seconds_until(self, later: _Mark) -> float:
+        if self._event is not None and later._event is not None:
+            milliseconds: float = self._event.elapsed_time(later._event)
+            return milliseconds / 1000
+        return later._time - self._time
+
+
+def _dtype_name(name: str) -> DtypeName:
+    for known in get_args(DtypeName):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise AssertionError(f"EngineConfig let dtype {name!r} pass")
+
+
+def _to_host(logprobs: Logprobs) -> Logprobs:
+    return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
+
+
+def _sampled_keys(plan: Plan) -> list[int]:
+    return [chunk.key for chunk in plan.prefill if chunk.sample] + [row.key for row in plan.decode]
+
+
+def _non_finite(plan: Plan, draws: Draws | None, scored: Sequence[Scored]) -> list[int]:
+    """Keys whose logits were not finite: of the draws, and of the scores, where a NaN or infinity
+    anywhere in the logits makes every log-probability one."""
+    keys: set[int] = set()
+    if draws is not None:
+        finite = draws.finite.tolist()
+        keys.update(key for key, ok in zip(_sampled_keys(plan), finite, strict=True) if not ok)
+    for one in scored:
+        if not all(math.isfinite(token.logprob) for token in one.tokens):
+            keys.add(one.key)
+    return sorted(keys)

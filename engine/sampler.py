@@ -1,0 +1,336 @@
+"""Sampler: draws one token for every row of a step, each with its own request's parameters.
+
+`engine.distribution` holds the mathematics; here each part of it is applied to those rows whose
+requests use it, which the host knows, in this order: penalties, logit_bias, min_tokens,
+temperature, top_k, top_p, min_p. Nothing waits for the device. While the same sequences decode
+together, their parameters stay on the device and only the positions go there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine import distribution
+from engine.device import upload
+from engine.distribution import Logprobs
+from engine.messages import Request, SamplingParams, unpack_ids
+
+_FLOAT_MAX = torch.finfo(torch.float32).max
+_MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
+
+
+class Draws(NamedTuple):
+    """One drawn token per row, on the device."""
+
+    tokens: Tensor  # [rows] int64; meaningless where not finite
+    finite: Tensor  # [rows] bool: the row's logits held no NaN and no +infinity
+    logprobs: Logprobs | None  # of the rows that `Sampler.logprob_rows` names
+
+
+class _Penalised(NamedTuple):
+    rows: Tensor  # [p] of the batch
+    table: Tensor  # [p] rows of the token table
+    repetition: Tensor  # [p, 1]
+    presence: Tensor  # [p, 1]
+    frequency: Tensor  # [p, 1]
+
+
+class _Biased(NamedTuple):
+    rows: Tensor  # [entries] of the batch
+    ids: Tensor  # [entries]
+    values: Tensor  # [entries]
+
+
+class _Banned(NamedTuple):
+    rows: Tensor  # [entries] of the batch
+    ids: Tensor  # [entries]
+    until: Tensor  # [entries]: impossible at positions below
+
+
+class _Drawn(NamedTuple):
+    rows: Tensor  # [d] of the batch
+    streams: Tensor  # [d]
+    temperature: Tensor  # [d, 1]
+    min_p: Tensor | None  # [d, 1]
+
+
+class _Topped(NamedTuple):
+    rows: Tensor  # [t] of the drawn rows
+    top_k: Tensor  # [t, 1]
+    top_p: Tensor  # [t, 1]
+    width: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The parameters of one set of rows; a part that no row uses is None."""
+
+    keys: Sequence[int]
+    penalised: _Penalised | None
+    biased: _Biased | None
+    banned: _Banned | None
+    drawn: _Drawn | None
+    topped: _Topped | None
+    logprob_index: Tensor | None  # [l] of the batch
+    logprob_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    table_row: int | None  # None: no penalties
+
+
+class Sampler:
+    """Keeps every sequence's parameters from `admit` until `release`."""
+
+    def __init__(self, vocab_size: int, eos_token_id: int | None, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        self.device = device
+        self._sequences: dict[int, _Sequence] = {}
+        self._table = _TokenTable(vocab_size, device)
+        self._batch: _Batch | None = None
+
+    def admit(self, key: int, request: Request) -> None:
+        """Notes how the tokens of sequence `key` are to be drawn."""
+        params = request.sampling
+        stop_ids = {id for id in params.stop_token_ids if 0 <= id < self.vocab_size}
+        if self.eos_token_id is not None:
+            stop_ids.add(self.eos_token_id)
+        row = self._table.take(request.prompt) if _has_penalties(params) else None
+        self._sequences[key] = _Sequence(params, tuple(sorted(stop_ids)), row)
+
+    def release(self, key: int) -> None:
+        """Forgets a sequence; unknown keys are ignored."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is None:
+            return
+        if sequence.table_row is not None:
+            self._table.give_back(sequence.table_row)
+        if self._batch is not None and key in self._batch.keys:
+            self._batch = None
+
+    def logprob_rows(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """(row, how many best) of the rows whose requests ask for log-probabilities."""
+        tops = ((row, self._sequences[key].params.logprobs) for row, key in enumerate(keys))
+        return [(row, top) for row, top in tops if top is not None]
+
+    def sample(self, keys: Sequence[int], positions: Sequence[int], logits: Tensor) -> Draws:
+        """Draws a token for each row of `logits` [rows, vocab] fp32.
+
+        positions[i] counts the tokens that sequence keys[i] has drawn before. Where no token is
+        possible (all are banned), the most likely one of the raw logits is taken.
+        """
+        if self._batch is None or self._batch.keys != keys:
+            self._batch = self._build(list(keys))
+        batch = self._batch
+        raw_best, raw_greedy = distribution.greedy(logits)
+        at = None
+        if batch.banned or batch.drawn:
+            at = self._tensor(positions, torch.int64)
+        adjusted = self._adjust(batch, logits, at)
+        best, tokens = distribution.greedy(adjusted)
+        if batch.drawn is not None:
+            assert at is not None
+            drawn = self._draw(batch.drawn, batch.topped, adjusted, best, at)
+            tokens = tokens.index_copy(0, batch.drawn.rows, drawn)
+        tokens = torch.where(best.isneginf(), raw_greedy, tokens)
+        if batch.penalised is not None:
+            self._table.count(batch.penalised.table, tokens[batch.penalised.rows])
+        logprobs = None
+        if batch.logprob_index is not None:
+            index = batch.logprob_index
+            logprobs = distribution.token_logprobs(logits[index], tokens[index], batch.logprob_top)
+        return Draws(tokens, raw_best.isfinite(), logprobs)
+
+    def _adjust(self, batch: _Batch, logits: Tensor, at: Tensor | None) -> Tensor:
+        if batch.penalised is not None:
+            rows, table, *penalties = batch.penalised
+            penalised = distribution.penalise(
+                logits[rows], self._table.in_prompt[table], self._table.answer[table], *penalties
+            )
+            logits = logits.index_copy(0, rows, penalised)
+        if batch.biased is not None:
+            logits = distribution.add_bias(logits, *batch.biased)
+        if batch.banned is not None:
+            assert at is not None
+            rows, ids, until = batch.banned
+            values = torch.zeros(len(ids), device=self.device)
+            values = values.masked_fill(at[rows] < until, -torch.inf)
+            logits = distribution.add_bias(logits, rows, ids, values)
+        return logits
+
+    def _draw(
+        self, drawn: _Drawn, topped: _Topped | None, logits: Tensor, best: Tensor, at: Tensor
+    ) -> Tensor:
+        # With the best at 0, no temperature can overflow to +infinity.
+        scaled = (logits[drawn.rows] - best[drawn.rows].unsqueeze(-1)) / drawn.temperature
+        if topped is not None:
+            rows, top_k, top_p, width = topped
+            kept = distribution.keep_top(scaled[rows], top_k, top_p, width)
+            scaled = scaled.index_copy(0, rows, kept)
+        if drawn.min_p is not None:
+            scaled = distribution.keep_min_p(scaled, drawn.min_p)
+        return distribution.draw(scaled, distribution.uniform(drawn.streams, at[drawn.rows]))
+
+    def _build(self, keys: list[int]) -> _Batch:
+        sequences = [self._sequences[key] for key in keys]
+        params = [sequence.params for sequence in sequences]
+        logprobs = self.logprob_rows(keys)
+        drawn = [row for row, one in enumerate(params) if one.temperature > 0]
+        return _Batch(
+            keys=keys,
+            penalised=self._build_penalised(sequences),
+            biased=self._build_biased(params),
+            banned=self._build_banned(sequences),
+            drawn=self._build_drawn(drawn, [params[row] for row in drawn]),
+            topped=self._build_topped([params[row] for row in drawn]),
+            logprob_index=self._rows([row for row, _ in logprobs]),
+            logprob_top=max((top for _, top in logprobs), default=0),
+        )
+
+    def _build_penalised(self, sequences: list[_Sequence]) -> _Penalised | None:
+        used = [
+            (row, one.table_row, one.params)
+            for row, one in enumerate(sequences)
+            if one.table_row is not None
+        ]
+        if not used:
+            return None
+        rows, table, params = zip(*used, strict=True)
+        return _Penalised(
+            self._tensor(rows, torch.int64),
+            self._tensor(table, torch.int64),
+            self._column([one.repetition_penalty for one in params]),
+            self._column([one.presence_penalty for one in params]),
+            self._column([one.frequency_penalty for one in params]),
+        )
+
+    def _build_biased(self, params: list[SamplingParams]) -> _Biased | None:
+        entries = [
+            (row, id, value)
+            for row, one in enumerate(params)
+            for id, value in one.logit_bias.items()
+        ]
+        if not entries:
+            return None
+        rows, ids, values = zip(*entries, strict=True)
+        return _Biased(
+            self._tensor(rows, torch.int64),
+            self._tensor(ids, torch.int64),
+            self._column(values).squeeze(-1),
+        )
+
+    def _build_banned(self, sequences: list[_Sequence]) -> _Banned | None:
+        entries = [
+            (row, id, one.params.min_tokens)
+            for row, one in enumerate(sequences)
+            if one.params.min_tokens
+            for id in one.stop_ids
+        ]
+        if not entries:
+            return None
+        rows, ids, until = zip(*entries, strict=True)
+        return _Banned(*(self._tensor(column, torch.int64) for column in (rows, ids, until)))
+
+    def _build_drawn(self, rows: list[int], params: list[SamplingParams]) -> _Drawn | None:
+        if not rows:
+            return None
+        streams = distribution.stream_ids(
+            self._tensor([one.seed for one in params], torch.int64),
+            self._tensor([one.choice for one in params], torch.int64),
+        )
+        min_p = None
+        if any(one.min_p for one in params):
+            min_p = self._column([one.min_p for one in params])
+        temperature = [max(one.temperature, _MIN_TEMPERATURE) for one in params]
+        return _Drawn(
+            self._tensor(rows, torch.int64),
+            streams,
+            self._column(temperature),
+            min_p,
+        )
+
+    def _build_topped(self, params: list[SamplingParams]) -> _Topped | None:
+        widths = [
+            one.top_k if 0 < one.top_k < self.vocab_size else self.vocab_size for one in params
+        ]
+        used = [
+            row
+            for row, (one, width) in enumerate(zip(params, widths, strict=True))
+            if width < self.vocab_size or one.top_p < 1
+        ]
+        if not used:
+            return None
+        return _Topped(
+            self._tensor(used, torch.int64),
+            self._tensor([widths[row] for row in used], torch.int64).unsqueeze(-1),
+            self._tensor([params[row].top_p for row in used], torch.float64).unsqueeze(-1),
+            max(widths[row] for row in used),
+        )
+
+    def _rows(self, rows: list[int]) -> Tensor | None:
+        return self._tensor(rows, torch.int64) if rows else None
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        """fp32 [n, 1]; a parameter that float32 cannot hold becomes its nearest finite value."""
+        bounded = [min(max(value, -_FLOAT_MAX), _FLOAT_MAX) for value in values]
+        return self._tensor(bounded, torch.float32).unsqueeze(-1)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return upload(values, dtype, self.device)
+
+
+class _TokenTable:
+    """Which tokens the prompt and the answer of each penalised sequence hold.
+
+    Rows are [vocab]; the table grows by doubling, from nothing, as requests with penalties come.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.answer = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._free: list[int] = []
+
+    def take(self, prompt: bytes) -> int:
+        """A row for a sequence with this prompt (messages.pack_ids) and no answer yet."""
+        if not self._free:
+            rows = len(self.in_prompt)
+            grown = max(8, rows)
+            self.in_prompt = _grown(self.in_prompt, grown)
+            self.answer = _grown(self.answer, grown)
+            self._free = list(range(rows, rows + grown))
+        row = self._free.pop()
+        ids = upload(sorted(set(unpack_ids(prompt))), torch.int64, self.in_prompt.device)
+        self.in_prompt[row] = False
+        self.in_prompt[row].index_fill_(0, ids, True)
+        self.answer[row] = 0
+        return row
+
+    def give_back(self, row: int) -> None:
+        """Makes a row free for another sequence."""
+        self._free.append(row)
+
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        """tokens[i] was drawn for the sequence of rows[i]."""
+        ones = torch.ones(len(rows), dtype=torch.int32, device=rows.device)
+        self.answer.index_put_((rows, tokens), ones, accumulate=True)
+
+
+def _grown(table: Tensor, rows: int) -> Tensor:
+    return torch.cat([table, table.new_zeros(rows, table.shape[1])])
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
