@@ -56,10 +56,12 @@ class Cell(nn.Module, ABC):
         )
 
     def initial_state(self) -> Tensor:
-        """h_0: [inner] fp32; g(parameter), or zeros."""
+        """h_0: [inner]; g(parameter), or zeros. In fp32, as states are (fp64 in a fp64 model)."""
+        weight = self.gates.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         if self.initial is None:
-            return torch.zeros(self.inner, device=self.gates.weight.device)
-        return g(self.initial.float())
+            return torch.zeros(self.inner, dtype=dtype, device=weight.device)
+        return g(self.initial.to(dtype))
 
     def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
         """Reads packed sequences x [tokens, d_model] and leaves each one's last hidden state in

@@ -149,19 +149,20 @@ class LM(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, d_model] -> [n, vocab_size] in fp32, whatever the weights' dtype.
+        """hidden [n, d_model] -> [n, vocab_size] in fp32, also with 16-bit weights (fp64 in a fp64
+        model, which can only be trained).
 
-        16-bit weights are multiplied with fp32 accumulation and without rounding the result to 16
-        bits, which would move log-probabilities by up to 1 part in 256.
+        With 16-bit weights the products are summed in fp32 and the sums are not rounded to 16 bits,
+        which would move a bf16 logit by up to 1 part in 256.
         """
         weight = self.embedding.weight if self.head is None else self.head.weight
-        if weight.dtype == torch.float32:
-            logits = functional.linear(hidden, weight).float()
+        if weight.dtype in (torch.float32, torch.float64):
+            logits = functional.linear(hidden, weight).to(weight.dtype)  # autocast may round it
         elif weight.is_cuda:
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         else:
             logits = functional.linear(hidden.float(), weight.float())
-        return logits if self.head_bias is None else logits + self.head_bias.float()
+        return logits if self.head_bias is None else logits + self.head_bias
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Differentiable: tokens [batch, time], every sequence from the initial state, -> logits

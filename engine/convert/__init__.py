@@ -1,0 +1,93 @@
+"""Importers of other projects' weights: a state dict goes in, a checkpoint folder comes out.
+
+reading.py gets tensors out of files, minlm.py knows the layouts, and `convert` here puts the
+result on the disk, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint import CONFIG, TOKENIZER, load_model, save_model
+from engine.config import DtypeName, ModelConfig
+from engine.convert.minlm import from_state_dict
+from engine.convert.reading import read_state_dict
+from engine.errors import CheckpointError, ConfigError
+from engine.models.lm import LM
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: DtypeName | None = None,
+    normalize_gates: bool | None = None,
+    norm_eps: float | None = None,
+    eos_token_id: int | None = None,
+) -> ModelConfig:
+    """Writes the checkpoint folder `destination` from a state dict, and says what it describes.
+
+    `source` is a .safetensors file, a file that torch.save wrote (read with weights_only: nothing
+    else is unpickled), or a checkpoint folder of minserve, to save it anew. A tokenizer.json beside
+    the weights is copied. The keywords replace what the weights show (None) and are needed where
+    they do not show it: `normalize_gates` False for a minLSTM whose gates were not normalised,
+    `norm_eps` for a norm's epsilon other than its project's default.
+
+    Raises CheckpointError (a source that is missing, damaged or of unknown layout, a destination
+    that holds something) and ConfigError (a replacement that the model cannot have); then nothing
+    is written.
+    """
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise CheckpointError(f"{destination}: exists; give a folder that does not")
+    model, config = _read(source)
+    given: dict[str, Any] = {
+        "dtype": dtype,
+        "normalize_gates": normalize_gates,
+        "norm_eps": norm_eps,
+        "eos_token_id": eos_token_id,
+    }
+    config = dataclasses.replace(
+        config, **{name: value for name, value in given.items() if value is not None}
+    )
+    folder = source if source.is_dir() else source.parent
+    _write(destination, model, config, folder / TOKENIZER)
+    return config
+
+
+def _read(source: Path) -> tuple[LM, ModelConfig]:
+    if source.is_dir():
+        if not (source / CONFIG).is_file():
+            raise CheckpointError(
+                f"{source}: a folder without {CONFIG}; give the file that holds the state dict"
+            )
+        return load_model(source, "cpu")
+    try:
+        config, weights = from_state_dict(read_state_dict(source))
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{source}: {error.message}") from error
+    with torch.device("meta"):
+        model = LM(config)
+    model.load_state_dict(weights, assign=True)
+    return model, config
+
+
+def _write(destination: Path, model: LM, config: ModelConfig, tokenizer: Path) -> None:
+    partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
+    try:
+        partial.mkdir(parents=True)
+        save_model(partial, model, config, config.dtype)
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        partial.rename(destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,254 @@
+"""The layout of minGRU-pytorch's `minLM` and of BorealisAI/minRNNs' `Model`, its descendant.
+
+Both stack [conv, norm, cell, norm, feed-forward] under `layers.<i>.<0 to 4>`. What differs:
+
+|                       | minGRU-pytorch 0.2.1        | BorealisAI/minRNNs                  |
+|-----------------------|-----------------------------|-------------------------------------|
+| head                  | to_logits                   | to_out                              |
+| minLSTM's projection  | to_hidden_and_f_i_gate      | to_hidden_and_gate                  |
+| biases of the cell    | none                        | of both projections                 |
+| the cell's to_out     | absent at expansion 1       | always there                        |
+| init_hidden_state     | none                        | optional; h_0 = g of it             |
+| feed-forward          | always there                | optional; without it its norm stays |
+
+Everything else is read off the shapes. The fused projection of a cell has the candidate first
+(hidden, gate; hidden, f, i); in this project it comes last.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import DtypeName, ModelConfig
+from engine.errors import CheckpointError
+
+SUPPORTED = (
+    "supported are the state dicts of minGRU-pytorch's minLM and of BorealisAI/minRNNs' Model over"
+    " tokens with RMSNorm"
+)
+_HEADS = ("to_logits.weight", "to_out.weight")
+_PROJECTIONS = ("to_hidden_and_gate", "to_hidden_and_f_i_gate")
+_DTYPES: dict[torch.dtype, DtypeName] = {
+    torch.float64: "float32",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def from_state_dict(weights: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The config that names and shapes show, and the weights under this project's names.
+
+    Raises CheckpointError that names the first tensor which is missing, unknown or of a shape that
+    contradicts the others; ConfigError for shapes that no model here can have.
+    """
+    source = _Source(weights)
+    _refuse_other_models(weights)
+    head = next((name for name in _HEADS if name in weights), _HEADS[0])
+    embedding = source.take("token_emb.weight", None, None)
+    vocab, width = embedding.shape
+    if embedding.dtype not in _DTYPES:
+        raise CheckpointError(f"tensor 'token_emb.weight' is {embedding.dtype}, not floating-point")
+    layers = [_layer(source, f"layers.{index}", width) for index in range(source.layers())]
+    norm_eps = _norm_eps(source, "norm", embedding.dtype)
+    norm = _norm(source, "norm", width)
+    head_weight = source.take(head, vocab, width)
+    source.finish()
+    _refuse_unlike_layers(layers)
+    config = ModelConfig(
+        vocab_size=vocab,
+        d_model=width,
+        n_layers=len(layers),
+        norm_eps=norm_eps,
+        dtype=_DTYPES[embedding.dtype],
+        **_layer_config(layers[0], width),
+    )
+    renamed = {"embedding.weight": embedding, "norm.weight": norm, "head.weight": head_weight}
+    for index, layer in enumerate(layers):
+        renamed |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    return config, renamed
+
+
+class _Source:
+    """A state dict from which tensors are taken; what is left at the end is of unknown meaning."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._left = dict(weights)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str, *shape: int | None) -> Tensor:
+        """The tensor, whose shape must be `shape` (None: any size)."""
+        if name not in self._left:
+            raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
+        tensor = self._left.pop(name)
+        if tensor.dim() != len(shape) or any(
+            want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
+        ):
+            wanted = ", ".join("*" if size is None else str(size) for size in shape)
+            raise CheckpointError(
+                f"tensor {name!r} has the shape {list(tensor.shape)} where the others make it"
+                f" [{wanted}]; {SUPPORTED}"
+            )
+        return tensor
+
+    def layers(self) -> int:
+        found = (re.match(r"layers\.(\d+)\.", name) for name in self._left)
+        return 1 + max((int(match[1]) for match in found if match), default=0)
+
+    def modules(self, prefix: str) -> list[str]:
+        """Modules under `prefix` that have a weight, in their order. nn.Sequential numbers them,
+        and dropout between them shifts the numbers."""
+        names = [
+            name.removesuffix(".weight")
+            for name in self._left
+            if name.startswith(f"{prefix}.") and name.endswith(".weight")
+        ]
+        return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+
+    def finish(self) -> None:
+        for name, tensor in self._left.items():
+            raise CheckpointError(
+                f"tensor {name!r} {list(tensor.shape)} belongs to no known layout; {SUPPORTED}"
+            )
+
+
+def _refuse_other_models(weights: dict[str, Tensor]) -> None:
+    for name in weights:
+        if name.endswith("running_mean"):
+            raise CheckpointError(
+                f"tensor {name!r} shows BatchNorm, which is not served; {SUPPORTED}"
+            )
+        if name.startswith("layer_in."):
+            raise CheckpointError(f"tensor {name!r} shows a model of vectors; {SUPPORTED}")
+
+
+def _layer(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
+    """One layer's tensors under this project's names."""
+    layer = {"cell_norm.weight": _norm(source, f"{prefix}.1", width)}
+    conv = source.modules(f"{prefix}.0")
+    if conv:
+        depthwise, pointwise = _two(conv, f"{prefix}.0", "depthwise, pointwise convolution")
+        layer["conv.weight"] = source.take(f"{depthwise}.weight", width, 1, None).squeeze(1)
+        layer["conv.pointwise.weight"] = source.take(
+            f"{pointwise}.weight", width, width, 1
+        ).squeeze(2)
+        _take_bias(source, depthwise, width, layer, "conv.bias")
+        _take_bias(source, pointwise, width, layer, "conv.pointwise.bias")
+    layer |= _cell(source, f"{prefix}.2", width)
+    mlp_norm = _norm(source, f"{prefix}.3", width)
+    mlp = source.modules(f"{prefix}.4")
+    if mlp:
+        up, down = _two(mlp, f"{prefix}.4", "linear maps up and down")
+        layer["mlp_norm.weight"] = mlp_norm
+        layer["mlp.up.weight"] = source.take(f"{up}.weight", None, width)
+        hidden = layer["mlp.up.weight"].shape[0]
+        layer["mlp.down.weight"] = source.take(f"{down}.weight", width, hidden)
+        _take_bias(source, up, hidden, layer, "mlp.up.bias")
+        _take_bias(source, down, width, layer, "mlp.down.bias")
+    return layer
+
+
+def _cell(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
+    names = [f"{prefix}.{name}" for name in _PROJECTIONS]
+    projection = next((name for name in names if f"{name}.weight" in source), names[0])
+    fused = source.take(f"{projection}.weight", None, width)
+    cell: dict[str, Tensor] = {}
+    inner = width
+    # Only a minLM of expansion 1 has no out projection; its minLSTM has a projection name of its
+    # own, so three times the width under the shared name is a minGRU that lost its to_out.
+    shared_name = projection == names[0]
+    if f"{prefix}.to_out.weight" in source or (shared_name and fused.shape[0] != 2 * width):
+        cell["out.weight"] = source.take(f"{prefix}.to_out.weight", width, None)
+        inner = cell["out.weight"].shape[1]
+        _take_bias(source, f"{prefix}.to_out", width, cell, "out.bias")
+    gates = (2, 3) if shared_name else (3,)
+    if fused.shape[0] not in [count * inner for count in gates]:
+        raise CheckpointError(
+            f"tensor '{projection}.weight' has {fused.shape[0]} rows; with {inner} channels it has"
+            f" {' or '.join(str(count * inner) for count in gates)}"
+        )
+    cell["gates.weight"] = _candidate_last(fused, inner)
+    _take_bias(source, projection, fused.shape[0], cell, "gates.bias")
+    if "gates.bias" in cell:
+        cell["gates.bias"] = _candidate_last(cell["gates.bias"], inner)
+    if f"{prefix}.init_hidden_state" in source:
+        cell["initial"] = source.take(f"{prefix}.init_hidden_state", inner)
+    return {f"cell.{name}": tensor for name, tensor in cell.items()}
+
+
+def _candidate_last(fused: Tensor, inner: int) -> Tensor:
+    return torch.cat((fused[inner:], fused[:inner]))
+
+
+def _two(modules: list[str], prefix: str, what: str) -> tuple[str, str]:
+    if len(modules) != 2:
+        raise CheckpointError(
+            f"{prefix} has {len(modules)} weights ({', '.join(modules)}), not two ({what});"
+            f" {SUPPORTED}"
+        )
+    return modules[0], modules[1]
+
+
+def _take_bias(
+    source: _Source, module: str, size: int, target: dict[str, Tensor], name: str
+) -> None:
+    if f"{module}.bias" in source:
+        target[name] = source.take(f"{module}.bias", size)
+
+
+def _norm(source: _Source, prefix: str, width: int) -> Tensor:
+    """RMSNorm's factor. torch.nn.RMSNorm calls it weight. The RMSNorm of earlier minGRU-pytorch,
+    from which BorealisAI/minRNNs descends, has a gamma and multiplies by gamma + 1."""
+    if f"{prefix}.gamma" in source:
+        return source.take(f"{prefix}.gamma", width).float() + 1
+    return source.take(f"{prefix}.weight", width)
+
+
+def _norm_eps(source: _Source, prefix: str, dtype: torch.dtype) -> float:
+    """The epsilon of the two: the gamma form divides by the norm, at least 1e-12;
+    torch.nn.RMSNorm's default is the epsilon of its input's dtype."""
+    return 1e-12 if f"{prefix}.gamma" in source else float(torch.finfo(dtype).eps)
+
+
+def _refuse_unlike_layers(layers: list[dict[str, Tensor]]) -> None:
+    shapes = [{name: list(tensor.shape) for name, tensor in layer.items()} for layer in layers]
+    for index, layer in enumerate(shapes):
+        if layer != shapes[0]:
+            name = next(n for n in layer | shapes[0] if layer.get(n) != shapes[0].get(n))
+            raise CheckpointError(
+                f"layers.{index} differs from layers.0: its {name} has the shape"
+                f" {layer.get(name, 'none')}, not {shapes[0].get(name, 'none')}"
+            )
+
+
+def _layer_config(layer: dict[str, Tensor], width: int) -> dict[str, Any]:
+    """ModelConfig's fields that one layer shows."""
+    rows = layer["cell.gates.weight"].shape[0]
+    inner = layer["cell.out.weight"].shape[1] if "cell.out.weight" in layer else width
+    hidden = layer["mlp.up.weight"].shape[0] if "mlp.up.weight" in layer else 0
+    return {
+        "cell": "mingru" if rows == 2 * inner else "minlstm",
+        "expansion": _ratio(inner, width),
+        "out_projection": "cell.out.weight" in layer,
+        "conv_kernel": layer["conv.weight"].shape[1] if "conv.weight" in layer else 0,
+        "mlp_ratio": _ratio(hidden, width),
+        "cell_bias": "cell.gates.bias" in layer,
+        "out_bias": "cell.out.bias" in layer,
+        "mlp_bias": "mlp.up.bias" in layer or not hidden,
+        "conv_bias": "conv.bias" in layer or "conv.weight" not in layer,
+        "learned_initial_state": "cell.initial" in layer,
+    }
+
+
+def _ratio(size: int, width: int) -> float:
+    """The number r with int(width * r) == size: the quotient, or its neighbour where rounding
+    makes the product fall short."""
+    ratio = size / width
+    return ratio if int(width * ratio) == size else math.nextafter(ratio, math.inf)
