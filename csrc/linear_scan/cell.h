@@ -18,7 +18,7 @@ struct LinearCell {
   T* out;
   std::int64_t channels;
 
-  explicit LinearCell(const ScanArgs& args)
+  MS_CELL explicit LinearCell(const ScanArgs& args)
       : a(static_cast<const T*>(args.a)),
         b(static_cast<const T*>(args.b)),
         out(static_cast<T*>(args.out)),
@@ -58,7 +58,7 @@ struct LinearBackwardCell {
   std::int64_t channels;
   bool reverse;
 
-  explicit LinearBackwardCell(const ScanArgs& args)
+  MS_CELL explicit LinearBackwardCell(const ScanArgs& args)
       : a(static_cast<const T*>(args.a)),
         h(static_cast<const T*>(args.h)),
         grad_h(static_cast<const T*>(args.grad_h)),

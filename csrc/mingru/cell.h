@@ -19,7 +19,7 @@ struct MinGruCell {
   std::int64_t channels;
   bool linear;
 
-  explicit MinGruCell(const ScanArgs& args)
+  MS_CELL explicit MinGruCell(const ScanArgs& args)
       : pre(static_cast<const T*>(args.pre)),
         out(static_cast<T*>(args.out)),
         channels(args.layout.channels),
@@ -60,7 +60,7 @@ struct MinGruBackwardCell {
   std::int64_t channels;
   bool linear;
 
-  explicit MinGruBackwardCell(const ScanArgs& args)
+  MS_CELL explicit MinGruBackwardCell(const ScanArgs& args)
       : pre(static_cast<const T*>(args.pre)),
         h(static_cast<const T*>(args.h)),
         grad_h(static_cast<const T*>(args.grad_h)),

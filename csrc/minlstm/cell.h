@@ -20,7 +20,7 @@ struct MinLstmCell {
   std::int64_t channels;
   bool linear, normalize;
 
-  explicit MinLstmCell(const ScanArgs& args)
+  MS_CELL explicit MinLstmCell(const ScanArgs& args)
       : pre(static_cast<const T*>(args.pre)),
         out(static_cast<T*>(args.out)),
         channels(args.layout.channels),
@@ -65,7 +65,7 @@ struct MinLstmBackwardCell {
   std::int64_t channels;
   bool linear, normalize;
 
-  explicit MinLstmBackwardCell(const ScanArgs& args)
+  MS_CELL explicit MinLstmBackwardCell(const ScanArgs& args)
       : pre(static_cast<const T*>(args.pre)),
         h(static_cast<const T*>(args.h)),
         grad_h(static_cast<const T*>(args.grad_h)),

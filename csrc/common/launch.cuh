@@ -1,0 +1,52 @@
+// Launching on torch's stream: the right device, every error said.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace minserve {
+namespace cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(
+      std::string("minserve: ") + what + ": " + cudaGetErrorString(error) +
+      (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction
+           ? " (built for other GPUs: set MINSERVE_CUDA_ARCHS and build again)"
+           : ""));
+}
+
+// The runtime is linked statically, so its current device is looked at rather than torch's.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : wanted_(device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != wanted_) check(cudaSetDevice(wanted_), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (before_ != wanted_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  int wanted_ = 0;
+};
+
+constexpr int kThreads = 128;
+
+// Rows of work in x, channels in y; both come from tensor shapes alone.
+inline dim3 grid_of(long long rows, long long channels) {
+  const long long blocks = (channels + kThreads - 1) / kThreads;
+  if (rows > 2147483647LL || blocks > 65535) {
+    throw std::runtime_error("minserve: too large for one launch: " + std::to_string(rows) +
+                             " rows x " + std::to_string(channels) + " channels");
+  }
+  return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(blocks));
+}
+
+}  // namespace cuda
+}  // namespace minserve
