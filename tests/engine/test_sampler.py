@@ -1,0 +1,302 @@
+"""Sampler: each request's parameters act on its own row, in order, whatever the batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.messages import Request, SamplingParams, pack_ids
+from engine.sampler import Draws, Sampler
+
+VOCAB = 40
+EOS = 39
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def sampler_with(
+    *params: SamplingParams, prompts: list[list[int]] | None = None, device: str = "cpu"
+) -> Sampler:
+    """A sampler that has admitted these, with keys 0, 1, ..."""
+    sampler = Sampler(VOCAB, EOS, torch.device(device))
+    for key, one in enumerate(params):
+        prompt = [0] if prompts is None else prompts[key]
+        sampler.admit(key, Request(id=key, prompt=pack_ids(prompt), sampling=one))
+    return sampler
+
+
+def random_logits(rows: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, VOCAB, generator=generator) * 2).to(device)
+
+
+def draws_of(params: SamplingParams, logits: Tensor, count: int) -> list[int]:
+    """Tokens at positions 0 to count - 1, all from the same logits [vocab]."""
+    sampler = sampler_with(params)
+    return [
+        int(sampler.sample([0], [position], logits.unsqueeze(0)).tokens)
+        for position in range(count)
+    ]
+
+
+def reference_support(
+    row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
+) -> dict[int, float]:
+    """The probabilities of the tokens that can be drawn, by the documented order of operations."""
+    logits = list(row)
+    for id in set(prompt) | set(answer):
+        penalty = params.repetition_penalty
+        logits[id] = logits[id] / penalty if logits[id] > 0 else logits[id] * penalty
+    for id in set(answer):
+        logits[id] -= params.presence_penalty + params.frequency_penalty * answer.count(id)
+    for id, bias in params.logit_bias.items():
+        logits[id] += bias
+    if len(answer) < params.min_tokens:
+        for id in (EOS, *params.stop_token_ids):
+            logits[id] = -math.inf
+    logits = [value / params.temperature for value in logits]
+    ids = sorted(range(VOCAB), key=lambda id: (-logits[id], id))
+    if params.top_k:
+        ids = ids[: params.top_k]
+    weights = [math.exp(logits[id] - logits[ids[0]]) for id in ids]
+    total = sum(weights)
+    before = [sum(weights[:index]) / total for index in range(len(ids))]
+    kept = {
+        id: weight
+        for id, weight, mass in zip(ids, weights, before, strict=True)
+        if (mass < params.top_p or id == ids[0]) and weight >= params.min_p and weight > 0
+    }
+    return {id: weight / sum(kept.values()) for id, weight in kept.items()}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0, "top_k": 7},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+        {"repetition_penalty": 2.5, "presence_penalty": 0.5, "frequency_penalty": 0.8},
+        {"logit_bias": {3: 4.0, 5: -100.0}, "top_k": 5},
+        {"repetition_penalty": 3.0, "logit_bias": {7: 5.0}, "temperature": 1.7, "top_p": 0.85},
+        {"min_tokens": 9, "stop_token_ids": (1, 2), "top_k": 6, "temperature": 2.0},
+    ],
+    ids=lambda params: " ".join(params) or "plain",
+)
+def test_draws_follow_the_documented_order_of_operations(params: dict[str, Any]) -> None:
+    """Chi-square of 4,000 draws against the reference, at p = 0.001; nothing outside of it."""
+    prompt, answer, count = [4, 7, 7, 8], [7, 9, 9, 30], 4000
+    sampling = [SamplingParams(**params, seed=seed, max_tokens=9) for seed in range(count)]
+    sampler = sampler_with(*sampling, prompts=[prompt] * count)
+    keys = list(range(count))
+    for position, token in enumerate(answer):
+        forced = torch.full((count, VOCAB), -1e6)
+        forced[:, token] = 1e6
+        assert set(sampler.sample(keys, [position] * count, forced).tokens.tolist()) == {token}
+    row = random_logits(1, seed=8)[0]
+    row[[1, 2, EOS]] = 4.0
+    tokens = sampler.sample(keys, [len(answer)] * count, row.expand(count, -1)).tokens.tolist()
+    expected = reference_support(row.tolist(), sampling[0], prompt, answer)
+    assert set(tokens) <= set(expected)
+    statistic, freedom, rest, rest_seen = 0.0, -1, 1.0, count
+    for id, share in expected.items():
+        if share * count >= 5:  # the rarer ones are one class, as the test asks
+            statistic += (tokens.count(id) - share * count) ** 2 / (share * count)
+            freedom, rest, rest_seen = freedom + 1, rest - share, rest_seen - tokens.count(id)
+    if rest * count >= 5:
+        statistic += (rest_seen - rest * count) ** 2 / (rest * count)
+        freedom += 1
+    # Wilson and Hilferty's approximation of the 99.9 % point.
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert freedom >= 1 and statistic < bound
+
+
+def test_temperature_zero_is_the_lowest_of_the_best_ids() -> None:
+    logits = random_logits(2)
+    logits[0, [9, 5, 30]] = 50.0
+    logits[1, 0] = 60.0
+    sampler = sampler_with(*[SamplingParams(temperature=0, seed=seed) for seed in range(2)])
+    assert sampler.sample([0, 1], [0, 0], logits).tokens.tolist() == [5, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = random_logits(30)
+    sampler = sampler_with(*[SamplingParams(temperature=temperature, seed=s) for s in range(30)])
+    drawn = sampler.sample(list(range(30)), [0] * 30, logits)
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+
+
+def test_a_huge_temperature_is_uniform_over_what_is_possible() -> None:
+    params = SamplingParams(temperature=1e300, min_tokens=2000, stop_token_ids=tuple(range(30)))
+    assert set(draws_of(params, random_logits(1)[0], 500)) == set(range(30, EOS))
+
+
+@pytest.mark.parametrize(
+    "wide", [{"top_k": VOCAB}, {"top_k": 10**9}, {"top_p": 1.0}, {"min_p": 0.0}]
+)
+def test_a_filter_that_keeps_everything_changes_no_draw(wide: dict[str, Any]) -> None:
+    logits = random_logits(1, seed=2)[0]
+    plain = draws_of(SamplingParams(seed=5), logits, 100)
+    assert draws_of(SamplingParams(seed=5, **wide), logits, 100) == plain
+    assert draws_of(SamplingParams(seed=5, top_p=1 - 1e-15), logits, 100) == plain
+    assert len(set(plain)) > 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draw_depends_on_seed_choice_position_and_nothing_else(device: str) -> None:
+    """Each row drawn alone, in other company and in another place, in any order of steps."""
+    generator = random.Random(1)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5},
+        {"top_p": 0.7, "top_k": 30},
+        {"min_p": 0.1},
+        {"logit_bias": {3: 2.0}},
+        {"min_tokens": 3},
+        {"logprobs": 3},
+        {"repetition_penalty": 1.4},
+    ]
+    params = [
+        SamplingParams(**generator.choice(kinds), seed=generator.randrange(2**63), choice=row % 3)
+        for row in range(36)
+    ]
+    logits = random_logits(36, seed=3, device=device)
+    positions = [generator.randrange(1000) for _ in params]
+    alone = []
+    for row, one in enumerate(params):
+        sampler = sampler_with(one, prompts=[[row]], device=device)
+        alone.append(int(sampler.sample([0], [positions[row]], logits[row : row + 1]).tokens))
+    for _ in range(5):
+        rows = generator.sample(range(36), generator.randrange(2, 36))
+        sampler = sampler_with(*params, prompts=[[row] for row in range(36)], device=device)
+        drawn = sampler.sample(rows, [positions[row] for row in rows], logits[rows])
+        assert drawn.tokens.tolist() == [alone[row] for row in rows]
+
+
+def test_seed_choice_and_position_each_change_the_draws() -> None:
+    logits = random_logits(1, seed=4)[0]
+    base = draws_of(SamplingParams(seed=1, choice=0), logits, 200)
+    for other in (SamplingParams(seed=2, choice=0), SamplingParams(seed=1, choice=1)):
+        drawn = draws_of(other, logits, 200)
+        same = sum(a == b for a, b in zip(base, drawn, strict=True))
+        assert same < 60  # by chance about 20: the sum of squared probabilities is about 0.1
+    assert len(set(base)) > 5  # positions
+    assert base == draws_of(SamplingParams(seed=1, choice=0), logits, 200)
+
+
+def test_min_tokens_rules_out_every_end_until_then() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [EOS, 12]] = 30.0
+    logits[0, 3] = 5.0
+    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(12,))
+    sampler = sampler_with(params)
+    tokens = [int(sampler.sample([0], [position], logits).tokens) for position in range(4)]
+    assert tokens == [3, 3, 12, 12]
+
+
+def test_where_every_token_is_ruled_out_the_best_raw_one_is_taken() -> None:
+    ends = tuple(range(VOCAB))
+    params = [
+        SamplingParams(temperature=temperature, min_tokens=5, stop_token_ids=ends, **filters)
+        for temperature, filters in ((0.0, {}), (1.0, {}), (1.0, {"top_k": 3, "min_p": 0.1}))
+    ]
+    logits = random_logits(3)
+    drawn = sampler_with(*params).sample([0, 1, 2], [0, 0, 0], logits)
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    assert drawn.finite.all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_are_not_finite_are_named_and_spoil_no_neighbour(device: str) -> None:
+    features = SamplingParams(
+        top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, logit_bias={1: 1.0}, logprobs=2
+    )
+    params = [kind for _ in range(4) for kind in (SamplingParams(), features)]
+    logits = random_logits(8, device=device)
+    clean = sampler_with(*params, device=device).sample(list(range(8)), [0] * 8, logits)
+    broken = logits.clone()
+    broken[0, 7] = broken[1, 7] = math.nan
+    broken[2] = broken[3, 1] = math.inf
+    broken[4] = -math.inf
+    drawn = sampler_with(*params, device=device).sample(list(range(8)), [0] * 8, broken)
+    assert drawn.finite.tolist() == [False] * 5 + [True] * 3
+    assert drawn.tokens[5:].tolist() == clean.tokens[5:].tolist()
+    assert all(0 <= token < VOCAB for token in drawn.tokens.tolist())
+
+
+def test_extreme_parameters_still_give_tokens() -> None:
+    params = [
+        SamplingParams(repetition_penalty=1e-300),
+        SamplingParams(repetition_penalty=1e300, presence_penalty=1e300),
+        SamplingParams(presence_penalty=-1e300, frequency_penalty=-1e300),
+        SamplingParams(logit_bias={2: 1e300, 3: -1e300}),
+    ]
+    logits = random_logits(4)
+    logits[:, 0] = 0.0
+    sampler = sampler_with(*params)
+    for position in range(5):
+        drawn = sampler.sample([0, 1, 2, 3], [position] * 4, logits)
+        assert drawn.finite.all()
+    assert int(drawn.tokens[3]) == 2
+
+
+def test_log_probabilities_are_of_the_raw_logits_and_of_the_rows_that_ask() -> None:
+    """Biased and cooled draws report what the model itself thinks of them."""
+    params = [
+        SamplingParams(logprobs=3, temperature=0.1, logit_bias={6: 100.0}),
+        SamplingParams(),
+        SamplingParams(logprobs=0, temperature=0),
+    ]
+    logits = random_logits(3)
+    logits[0, 6] = -1.0
+    sampler = sampler_with(*params)
+    drawn = sampler.sample([0, 1, 2], [0, 0, 0], logits)
+    assert sampler.logprob_rows([0, 1, 2]) == [(0, 3), (2, 0)]
+    assert drawn.logprobs is not None
+    reference = logits.double().log_softmax(-1)[[0, 2]]
+    chosen = reference.gather(-1, drawn.tokens[[0, 2], None]).squeeze(-1)
+    torch.testing.assert_close(drawn.logprobs.chosen.double(), chosen, atol=1e-5, rtol=0)
+    assert int(drawn.tokens[0]) == 6 and drawn.logprobs.is_greedy.tolist() == [False, True]
+    assert torch.equal(drawn.logprobs.top_ids, logits[[0, 2]].topk(3).indices)
+    torch.testing.assert_close(
+        drawn.logprobs.top_logprobs.double(), reference.topk(3).values, atol=1e-5, rtol=0
+    )
+
+
+def test_without_wishes_there_are_no_log_probabilities() -> None:
+    assert sampler_with(SamplingParams()).sample([0], [0], random_logits(1)).logprobs is None
+
+
+def test_penalties_begin_anew_with_every_request() -> None:
+    """A table row that one sequence used tells the next one nothing."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 6] = 2.0, 1.5
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    sampler = Sampler(VOCAB, EOS, torch.device("cpu"))
+    for key in range(40):
+        prompt = [5] if key % 2 else [0]
+        sampler.admit(key, Request(id=key, prompt=pack_ids(prompt), sampling=params))
+        first: Draws = sampler.sample([key], [0], logits)
+        assert int(first.tokens) == (6 if key % 2 else 5)
+        if key % 3:
+            sampler.release(key)  # the others keep their rows, so that the table grows
+
+
+def test_a_released_key_may_come_back_with_other_parameters() -> None:
+    logits = random_logits(1)
+    sampler = sampler_with(SamplingParams(temperature=0, logit_bias={4: 100.0}))
+    assert int(sampler.sample([0], [0], logits).tokens) == 4
+    sampler.release(0)
+    sampler.release(0)
+    plain = SamplingParams(temperature=0, logit_bias={9: 100.0})
+    sampler.admit(0, Request(id=1, prompt=pack_ids([0]), sampling=plain))
+    assert int(sampler.sample([0], [0], logits).tokens) == 9

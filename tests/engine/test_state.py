@@ -1,0 +1,127 @@
+"""StatePool: rows are independent, copies are exact, bad snapshots change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import state as state_module
+from engine.config import ModelConfig
+from engine.errors import ConfigError, InvalidRequest
+from engine.state import StatePool
+
+CONFIG = ModelConfig(cell="mingru", vocab_size=10, d_model=8, n_layers=3, conv_kernel=4)
+INITIAL = torch.linspace(-1, 1, CONFIG.n_layers * CONFIG.inner).view(CONFIG.n_layers, -1)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def filled_pool(device: str, config: ModelConfig = CONFIG) -> StatePool:
+    """Six rows of random state, with an initial state that is not zero."""
+    generator = torch.Generator().manual_seed(0)
+    pool = StatePool(config, 6, torch.device(device), INITIAL)
+    for tensor in tensors(pool):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return pool
+
+
+def tensors(pool: StatePool) -> list[Tensor]:
+    found = (pool.state.cell, pool.state.conv)
+    return [tensor for tensor in found if tensor is not None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_begins_at_the_initial_state(device: str) -> None:
+    pool = StatePool(CONFIG, 2, torch.device(device), INITIAL)
+    assert torch.equal(pool.state.cell.cpu(), INITIAL.unsqueeze(1).expand(3, 2, 16))
+    assert pool.state.conv is not None and pool.state.conv.shape == (3, 2, 3, 8)
+    assert not pool.state.conv.any()
+    assert pool.bytes == sum(tensor.nbytes for tensor in tensors(pool))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_reset_restores_the_initial_state_of_its_rows_alone(device: str) -> None:
+    pool = filled_pool(device)
+    before = [tensor.clone() for tensor in tensors(pool)]
+    pool.reset([4, 1])
+    pool.reset([])
+    fresh = tensors(StatePool(CONFIG, 6, torch.device(device), INITIAL))
+    for tensor, old, new in zip(tensors(pool), before, fresh, strict=True):
+        assert torch.equal(tensor[:, [1, 4]], new[:, [1, 4]])
+        assert torch.equal(tensor[:, [0, 2, 3, 5]], old[:, [0, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_read_every_source_before_they_write(device: str) -> None:
+    pool = filled_pool(device)
+    before = [tensor.clone() for tensor in tensors(pool)]
+    pool.copy([0, 0, 5], [3, 5, 2])
+    pool.copy([], [])
+    for tensor, old in zip(tensors(pool), before, strict=True):
+        assert torch.equal(tensor, old[:, [0, 1, 5, 0, 4, 0]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [0, 4])
+def test_a_restored_snapshot_is_the_state_bit_for_bit(device: str, kernel: int) -> None:
+    pool = filled_pool(device, dataclasses.replace(CONFIG, conv_kernel=kernel))
+    snapshot = pool.snapshot(2)
+    assert {tensor.device.type for tensor in snapshot.values()} == {"cpu"}
+    assert set(snapshot) == ({"cell", "conv"} if kernel else {"cell"})
+    before = [tensor.clone() for tensor in tensors(pool)]
+    pool.reset([2])
+    pool.restore(5, snapshot)
+    for tensor, old in zip(tensors(pool), before, strict=True):
+        assert torch.equal(tensor[:, 5], old[:, 2])
+        assert torch.equal(tensor[:, [0, 1, 3, 4]], old[:, [0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv": None}, r"holds \['cell', 'conv'\]"),
+        ({"extra": torch.zeros(1)}, "extra"),
+        ({"cell": torch.zeros(3, 15)}, r"\[3, 16\], not float32 \[3, 15\]"),
+        ({"cell": torch.zeros(3, 16, dtype=torch.float64)}, "must be float32"),
+        ({"conv": torch.full((3, 3, 8), torch.nan)}, "not finite"),
+    ],
+)
+def test_a_snapshot_of_something_else_is_refused_whole(
+    change: dict[str, Tensor | None], message: str
+) -> None:
+    pool = filled_pool("cpu")
+    before = [tensor.clone() for tensor in tensors(pool)]
+    given = {**pool.snapshot(2), **change}
+    snapshot = {name: tensor for name, tensor in given.items() if tensor is not None}
+    with pytest.raises(InvalidRequest, match=message):
+        pool.restore(1, snapshot)
+    for tensor, old in zip(tensors(pool), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+@pytest.mark.parametrize("row", [-1, 6])
+def test_rows_outside_of_the_pool_are_refused(row: int) -> None:
+    pool = filled_pool("cpu")
+    snapshot = pool.snapshot(0)
+    for misuse in (
+        lambda: pool.reset([0, row]),
+        lambda: pool.copy([row], [0]),
+        lambda: pool.copy([0], [row]),
+        lambda: pool.snapshot(row),
+        lambda: pool.restore(row, snapshot),
+    ):
+        with pytest.raises(IndexError, match="state pool of 6"):
+            misuse()
+
+
+def test_a_pool_that_does_not_fit_says_how_many_rows_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = CONFIG.state_bytes * 10
+    monkeypatch.setattr(state_module, "available_memory", lambda device: room + 1)
+    StatePool(CONFIG, 10, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="at most 10") as caught:
+        StatePool(CONFIG, 11, torch.device("cpu"))
+    assert caught.value.param == "max_slots"
