@@ -22,7 +22,8 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
     Raises OverflowError for an id that int32 cannot hold; check the range first.
     """
-    return array("i", ids).tobytes()
+    # array() would take bytes for packed items, not for an iterable of integers.
+    return array("i", list(ids) if isinstance(ids, bytes | bytearray) else ids).tobytes()
 
 
 def unpack_ids(packed: bytes) -> array[int]:
@@ -70,7 +71,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     score_from: int = 1  # index of the first prompt token to score, >= 1
     score_top: int = 0  # the k best at each scored position
     # Prompt lengths after which the state is kept, so that requests which begin with the same
-    # tokens read them once (samples of one prompt, continuations of one context).
+    # tokens read them once (samples of one prompt, continuations of one context). A request
+    # starts from a kept state of at most len(prompt) - 1 tokens, and score_from - 1 if it scores.
     share_at: tuple[int, ...] = ()
     timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
 

@@ -64,7 +64,8 @@ class Plan:
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
     after: list[Copy] = field(default_factory=list)  # snapshots of shared prefixes
-    release: list[int] = field(default_factory=list)  # keys that ended since the last plan
+    # Keys that ended since the last plan; after a step that failed some may be unknown.
+    release: list[int] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:

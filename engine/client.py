@@ -1,0 +1,348 @@
+"""EngineClient: how the service talks to an engine, on one asyncio event loop.
+
+`submit` gives a Delivery, from which the request's tokens are read. A Delivery merges what
+has come since it was last read, so that a slow reader costs memory for its own tokens only, and
+never holds up another. When the engine dies every Delivery raises EngineDead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from engine.errors import (
+    BY_CODE,
+    Draining,
+    EngineDead,
+    EngineError,
+    EngineLoading,
+    EngineUnavailable,
+    InvalidRequest,
+    from_failed,
+)
+from engine.messages import (
+    Abort,
+    Finished,
+    FinishReason,
+    FromEngine,
+    LoadFailed,
+    ModelInfo,
+    Ping,
+    Pong,
+    Ready,
+    Request,
+    Shutdown,
+    Stats,
+    StepEvents,
+    TokenLogprobs,
+)
+from engine.transport import Transport
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "draining", "dead"]
+
+
+@dataclass(slots=True)
+class Update:
+    """What has come of one request since the last update.
+
+    The tokens of a request that is not streamed come with `finished`, as tokens here too.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    # Runs in parallel to `tokens`; empty when the request asks for none.
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has come."""
+        return not (self.tokens or self.scores or self.finished)
+
+
+class Delivery:
+    """The answer to one request; one task reads it.
+
+    `async for update in delivery` ends after the update that holds `finished`.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.id = request.id
+        self._wants_logprobs = request.sampling.logprobs is not None
+        self._update = Update()
+        self._error: EngineError | None = None
+        self._over = False  # the update with `finished` has been read
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> Update:
+        """All that has come since the last call; waits when that is nothing.
+
+        Raises the request's error once all that came before it has been read, and
+        RuntimeError after the end or while another task waits here.
+        """
+        if self._over:
+            raise RuntimeError(f"request {self.id} has ended")
+        if self._waiter is not None:
+            raise RuntimeError(f"request {self.id} is being read by another task")
+        while self._update.empty:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        update, self._update = self._update, Update()
+        self._over = update.finished is not None
+        return update
+
+    def __aiter__(self) -> AsyncIterator[Update]:
+        return self
+
+    async def __anext__(self) -> Update:
+        if self._over:
+            raise StopAsyncIteration
+        return await self.next()
+
+    # Filled by EngineClient, which calls `wake` once per message.
+
+    def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._update.tokens.append(token)
+        if self._wants_logprobs:
+            self._update.logprobs.append(logprobs)
+
+    def add_scores(self, scores: list[TokenLogprobs]) -> None:
+        self._update.scores.extend(scores)
+
+    def finish(self, finished: Finished) -> None:
+        self._update.tokens.extend(finished.tokens)
+        self._update.logprobs.extend(finished.logprobs)
+        self._update.finished = finished
+
+    def fail(self, error: EngineError) -> None:
+        self._error = error
+
+    def wake(self) -> None:
+        """Lets the reader run, if one waits; its task may have been cancelled meanwhile."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """One engine, seen from an API process. All methods are called on one event loop."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._info: ModelInfo | None = None
+        self._state: State = "loading"
+        self._stats = Stats()
+        self._ids = itertools.count()
+        self._nonces = itertools.count(1)
+        self._deliveries: dict[int, Delivery] = {}
+        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._listeners: list[Callable[[StepEvents], None]] = []
+        self._settled = asyncio.Event()  # loaded, or known that it never will be
+        self._dead = asyncio.Event()
+        self._death: EngineError | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Of the model, once it is loaded."""
+        return self._info
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def stats(self) -> Stats:
+        """Of the latest step in which this process had a part."""
+        return self._stats
+
+    async def start(self) -> None:
+        """Starts the engine; it loads its model in the background. Raises EngineDead."""
+        await self._transport.start()
+        self._reader = asyncio.create_task(self._read())
+
+    async def ready(self, timeout: float | None = None) -> ModelInfo:
+        """Waits until the model is loaded.
+
+        Raises CheckpointError, DeviceError or ConfigError (or another EngineError) when it
+        cannot be, EngineDead when the engine ends, EngineLoading when `timeout` seconds pass.
+        """
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout)
+        except TimeoutError:
+            raise EngineLoading(f"the model is not loaded after {timeout:g} seconds") from None
+        if self._death is not None:
+            raise self._death
+        assert self._info is not None
+        return self._info
+
+    async def wait_dead(self) -> None:
+        """Returns when the engine has ended, for whatever reason."""
+        await self._dead.wait()
+
+    def new_id(self) -> int:
+        """A request id that this client has not used."""
+        return next(self._ids)
+
+    def submit(self, request: Request) -> Delivery:
+        """Sends a request; never blocks. Its id comes from `new_id`.
+
+        Raises EngineLoading, Draining or EngineDead, and InvalidRequest for a value that
+        cannot be sent. Every other refusal is raised by the Delivery.
+        """
+        if self._death is not None:
+            raise EngineDead(self._death.message)
+        if self._state == "loading":
+            raise EngineLoading("the model is still loading")
+        if self._state == "draining":
+            raise Draining("the server is shutting down")
+        if request.id in self._deliveries:
+            raise ValueError(f"request id {request.id} is in flight already")
+        try:
+            self._transport.send(request)
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise InvalidRequest(f"the request cannot be encoded: {error}") from error
+        delivery = self._deliveries[request.id] = Delivery(request)
+        return delivery
+
+    def abort(self, ids: Iterable[int], reason: FinishReason = "abort") -> None:
+        """Ends requests early; their Deliveries still get their `finished`."""
+        mine = [request_id for request_id in ids if request_id in self._deliveries]
+        if mine:
+            with contextlib.suppress(EngineDead):
+                self._transport.send(Abort(mine, reason))
+
+    def on_step(self, callback: Callable[[StepEvents], None]) -> None:
+        """`callback` is called with every StepEvents, after the Deliveries have it."""
+        self._listeners.append(callback)
+
+    async def ping(self, timeout: float) -> None:
+        """Returns when the engine has answered.
+
+        Raises EngineUnavailable after `timeout` seconds, EngineDead when it has ended.
+        """
+        if self._death is not None:
+            raise EngineDead(self._death.message)
+        nonce = next(self._nonces)
+        answer = self._pings[nonce] = asyncio.get_running_loop().create_future()
+        try:
+            self._transport.send(Ping(nonce))
+            await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None
+        finally:
+            del self._pings[nonce]
+
+    async def close(self, drain_timeout: float = 0) -> None:
+        """Ends the engine; with `drain_timeout`, lets it finish what is in flight for so long.
+
+        Whatever is unfinished then fails with EngineDead. Idempotent.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_timeout))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_timeout: float) -> None:
+        if self._state == "ready" and drain_timeout > 0:
+            self._state = "draining"
+            with contextlib.suppress(EngineDead, TimeoutError):
+                self._transport.send(Shutdown(drain=True))
+                await asyncio.wait_for(self._dead.wait(), drain_timeout)
+        await self._transport.close()
+        if self._reader is not None:
+            # The engine's last messages are in; the reader comes to its end by itself.
+            await asyncio.wait({self._reader}, timeout=1)
+            self._reader.cancel()
+        self._die(EngineDead("the engine has been closed"))
+
+    # What the engine says.
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = await self._transport.receive()
+                try:
+                    self._handle(message)
+                except Exception:
+                    # One bad callback must not cut off every other request.
+                    log.exception("a message of the engine could not be handled")
+        except EngineError as error:
+            self._die(error)
+        except Exception as error:
+            log.exception("the link to the engine is cut")
+            self._die(EngineDead(f"the link to the engine is cut: {error}"))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case StepEvents():
+                self._deliver(message)
+            case Pong():
+                answer = self._pings.get(message.nonce)
+                if answer is not None and not answer.done():
+                    answer.set_result(None)
+            case Ready():
+                self._info = message.info
+                if self._state == "loading":
+                    self._state = "ready"
+                self._settled.set()
+            case LoadFailed():
+                self._die(BY_CODE.get(message.code, EngineError)(message.message))
+
+    def _deliver(self, events: StepEvents) -> None:
+        self._stats = events.stats
+        touched: dict[int, Delivery] = {}
+        deliveries = self._deliveries
+        logprobs = events.logprobs or itertools.repeat(None)
+        for request, token, report in zip(events.requests, events.tokens, logprobs, strict=False):
+            delivery = deliveries.get(request)
+            if delivery is not None:
+                delivery.add_token(token, report)
+                touched[request] = delivery
+        for scores in events.scores:
+            delivery = deliveries.get(scores.request)
+            if delivery is not None:
+                delivery.add_scores(scores.tokens)
+                touched[scores.request] = delivery
+        for finished in events.finished:
+            delivery = deliveries.pop(finished.request, None)
+            if delivery is not None:
+                delivery.finish(finished)
+                touched[finished.request] = delivery
+        for failed in events.failed:
+            delivery = deliveries.pop(failed.request, None)
+            if delivery is not None:
+                delivery.fail(from_failed(failed))
+                touched[failed.request] = delivery
+        for delivery in touched.values():
+            delivery.wake()
+        for listener in self._listeners:
+            listener(events)
+
+    def _die(self, error: EngineError) -> None:
+        """The first error stands: a failed load explains the end of the process after it."""
+        if self._death is None:
+            self._death = error
+            self._state = "dead"
+            self._settled.set()
+        deliveries, self._deliveries = self._deliveries, {}
+        for delivery in deliveries.values():
+            delivery.fail(EngineDead(error.message))
+            delivery.wake()
+        for answer in self._pings.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(error.message))
+        self._dead.set()

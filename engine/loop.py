@@ -1,0 +1,117 @@
+"""EngineLoop: serves an engine to its clients, message by message: inbox -> step -> outbox.
+
+A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
+from then on it gets one `StepEvents` per step in which it has a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.messages import (
+    Abort,
+    FinishReason,
+    FromEngine,
+    ModelInfo,
+    Ping,
+    Pong,
+    Ready,
+    Request,
+    Shutdown,
+    StepEvents,
+    ToEngine,
+)
+
+IDLE_SECONDS = 1.0  # an idle loop looks around this often
+
+
+@dataclass(frozen=True)
+class Undecodable:
+    """A request of which nothing but the id could be read, and why."""
+
+    request: int
+    error: InvalidRequest
+
+
+class Mailbox(Protocol):
+    """Where the messages of all clients come from and go to. Neither method raises."""
+
+    def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
+        """What has come, with who sent it; waits up to `timeout` seconds for the first one."""
+
+    def send(self, client: Hashable, message: FromEngine) -> None:
+        """Never blocks; a client that has gone gets nothing."""
+
+
+class SteppedEngine(Protocol):
+    """What the loop needs of engine.engine.Engine, named here to import nothing of it."""
+
+    info: ModelInfo
+    broken: EngineDead | None
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, client: Hashable, request: Request) -> None: ...
+    def reject(self, client: Hashable, request: int, error: EngineError) -> None: ...
+    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None: ...
+    def abort_all(self) -> None: ...
+    def drain(self) -> None: ...
+    def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]: ...
+
+
+class EngineLoop:
+    """`run` returns when a `Shutdown` has been carried out or the engine is broken."""
+
+    def __init__(
+        self, engine: SteppedEngine, mailbox: Mailbox, clients: Iterable[Hashable] = ()
+    ) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._clients: set[Hashable] = set()
+        self._draining = False
+        self._stopping = False
+        for client in clients:
+            self._greet(client)
+
+    def run(self) -> None:
+        """Serves until the end. Whatever is then still in flight ends as aborted."""
+        while not self._stopping:
+            if self._engine.has_work:
+                self._step()
+            else:
+                self._take_in(IDLE_SECONDS)
+            if self._engine.broken or (self._draining and not self._engine.has_work):
+                break
+        self._engine.abort_all()
+        if self._engine.has_work:
+            self._step()
+
+    def _step(self) -> None:
+        for client, events in self._engine.step(self._take_in).items():
+            self._mailbox.send(client, events)
+
+    def _take_in(self, timeout: float = 0.0) -> None:
+        for client, message in self._mailbox.receive(timeout):
+            self._greet(client)
+            match message:
+                case Request():
+                    self._engine.add(client, message)
+                case Abort():
+                    self._engine.abort(client, message.ids, message.reason)
+                case Ping():
+                    self._mailbox.send(client, Pong(message.nonce))
+                case Undecodable():
+                    self._engine.reject(client, message.request, message.error)
+                case Shutdown(drain=True):
+                    self._draining = True
+                    self._engine.drain()
+                case Shutdown():
+                    self._stopping = True
+
+    def _greet(self, client: Hashable) -> None:
+        if client not in self._clients:
+            self._clients.add(client)
+            self._mailbox.send(client, Ready(self._engine.info))

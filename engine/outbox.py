@@ -1,0 +1,78 @@
+"""Outbox: gathers what a step has to say, one message per API process."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.messages import Failed, Finished, Scores, Stats, StepEvents, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Events:
+    requests: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    has_logprobs: bool = False
+    scores: list[Scores] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+
+
+class Outbox:
+    """Events by client, until `take`."""
+
+    def __init__(self) -> None:
+        self._events: dict[Hashable, _Events] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def _of(self, client: Hashable) -> _Events:
+        events = self._events.get(client)
+        if events is None:
+            events = self._events[client] = _Events()
+        return events
+
+    def token(
+        self, client: Hashable, request: int, token: int, logprobs: TokenLogprobs | None
+    ) -> None:
+        """One token of a streamed request."""
+        events = self._of(client)
+        events.requests.append(request)
+        events.tokens.append(token)
+        events.logprobs.append(logprobs)
+        events.has_logprobs |= logprobs is not None
+
+    def scores(self, client: Hashable, scores: Scores) -> None:
+        """The next run of scored prompt tokens."""
+        self._of(client).scores.append(scores)
+
+    def finished(self, client: Hashable, finished: Finished) -> None:
+        """The terminal event of a request that was served."""
+        self._of(client).finished.append(finished)
+
+    def failed(self, client: Hashable, request: int, error: EngineError) -> None:
+        """The terminal event of a request that was not served."""
+        self._of(client).failed.append(
+            Failed(request, error.code, error.message, error.param, error.retry_after)
+        )
+
+    def take(self, stats: Stats, listeners: Iterable[Hashable]) -> dict[Hashable, StepEvents]:
+        """All events since the last call; every listener gets at least the stats."""
+        for client in listeners:
+            self._of(client)
+        taken, self._events = self._events, {}
+        return {
+            client: StepEvents(
+                requests=events.requests,
+                tokens=events.tokens,
+                logprobs=events.logprobs if events.has_logprobs else [],
+                scores=events.scores,
+                finished=events.finished,
+                failed=events.failed,
+                stats=stats,
+            )
+            for client, events in taken.items()
+        }

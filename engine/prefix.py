@@ -1,0 +1,121 @@
+"""SharedPrefixes: which token prefixes have their state kept, in which row.
+
+Requests that begin with the same tokens (samples of one prompt, continuations of one context)
+read them once. The first of them to be admitted is the prefix's reader; the prefix is *pending*
+until the reader has passed it and its state is copied to a row of the pool, from which every
+later sequence starts. Rows are few and reused, least recently used first.
+
+A copy out of a row is planned in the step that looks it up, and a step copies out of rows before
+it copies into them, so that a row may be reused at any time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from engine.sequence import ID_BYTES
+from engine.slots import SlotAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A kept state: the row it lies in and how many tokens it has read."""
+
+    row: int
+    length: int
+
+
+class SharedPrefixes:
+    """Prefixes are packed token ids (`messages.pack_ids`) and compared byte for byte.
+
+    A prefix goes through `claim` (pending), `reserve` (a row is chosen, the copy planned) and
+    `keep` (the copy stands); `drop_reader` withdraws all that a reader has not yet kept.
+    """
+
+    def __init__(self, rows: int, first_row: int) -> None:
+        self._rows = SlotAllocator(rows, first_row)
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._lengths: Counter[int] = Counter()  # in bytes, of the kept prefixes
+        self._reserved: dict[bytes, int] = {}
+        self._readers: dict[bytes, int] = {}  # pending prefix -> its reader's key
+        self._claims: dict[int, set[bytes]] = {}  # reader's key -> its pending prefixes
+
+    @property
+    def rows_used(self) -> int:
+        """Rows that hold a state or are about to."""
+        return self._rows.used
+
+    def find(self, prompt: bytes, limit: int) -> Hit | None:
+        """The longest kept prefix of `prompt` of at most `limit` tokens."""
+        for length in sorted(self._lengths, reverse=True):
+            if length > limit * ID_BYTES or length > len(prompt):
+                continue
+            prefix = prompt[:length]
+            row = self._kept.get(prefix)
+            if row is not None:
+                self._kept.move_to_end(prefix)
+                return Hit(row, length // ID_BYTES)
+        return None
+
+    def is_known(self, prefix: bytes) -> bool:
+        """Whether it is kept or pending, and so needs no further reader."""
+        return prefix in self._kept or prefix in self._readers
+
+    def is_pending(self, prefix: bytes) -> bool:
+        """Whether a running sequence is reading it just now."""
+        return prefix in self._readers
+
+    def claim(self, prefix: bytes, reader: int) -> None:
+        """Makes `reader` the one that reads a prefix that is not yet known."""
+        if self._rows.count:
+            self._readers[prefix] = reader
+            self._claims.setdefault(reader, set()).add(prefix)
+
+    def reserve(self, prefix: bytes, reader: int) -> int | None:
+        """A row for the state of a prefix that `reader` claimed, now that it passes it.
+
+        None when the claim is another's, or every row is the target of a copy of this very step.
+        """
+        if self._readers.get(prefix) != reader:
+            return None
+        if self._rows.free == 0:
+            if not self._kept:
+                return None
+            oldest, row = self._kept.popitem(last=False)
+            self._forget_length(oldest)
+            self._rows.give_back(row)
+        self._reserved[prefix] = self._rows.take()
+        return self._reserved[prefix]
+
+    def keep(self, prefix: bytes, reader: int) -> None:
+        """The reader has passed the prefix: it is kept if it had a row, else no longer pending."""
+        if self._readers.get(prefix) != reader:
+            return
+        self._withdraw(prefix, reader)
+        row = self._reserved.pop(prefix, None)
+        if row is not None:
+            self._kept[prefix] = row
+            self._lengths[len(prefix)] += 1
+
+    def drop_reader(self, reader: int) -> set[bytes]:
+        """The reader has ended. Returns what is no longer pending: another has to read it."""
+        dropped = set(self._claims.get(reader, ()))
+        for prefix in dropped:
+            self._withdraw(prefix, reader)
+            row = self._reserved.pop(prefix, None)
+            if row is not None:
+                self._rows.give_back(row)
+        return dropped
+
+    def _withdraw(self, prefix: bytes, reader: int) -> None:
+        del self._readers[prefix]
+        claims = self._claims[reader]
+        claims.remove(prefix)
+        if not claims:
+            del self._claims[reader]
+
+    def _forget_length(self, prefix: bytes) -> None:
+        self._lengths[len(prefix)] -= 1
+        if not self._lengths[len(prefix)]:
+            del self._lengths[len(prefix)]

@@ -1,0 +1,365 @@
+"""Scheduler: which tokens of which sequences are read in the next step; integers only, no torch.
+
+Continuous batching: a step decodes one token of every sequence whose prompt has been read, and
+reads up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is
+admitted as soon as a slot is free, in order of arrival.
+
+Prompts share a step's budget so that neither long nor short ones starve: the sequence that was
+admitted first gets half of it, the others the rest, least remaining first; what they leave goes
+to the first again.
+
+Prompt chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at
+the request's share_at marks, from which the count begins anew. Marks split the prompt whether or
+not a state is kept there, so that a sequence computes the same bits on a hit as on a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable
+
+import msgspec
+
+from engine.config import SCAN_CHUNK
+from engine.errors import Draining, EngineError, QueueFull
+from engine.messages import FinishReason, Request, Scores, Stats, StepEvents
+from engine.outbox import Outbox
+from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, Sampled, StepResult
+from engine.prefix import SharedPrefixes
+from engine.sequence import ID_BYTES, Sequence
+from engine.slots import SlotAllocator
+from engine.validation import check_request
+from engine.waiting import WaitingQueue
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Turns requests into plans and step results into events.
+
+    Call `plan`, carry it out, then `commit` (or `fail`, when that raised); `add` and `abort` may
+    come at any time between these calls. Every request that is added ends in exactly one
+    `Finished` or `Failed` of `events`. Times are seconds of any one monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        eos_token_id: int | None,
+        slots: int,
+        share_slots: int,
+        max_step_tokens: int,
+        max_waiting: int,
+        state_bytes: int,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._max_step_tokens = max_step_tokens
+        self._max_waiting = max_waiting
+        self._state_bytes = state_bytes
+        self._slots = SlotAllocator(slots)
+        self._prefixes = SharedPrefixes(share_slots, first_row=slots)
+        self._waiting = WaitingQueue()
+        self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
+        self._decoding: dict[int, Sequence] = {}
+        self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
+        self._released: list[int] = []  # keys to be released with the next plan
+        self._refusal: EngineError | None = None  # of everything new
+        self._next_deadline = float("inf")  # no sequence has an earlier one
+        self._next_key = 0
+        self._outbox = Outbox()
+        self._step = Stats()  # the part of the stats that tells of the latest step
+
+    @property
+    def has_work(self) -> bool:
+        """There is something to run or to report."""
+        return bool(self._clients or self._outbox)
+
+    # Requests in.
+
+    def add(self, client: Hashable, request: Request, now: float) -> None:
+        """Takes a request, or reports why not. A second request of an id in flight is ignored."""
+        mine = self._clients.get(client, {})
+        if request.id in mine:
+            log.warning("request id %d is in flight already; ignored", request.id)
+            return
+        try:
+            self._check(request)
+        except EngineError as error:
+            self.reject(client, request.id, error)
+            return
+        sequence = Sequence(self._next_key, client, request, self._eos_token_id, now)
+        self._next_key += 1
+        self._clients.setdefault(client, mine)[request.id] = sequence
+        self._waiting.add(sequence, now)
+        if sequence.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
+        """Reports a request that is not taken as failed."""
+        self._outbox.failed(client, request_id, error)
+
+    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason, now: float) -> None:
+        """Ends requests early; those already ended or unknown are ignored."""
+        for request_id in ids:
+            sequence = self._clients.get(client, {}).get(request_id)
+            if sequence is not None:
+                self._finish(sequence, reason, now)
+
+    def abort_all(self, now: float) -> None:
+        """Ends every request as aborted."""
+        for sequence in self._in_flight():
+            self._finish(sequence, "abort", now)
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those in flight are served."""
+        self.refuse(Draining("the engine is shutting down; send the request elsewhere"))
+
+    def refuse(self, error: EngineError) -> None:
+        """From now on new requests fail with `error`."""
+        self._refusal = error
+
+    def _check(self, request: Request) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        check_request(request, self._vocab_size)
+        if len(self._waiting) >= self._max_waiting + self._slots.free:
+            seconds = self._waiting.retry_after()
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting already; "
+                f"there may be room in {seconds:.1f} seconds",
+                retry_after=seconds,
+            )
+
+    # A step.
+
+    def plan(self, now: float) -> Plan:
+        """The next step; empty only when nothing is in flight."""
+        self._expire(now)
+        plan = Plan()
+        self._step = Stats()
+        self._admit(plan, now)
+        for sequence in self._decoding.values():
+            plan.decode.append(
+                DecodeRow(sequence.key, sequence.slot, sequence.last_token, sequence.drawn)
+            )
+        for sequence, length in self._share_budget():
+            self._read(plan, sequence, length, now)
+        if not plan.empty:
+            plan.release, self._released = self._released, []
+        return plan
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> None:
+        """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
+        for scored in result.scored:
+            sequence = self._running(scored.key)
+            if sequence is not None:
+                scores = Scores(sequence.request.id, scored.start, scored.tokens)
+                self._outbox.scores(sequence.client, scores)
+        for chunk in plan.prefill:
+            sequence = self._running(chunk.key)
+            if sequence is not None:
+                self._advance(sequence, chunk.start + len(chunk.tokens), now)
+        drawn = 0
+        for sampled in result.sampled:
+            sequence = self._running(sampled.key)
+            if sequence is not None:
+                drawn += self._take(sequence, sampled, now)
+        self._step = Stats(
+            batch_size=len(plan.prefill) + len(plan.decode),
+            prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
+            decode_tokens=drawn,
+            prefill_seconds=result.prefill_seconds,
+            decode_seconds=result.decode_seconds,
+            prefix_queries_tokens=sum(
+                len(admission.request.prompt) // ID_BYTES for admission in plan.admit
+            ),
+            prefix_hits_tokens=sum(admission.cached_tokens for admission in plan.admit),
+        )
+
+    def fail(self, plan: Plan, error: EngineError) -> None:
+        """The plan could not be carried out: every sequence that took part in it fails."""
+        keys = [admission.key for admission in plan.admit]
+        keys += [chunk.key for chunk in plan.prefill]
+        keys += [row.key for row in plan.decode]
+        for key in keys:
+            sequence = self._running(key)
+            if sequence is not None:
+                self._fail(sequence, error)
+        self._released.extend(plan.release)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Nothing can be served any more: every request fails, and so does every new one."""
+        for sequence in self._in_flight():
+            self._fail(sequence, error)
+        self.refuse(error)
+
+    def events(self) -> dict[Hashable, StepEvents]:
+        """What happened since the last call, for every client that has a part in it."""
+        stats = msgspec.structs.replace(
+            self._step,
+            running=self._slots.used,
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            slots_used=self._slots.used,
+            slots_total=self._slots.count,
+            state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
+        )
+        return self._outbox.take(stats, self._clients)
+
+    # Planning.
+
+    def _expire(self, now: float) -> None:
+        if now < self._next_deadline:
+            return
+        self._next_deadline = float("inf")
+        for sequence in self._in_flight():
+            if sequence.deadline is None:
+                continue
+            if sequence.deadline <= now:
+                self._finish(sequence, "timeout", now)
+            else:
+                self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    def _admit(self, plan: Plan, now: float) -> None:
+        while self._slots.free and (sequence := self._waiting.first()) is not None:
+            hit = self._prefixes.find(sequence.request.prompt, sequence.cacheable_tokens)
+            cached = 0 if hit is None else hit.length
+            marks = [mark for mark in sequence.marks if mark > cached]
+            prefixes = {mark: sequence.prefix(mark) for mark in marks}
+            awaited = self._awaited(sequence, prefixes)
+            if awaited is not None:
+                self._waiting.hold(sequence, awaited)
+                continue
+            self._waiting.remove(sequence)
+            for prefix in prefixes.values():
+                if not self._prefixes.is_known(prefix):
+                    self._prefixes.claim(prefix, sequence.key)
+            sequence.marks = marks
+            sequence.cached_tokens = sequence.position = sequence.anchor = cached
+            sequence.slot = self._slots.take()
+            self._prefilling[sequence.key] = sequence
+            source = None if hit is None else hit.row
+            plan.admit.append(
+                Admission(sequence.request, sequence.key, sequence.slot, source, cached)
+            )
+        self._waiting.note_admitted(len(plan.admit), now)
+
+    def _awaited(self, sequence: Sequence, prefixes: dict[int, bytes]) -> bytes | None:
+        """The longest prefix that it could start from, were it not still being read."""
+        for mark, prefix in reversed(prefixes.items()):
+            if mark <= sequence.cacheable_tokens and self._prefixes.is_pending(prefix):
+                return prefix
+        return None
+
+    def _share_budget(self) -> list[tuple[Sequence, int]]:
+        """Who reads how many prompt tokens."""
+        if not self._prefilling:
+            return []
+        first, *others = self._prefilling.values()
+        budget = self._max_step_tokens
+        half = max(budget // 2 // SCAN_CHUNK, 1) * SCAN_CHUNK
+        left = budget - self._chunk_length(first, min(half, budget))
+        shares = []
+        for sequence in sorted(others, key=lambda other: other.remaining):
+            length = self._chunk_length(sequence, left)
+            if length:
+                shares.append((sequence, length))
+                left -= length
+            if left == 0:
+                break
+        taken = sum(length for _, length in shares)
+        return [(first, self._chunk_length(first, budget - taken)), *shares]
+
+    def _chunk_length(self, sequence: Sequence, available: int) -> int:
+        """How many tokens its next chunk may have, when `available` are left of the budget.
+
+        0 where the chunk could not end at a multiple of SCAN_CHUNK; but a budget that is always
+        smaller than that is used as it is.
+        """
+        needed = sequence.next_mark() - sequence.position
+        if needed <= available or self._max_step_tokens < SCAN_CHUNK:
+            return min(needed, available)
+        done = sequence.position - sequence.anchor
+        return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)
+
+    def _read(self, plan: Plan, sequence: Sequence, length: int, now: float) -> None:
+        if sequence.started_at is None:
+            sequence.started_at = now
+        start, stop = sequence.position, sequence.position + length
+        plan.prefill.append(
+            PrefillChunk(
+                key=sequence.key,
+                slot=sequence.slot,
+                start=start,
+                tokens=sequence.prompt_slice(start, stop),
+                targets=sequence.targets(start, stop),
+                score_top=sequence.request.score_top,
+                sample=stop == sequence.prompt_tokens and sequence.request.sampling.max_tokens > 0,
+            )
+        )
+        if stop in sequence.marks:
+            row = self._prefixes.reserve(sequence.prefix(stop), sequence.key)
+            if row is not None:
+                plan.after.append(Copy(sequence.slot, row))
+
+    # Committing.
+
+    def _running(self, key: int) -> Sequence | None:
+        return self._decoding.get(key) or self._prefilling.get(key)
+
+    def _in_flight(self) -> list[Sequence]:
+        return [sequence for mine in self._clients.values() for sequence in mine.values()]
+
+    def _advance(self, sequence: Sequence, position: int, now: float) -> None:
+        sequence.position = position
+        if position in sequence.marks:
+            sequence.anchor = position
+            prefix = sequence.prefix(position)
+            self._prefixes.keep(prefix, sequence.key)
+            self._waiting.resume(prefix)
+        if position == sequence.prompt_tokens:
+            if sequence.request.sampling.max_tokens == 0:
+                self._finish(sequence, "length", now)
+            else:
+                del self._prefilling[sequence.key]
+                self._decoding[sequence.key] = sequence
+
+    def _take(self, sequence: Sequence, sampled: Sampled, now: float) -> int:
+        """Delivers a drawn token; returns how many tokens that were, 0 or 1."""
+        verdict = sequence.verdict(sampled.token)
+        if verdict == "stop":
+            self._finish(sequence, "stop", now)
+            return 0
+        sequence.append(sampled.token, sampled.logprobs, now)
+        if sequence.request.stream:
+            self._outbox.token(
+                sequence.client, sequence.request.id, sampled.token, sampled.logprobs
+            )
+        if verdict is not None:
+            self._finish(sequence, verdict, now)
+        return 1
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self._end(sequence)
+        self._outbox.finished(sequence.client, sequence.finished(reason, now))
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        self._end(sequence)
+        self._outbox.failed(sequence.client, sequence.request.id, error)
+
+    def _end(self, sequence: Sequence) -> None:
+        mine = self._clients[sequence.client]
+        del mine[sequence.request.id]
+        if not mine:
+            del self._clients[sequence.client]
+        if sequence.slot < 0:
+            self._waiting.remove(sequence)
+            return
+        self._prefilling.pop(sequence.key, None)
+        self._decoding.pop(sequence.key, None)
+        self._slots.give_back(sequence.slot)
+        self._released.append(sequence.key)
+        for prefix in self._prefixes.drop_reader(sequence.key):
+            self._waiting.resume(prefix)

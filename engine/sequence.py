@@ -1,0 +1,154 @@
+"""Sequence: one request's progress through the engine, and the rule by which it finishes.
+
+A token that ends the text (end-of-text, or one of stop_token_ids) is not part of the answer: it
+is neither delivered nor counted, so that completion_tokens is the number of delivered tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+
+from engine.messages import Finished, FinishReason, Request, Timing, TokenLogprobs, unpack_ids
+
+ID_BYTES = 4  # of one token in Request.prompt
+
+
+class Sequence:
+    """What the scheduler knows of one request, from its arrival to its terminal event.
+
+    `key` is the engine's own number for it, in order of arrival. The prompt stays packed; only
+    the chunk that is read next is ever unpacked.
+    """
+
+    __slots__ = (
+        "anchor",
+        "arrived_at",
+        "cached_tokens",
+        "client",
+        "deadline",
+        "drawn",
+        "first_token_at",
+        "key",
+        "last_token",
+        "last_token_at",
+        "logprobs",
+        "marks",
+        "position",
+        "prompt_tokens",
+        "request",
+        "slot",
+        "started_at",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self, key: int, client: Hashable, request: Request, eos_token_id: int | None, now: float
+    ) -> None:
+        self.key = key
+        self.client = client
+        self.request = request
+        self.prompt_tokens = len(request.prompt) // ID_BYTES
+        self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
+        stop_ids = set(request.sampling.stop_token_ids)
+        if eos_token_id is not None and not request.sampling.ignore_eos:
+            stop_ids.add(eos_token_id)
+        self.stop_ids = frozenset(stop_ids)
+        self.deadline = None if request.timeout is None else now + request.timeout
+
+        self.slot = -1  # negative while it waits
+        self.position = 0  # prompt tokens that its state has read
+        self.anchor = 0  # the position that the multiples of SCAN_CHUNK are counted from
+        self.cached_tokens = 0
+        self.drawn = 0  # tokens delivered so far
+        self.last_token = -1  # the latest of them, not yet read
+        self.tokens: list[int] = []  # all of them, where the request is not streamed
+        self.logprobs: list[TokenLogprobs] = []  # likewise
+
+        self.arrived_at = now
+        self.started_at: float | None = None  # of its first step
+        self.first_token_at: float | None = None
+        self.last_token_at = now
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens still to be read."""
+        return self.prompt_tokens - self.position
+
+    @property
+    def cacheable_tokens(self) -> int:
+        """How much of the prompt a shared state may cover at most.
+
+        The last token has to be read, since the first draw needs its logits, and so has the one
+        before the first scored token.
+        """
+        limit = self.prompt_tokens - 1
+        return min(limit, self.request.score_from - 1) if self.request.score else limit
+
+    def prefix(self, length: int) -> bytes:
+        """The first `length` prompt tokens, packed."""
+        return self.request.prompt[: length * ID_BYTES]
+
+    def prompt_slice(self, start: int, stop: int) -> array[int]:
+        """Prompt tokens `start` to `stop`, unpacked."""
+        return unpack_ids(self.request.prompt[start * ID_BYTES : stop * ID_BYTES])
+
+    def targets(self, start: int, stop: int) -> array[int] | None:
+        """For each prompt token its successor where that is to be scored, else -1.
+
+        None when no token from `start` to `stop` has a successor to score.
+        """
+        first = max(start + 1, self.request.score_from)
+        last = min(stop, self.prompt_tokens - 1)
+        if not self.request.score or first > last:
+            return None
+        targets = array("i", [-1]) * (first - start - 1)
+        targets.extend(self.prompt_slice(first, last + 1))
+        targets.extend([-1] * (stop - last))
+        return targets
+
+    def next_mark(self) -> int:
+        """The prompt length at which the next chunk has to end at the latest."""
+        for mark in self.marks:
+            if mark > self.position:
+                return mark
+        return self.prompt_tokens
+
+    def verdict(self, token: int) -> FinishReason | None:
+        """How `token`, if it is drawn next, ends the sequence; None when it goes on.
+
+        "stop" leaves the token out of the answer, "length" includes it.
+        """
+        params = self.request.sampling
+        if token in self.stop_ids and self.drawn >= params.min_tokens:
+            return "stop"
+        return "length" if self.drawn + 1 >= params.max_tokens else None
+
+    def append(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Takes a drawn token into the answer."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.drawn += 1
+        self.last_token = token
+        if not self.request.stream:
+            self.tokens.append(token)
+            if logprobs is not None:
+                self.logprobs.append(logprobs)
+
+    def finished(self, reason: FinishReason, now: float) -> Finished:
+        """The terminal event."""
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        decode = 0.0 if self.first_token_at is None else self.last_token_at - first
+        return Finished(
+            request=self.request.id,
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.drawn,
+            timing=Timing(queue=started - self.arrived_at, prefill=first - started, decode=decode),
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+        )

@@ -1,0 +1,100 @@
+"""What the engine will not run: the last check of a request, whoever sent it.
+
+Types have been checked by decoding. A value that would index outside a tensor or turn logits into
+NaN must not reach a step, where it would cost every other sequence its life.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.errors import InvalidRequest
+from engine.messages import Request, SamplingParams, unpack_ids
+from engine.sequence import ID_BYTES
+
+INT32_MAX = 2**31 - 1
+SEED_MAX = 2**63 - 1
+MOST_MARKS = 64  # share_at; each costs a copy of a row and of that much of the prompt
+
+
+def check_request(request: Request, vocab_size: int) -> None:
+    """Raises InvalidRequest, which names the parameter and says what is allowed."""
+    if len(request.prompt) % ID_BYTES:
+        raise InvalidRequest(
+            f"prompt has {len(request.prompt)} bytes; allowed: packed int32 token ids",
+            param="prompt",
+        )
+    length = len(request.prompt) // ID_BYTES
+    if length == 0:
+        raise InvalidRequest("prompt is empty; allowed: at least one token", param="prompt")
+    ids = unpack_ids(request.prompt)
+    for worst in (min(ids), max(ids)):
+        _check_id("prompt", worst, vocab_size)
+    if request.score:
+        _check_range("score_from", request.score_from, 1, length)
+    _check_range("score_top", request.score_top, 0, vocab_size)
+    if len(request.share_at) > MOST_MARKS:
+        raise InvalidRequest(
+            f"share_at has {len(request.share_at)} marks; allowed: at most {MOST_MARKS}",
+            param="share_at",
+        )
+    for mark in request.share_at:
+        _check_range("share_at", mark, 1, length)
+    if request.timeout is not None:
+        _check_number("timeout", request.timeout, above=0.0)
+    _check_sampling(request.sampling, vocab_size)
+
+
+def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
+    _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
+    _check_range("top_k", params.top_k, 0, INT32_MAX)
+    _check_range("seed", params.seed, 0, SEED_MAX)
+    _check_range("choice", params.choice, 0, INT32_MAX)
+    if params.logprobs is not None:
+        _check_range("logprobs", params.logprobs, 0, vocab_size)
+    _check_number("temperature", params.temperature, least=0.0)
+    _check_number("top_p", params.top_p, above=0.0, most=1.0)
+    _check_number("min_p", params.min_p, least=0.0, most=1.0)
+    _check_number("repetition_penalty", params.repetition_penalty, above=0.0)
+    _check_number("presence_penalty", params.presence_penalty)
+    _check_number("frequency_penalty", params.frequency_penalty)
+    for token, bias in params.logit_bias.items():
+        _check_id("logit_bias", token, vocab_size)
+        _check_number("logit_bias", bias)
+    for token in params.stop_token_ids:
+        _check_id("stop_token_ids", token, vocab_size)
+
+
+def _check_range(param: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest(
+            f"{param} is {value}; allowed: an integer from {least} to {most}", param=param
+        )
+
+
+def _check_id(param: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise InvalidRequest(
+            f"{param} has token id {token}; allowed: 0 to {vocab_size - 1}", param=param
+        )
+
+
+def _check_number(
+    param: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+) -> None:
+    if math.isfinite(value) and value >= least and value > above and value <= most:
+        return
+    allowed = ["a finite number"]
+    if least > -math.inf:
+        allowed.append(f"at least {least:g}")
+    if above > -math.inf:
+        allowed.append(f"above {above:g}")
+    if most < math.inf:
+        allowed.append(f"at most {most:g}")
+    raise InvalidRequest(f"{param} is {value}; allowed: {', '.join(allowed)}", param=param)

@@ -1,0 +1,201 @@
+"""The engine process: `python -m engine.worker ADDRESS CONFIG --parent PID`.
+
+CONFIG is EngineConfig's fields as a JSON object. The process binds a ZeroMQ ROUTER socket at
+ADDRESS, so that several API processes can connect; loads the model; and serves it until it is
+told to shut down or its parent has died. While the model loads, a thread answers `Ping`.
+
+It ends with exit code 0 after a `Shutdown`, 1 when the engine broke, 2 when it could not load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeAlias, cast
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import EngineError, EngineLoading, InvalidRequest
+from engine.loop import EngineLoop, Undecodable
+from engine.messages import (
+    Failed,
+    FromEngine,
+    LoadFailed,
+    Ping,
+    Pong,
+    Request,
+    Shutdown,
+    StepEvents,
+    ToEngine,
+)
+
+log = logging.getLogger(__name__)
+
+EngineFactory: TypeAlias = Callable[[EngineConfig], Engine]
+LINGER_MS = 5000  # how long the last messages may take to leave
+GREETING_SECONDS = 30.0  # how long a failed load waits for a client to tell
+
+
+class ZmqMailbox:
+    """The messages of all API processes, over one ROUTER socket; a client is its identity.
+
+    The death of the parent process reads as a `Shutdown`. Used by one thread at a time.
+    """
+
+    def __init__(self, address: str, parent: int) -> None:
+        self._parent = parent
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        # Unbounded: ZeroMQ would drop what exceeds a bound, and losing a token is no option.
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
+        """What has come; what cannot be decoded is logged and dropped."""
+        if os.getppid() != self._parent:
+            log.error("the parent process has died")
+            yield b"", Shutdown()
+            return
+        if timeout and not self._socket.poll(int(timeout * 1000)):
+            return
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                log.warning("dropped a message of %d frames", len(frames))
+                continue
+            client, raw = frames
+            message = self._decode(raw)
+            if message is not None:
+                yield client, message
+
+    def send(self, client: Hashable, message: FromEngine) -> None:
+        """Queues a message; one for a client that has gone is dropped by ZeroMQ."""
+        frames = (cast(bytes, client), self._encoder.encode(message))
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Returns when all messages have left, or after LINGER_MS."""
+        self._socket.close(linger=LINGER_MS)
+        self._context.term()
+
+    def _decode(self, raw: bytes) -> ToEngine | Undecodable | None:
+        try:
+            message: ToEngine = self._decoder.decode(raw)
+            return message
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            reason = str(error)
+        try:
+            # A request whose sender waits for its end must get one.
+            fields = msgspec.msgpack.decode(raw)
+            if fields["type"] == "Request" and isinstance(fields["id"], int):
+                return Undecodable(fields["id"], InvalidRequest(reason))
+        except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
+            pass
+        log.warning("dropped a malformed message of %d bytes: %s", len(raw), reason)
+        return None
+
+
+class _LoadingDesk(threading.Thread):
+    """Answers clients while the main thread loads the model; then hands the mailbox back."""
+
+    def __init__(self, mailbox: ZmqMailbox) -> None:
+        super().__init__(name="loading-desk", daemon=True)
+        self._mailbox = mailbox
+        self._closing = threading.Event()
+        self._greeted = threading.Event()
+        self.clients: set[Hashable] = set()
+
+    def run(self) -> None:
+        while not self._closing.is_set():
+            for client, message in self._mailbox.receive(0.1):
+                if isinstance(message, Shutdown):
+                    # Loading cannot be interrupted otherwise, and has nothing to save.
+                    os._exit(0)
+                self.clients.add(client)
+                self._greeted.set()
+                self._answer(client, message)
+
+    def _answer(self, client: Hashable, message: ToEngine | Undecodable) -> None:
+        if isinstance(message, Ping):
+            self._mailbox.send(client, Pong(message.nonce))
+        elif isinstance(message, Request):
+            error = EngineLoading("the model is still loading")
+            failed = Failed(message.id, error.code, error.message)
+            self._mailbox.send(client, StepEvents(failed=[failed]))
+
+    def close(self, await_client: bool = False) -> None:
+        """Ends the thread; with `await_client` not before a client is known."""
+        if await_client:
+            self._greeted.wait(GREETING_SECONDS)
+        self._closing.set()
+        self.join()
+
+
+def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int:
+    """Loads the engine and serves it to the end; returns the exit code."""
+    desk = _LoadingDesk(mailbox)
+    desk.start()
+    try:
+        engine = load(config)
+    except Exception as error:
+        failure = _load_failure(error)
+        log.error("the model cannot be loaded: %s", failure.message)
+        log.debug("how it came to that", exc_info=True)
+        desk.close(await_client=True)
+        for client in desk.clients:
+            mailbox.send(client, failure)
+        return 2
+    desk.close()
+    EngineLoop(engine, mailbox, desk.clients).run()
+    if engine.broken:
+        log.error("%s", engine.broken.message)
+        return 1
+    return 0
+
+
+def _load_failure(error: Exception) -> LoadFailed:
+    if isinstance(error, EngineError):
+        return LoadFailed(error.code, error.message)
+    return LoadFailed(EngineError.code, f"{type(error).__name__}: {error}")
+
+
+def _factory(path: str) -> EngineFactory:
+    module, _, name = path.partition(":")
+    return cast(EngineFactory, getattr(importlib.import_module(module), name))
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the process; `arguments` are the command line's."""
+    parser = argparse.ArgumentParser(prog="engine.worker", description=__doc__)
+    parser.add_argument("address", help="ZeroMQ address to bind, ipc://...")
+    parser.add_argument("config", help="EngineConfig as a JSON object")
+    parser.add_argument("--parent", type=int, required=True, help="ends when this process does")
+    parser.add_argument("--engine", default="engine.engine:Engine.load", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    # Ctrl-C reaches the whole process group; the parent decides how to shut down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    config = msgspec.json.decode(options.config, type=EngineConfig)
+    mailbox = ZmqMailbox(options.address, options.parent)
+    try:
+        return serve(mailbox, config, _factory(options.engine))
+    finally:
+        mailbox.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
