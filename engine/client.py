@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.errors import (
     BY_CODE,
     Draining,
@@ -43,7 +44,7 @@ from engine.messages import (
     StepEvents,
     TokenLogprobs,
 )
-from engine.transport import Transport
+from engine.transport import ProcessTransport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,11 @@ class EngineClient:
         self._death: EngineError | None = None
         self._reader: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def spawn(cls, config: EngineConfig) -> EngineClient:
+        """A client of an engine in a process of its own, which `start` starts."""
+        return cls(ProcessTransport(config))
 
     @property
     def info(self) -> ModelInfo | None:

@@ -1,0 +1,155 @@
+"""Answer: one request's text as it grows, from engine updates.
+
+Each token becomes one `Piece`: its share of the text, after decoding, after stop strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from engine.client import Update
+from engine.messages import FinishReason, TokenLogprobs
+from service.stop import StopMatcher
+from service.tokenizer import Tokenizer
+
+# Stands for the logarithm of zero, which JSON cannot hold.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one token adds to an answer; `token` is None for text without one (held-back text
+    whose end has come)."""
+
+    text: str
+    offset: int  # characters of the text before this token
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None  # on the last piece
+
+
+class Answer:
+    """What has been generated for one prompt. Without a tokenizer all text is empty."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str] = ()
+    ) -> None:
+        self._decoder = tokenizer.decoder(after=prompt) if tokenizer else None
+        self._stop = StopMatcher(stop) if stop else None
+        self._decoded = 0  # characters
+        self.prompt_tokens = len(prompt)
+        self.completion_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.scores: list[TokenLogprobs] = []  # of the prompt's tokens, where asked for
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has ended the answer; the engine may not know it yet."""
+        return self._stop is not None and self._stop.stopped
+
+    def take(self, update: Update) -> list[Piece]:
+        """The pieces of an update. What comes after the answer's end is dropped."""
+        self.scores += update.scores
+        if self.finish_reason is not None:
+            return []
+        pieces: list[Piece] = []
+        for i, token in enumerate(update.tokens):
+            logprobs = update.logprobs[i] if update.logprobs else None
+            text = self._decoder.feed(token) if self._decoder else ""
+            piece = Piece(text, self._decoded, token, logprobs)
+            self._decoded += len(text)
+            self.completion_tokens += 1
+            pieces.append(piece)
+            if self._stop is not None:
+                piece.text = self._stop.feed(text)
+                if self._stop.stopped:
+                    self.finish_reason = piece.finish_reason = "stop"
+                    return pieces
+        if update.finished is not None:
+            last = pieces[-1] if pieces else Piece("", self._decoded)
+            last.text += self._end()
+            if not pieces:
+                pieces.append(last)
+            reason: FinishReason = "stop" if self.stopped else update.finished.reason
+            self.finish_reason = last.finish_reason = reason
+        return pieces
+
+    def _end(self) -> str:
+        tail = self._decoder.flush() if self._decoder else ""
+        if self._stop is None:
+            return tail
+        return self._stop.feed(tail) + self._stop.flush()
+
+    def usage(self) -> dict[str, int]:
+        """Tokens read and written."""
+        return usage(self.prompt_tokens, self.completion_tokens)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class LogprobArrays:
+    """The `logprobs` object: parallel arrays over tokens, as OpenAI's completions have them.
+
+    `top_logprobs` holds the k best and, where it is not among them, the token itself; of two tokens
+    of the same name the more likely one stands.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.tokens: list[str] = []
+        self.token_logprobs: list[float | None] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+        self.text_offset: list[int] = []
+
+    def add(self, token: int, offset: int, logprobs: TokenLogprobs | None) -> None:
+        """One token; `logprobs` is None for the first token of a text."""
+        name = self._name(token)
+        self.tokens.append(name)
+        self.text_offset.append(offset)
+        if logprobs is None:
+            self.token_logprobs.append(None)
+            self.top_logprobs.append(None)
+            return
+        own = max(logprobs.logprob, LEAST_LOGPROB)
+        top: dict[str, float] = {}
+        for other, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+            top.setdefault(self._name(other), max(value, LEAST_LOGPROB))
+        top.setdefault(name, own)
+        self.token_logprobs.append(own)
+        self.top_logprobs.append(top)
+
+    def add_prompt(self, prompt: Sequence[int], scores: Sequence[TokenLogprobs]) -> None:
+        """A whole prompt, which is where the text begins; `scores` are of the tokens after its
+        first (fewer where a timeout came first)."""
+        decoder = self._tokenizer.decoder() if self._tokenizer else None
+        offset = 0
+        for token, logprobs in zip_longest(prompt, [None, *scores]):
+            self.add(token, offset, logprobs)
+            offset += len(decoder.feed(token)) if decoder else 0
+
+    def add_pieces(self, pieces: Sequence[Piece], shift: int = 0) -> None:
+        """Pieces of an answer whose text begins `shift` characters after the start."""
+        for piece in pieces:
+            if piece.token is not None:
+                self.add(piece.token, piece.offset + shift, piece.logprobs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.name(token) if self._tokenizer else f"token_id:{token}"

@@ -1,0 +1,152 @@
+"""One table from engine errors to HTTP, and one shape for every error that a client can see.
+
+{"error": {"message", "type", "param", "code"}}
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.errors import (
+    Draining,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    QueueFull,
+    Refused,
+    StepFailed,
+)
+from service.wire import JSONResponse
+
+logger = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
+UNAVAILABLE = "service_unavailable_error"
+SERVER = "server_error"
+
+# The most derived class of an error that stands here decides its status and type.
+ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
+    InvalidRequest: (400, INVALID),
+    QueueFull: (429, RATE_LIMIT),
+    Draining: (503, UNAVAILABLE),
+    Refused: (503, UNAVAILABLE),
+    StepFailed: (500, SERVER),
+    EngineUnavailable: (503, UNAVAILABLE),  # also loading, dead
+    EngineError: (500, SERVER),
+}
+
+
+class ApiError(HTTPException):
+    """An error as the client sees it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.body = {
+            "error": {"message": message, "type": type, "param": param, "code": code or type}
+        }
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """400 for one parameter."""
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def from_engine(error: EngineError) -> ApiError:
+    """The client's view of an engine error."""
+    status, kind = next(
+        ENGINE_ERRORS[base] for base in type(error).__mro__ if base in ENGINE_ERRORS
+    )
+    headers = None
+    if status in (429, 503):
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1.0)))}
+    return ApiError(
+        status, error.message, type=kind, param=error.param, code=error.code, headers=headers
+    )
+
+
+def parameter_path(location: Sequence[int | str]) -> str:
+    """`prompts[3]` for ("body", "prompts", 3, "<ids>"); tags of unions are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part != "body" and not re.fullmatch(r"<.*>|\[key\]", part):
+            path += f".{part}" if path else part
+    return path
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors, and how many more there are."""
+    first = errors[0]
+    param = parameter_path(first["loc"]) or None
+    message = first["msg"]
+    if first["type"] == "unknown_field":
+        field = first["ctx"]["field"]
+        param = f"{param}.{field}" if param else field
+    elif param is None and first["type"] in ("missing", "model_attributes_type", "dict_type"):
+        message = "the body must be a JSON object"
+    if param:
+        message = f"{param}: {message}"
+    if len(errors) > 1:
+        message += f" (and {len(errors) - 1} more)"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Renders every error of the application in the one shape."""
+
+    async def engine_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        return _render(from_engine(error))
+
+    async def validation_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _render(from_validation(error.errors()))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, ApiError):
+            return _render(error)
+        message, code = str(error.detail), None
+        if error.status_code == 404:
+            message, code = f"no such path: {request.url.path}", "not_found"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow")
+            message = f"{request.method} is not allowed on {request.url.path}"
+            message += f"; allowed: {allowed}" if allowed else ""
+            code = "method_not_allowed"
+        headers = dict(error.headers) if error.headers else None
+        return _render(ApiError(error.status_code, message, code=code, headers=headers))
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        logger.error("unexpected error", exc_info=error)
+        return _render(ApiError(500, "internal error", type=SERVER))
+
+    app.add_exception_handler(EngineError, engine_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _render(error: ApiError) -> Response:
+    headers = dict(error.headers) if error.headers else None
+    return JSONResponse(error.body, error.status_code, headers)

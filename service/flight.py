@@ -1,0 +1,104 @@
+"""Flight: the engine requests of one HTTP request. Whatever ends the HTTP request ends them too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from engine.client import Delivery, EngineClient, Update
+from engine.errors import EngineError
+from engine.messages import FinishReason, Request, pack_ids
+from service.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+# What a request brought: its position among the flight's requests, and an update or its failure.
+Arrival = tuple[int, Update | EngineError]
+
+
+class Flight:
+    """A context manager; on leaving it, requests that have not ended are aborted."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics, aloft: set[Flight]) -> None:
+        """`aloft` holds the flights under way."""
+        self._client = client
+        self._metrics = metrics
+        self._aloft = aloft
+        self._open: set[int] = set()  # ids of requests that have not ended
+        self._deliveries: list[Delivery] = []
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Flight:
+        self._aloft.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._aloft.discard(self)
+        self.abort()
+        self._open.clear()
+
+    def submit(self, prompt: array[int], **fields: Any) -> None:
+        """`fields` are those of messages.Request. Raises EngineUnavailable, Draining."""
+        request = Request(id=self._client.new_id(), prompt=pack_ids(prompt), **fields)
+        self._deliveries.append(self._client.submit(request))
+        self._open.add(request.id)
+
+    def abort(self, which: Sequence[int] | None = None, reason: FinishReason = "abort") -> None:
+        """Ends the requests at these positions (all) early."""
+        chosen = self._deliveries if which is None else [self._deliveries[i] for i in which]
+        ids = [delivery.id for delivery in chosen if delivery.id in self._open]
+        if ids:
+            self._client.abort(ids, reason)
+
+    async def arrivals(self) -> AsyncIterator[list[Arrival]]:
+        """All that arrives, several requests' updates at once where they came together, until
+        every request has ended. One update per request waits at most: what comes meanwhile is
+        merged into the request's next one."""
+        queue: asyncio.Queue[Arrival] = asyncio.Queue(maxsize=len(self._deliveries))
+        pumps = [
+            asyncio.create_task(self._pump(i, delivery, queue))
+            for i, delivery in enumerate(self._deliveries)
+        ]
+        try:
+            left = len(pumps)
+            while left:
+                batch = [await queue.get()]
+                while not queue.empty():
+                    batch.append(queue.get_nowait())
+                left -= sum(
+                    isinstance(came, EngineError) or came.finished is not None for _, came in batch
+                )
+                yield batch
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, which: int, delivery: Delivery, queue: asyncio.Queue[Arrival]) -> None:
+        last = None
+        try:
+            async for update in delivery:
+                last = self._observe(update, last)
+                if update.finished is not None:
+                    self._open.discard(delivery.id)
+                await queue.put((which, update))
+        except EngineError as error:
+            self._open.discard(delivery.id)
+            await queue.put((which, error))
+        except Exception:  # whoever waits for arrivals must hear of the end
+            logger.exception("unexpected error in a delivery")
+            await queue.put((which, EngineError("internal error")))
+
+    def _observe(self, update: Update, last: float | None) -> float | None:
+        """Times a stream's tokens; `last` is when the tokens before came."""
+        if not update.tokens or (update.finished is not None and update.finished.tokens):
+            return last
+        now = time.perf_counter()
+        if last is None:
+            self._metrics.first_token(now - self._started)
+        else:
+            self._metrics.next_tokens(now - last, len(update.tokens))
+        return now

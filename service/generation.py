@@ -1,0 +1,111 @@
+"""Generation: prompts in, answers out, gathered or streamed. Both generating endpoints use it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from engine.client import Update
+from engine.errors import EngineError
+from engine.messages import SamplingParams
+from service.answer import Answer, Piece
+from service.flight import Flight
+from service.runtime import Runtime
+from service.streaming import ends_all, event_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt, and what to do with it."""
+
+    prompt: array[int]
+    params: SamplingParams
+    stop: list[str]
+    timeout: float
+    score_top: int | None = None  # score the prompt too, with the k best at each position
+    shared: bool = False  # other tasks have the same prompt: read it once
+
+    def answer(self, runtime: Runtime) -> Answer:
+        return Answer(runtime.tokenizer, self.prompt, self.stop)
+
+    def submit(self, flight: Flight, *, stream: bool) -> None:
+        several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share
+        flight.submit(
+            self.prompt,
+            sampling=self.params,
+            # Without stop strings nobody looks at the tokens of an answer that is not streamed.
+            stream=stream or bool(self.stop),
+            score=self.score_top is not None and several,
+            score_top=self.score_top or 0,
+            share_at=(len(self.prompt) - 1,) if self.shared and several else (),
+            timeout=self.timeout,
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a task: the answer with its pieces, or the error."""
+
+    answer: Answer
+    pieces: list[Piece]
+    error: EngineError | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join([piece.text for piece in self.pieces])
+
+    @property
+    def tokens(self) -> list[int]:
+        return [piece.token for piece in self.pieces if piece.token is not None]
+
+
+async def gather(runtime: Runtime, tasks: list[Task]) -> list[Outcome]:
+    """The outcome of every task. Raises EngineError where no task was served."""
+    outcomes = [Outcome(task.answer(runtime), []) for task in tasks]
+    failed = 0
+    with runtime.flight() as flight:
+        for task in tasks:
+            task.submit(flight, stream=False)
+        async for batch in flight.arrivals():
+            for which, came in batch:
+                outcome = outcomes[which]
+                if isinstance(came, EngineError):
+                    outcome.error = came
+                    failed += 1
+                    if failed == len(tasks) or ends_all(came):
+                        raise came
+                else:
+                    outcome.pieces += _take(flight, which, outcome.answer, came)
+    return outcomes
+
+
+async def stream(
+    runtime: Runtime,
+    tasks: list[Task],
+    render: Callable[[int, Answer, list[Piece]], bytes],
+    render_error: Callable[[int, EngineError], bytes],
+    last: Callable[[list[Answer]], bytes],
+) -> AsyncIterator[bytes]:
+    """Chunks of events. Errors as `streaming.event_chunks`."""
+    answers = [task.answer(runtime) for task in tasks]
+
+    def render_update(which: int, update: Update) -> bytes:
+        pieces = _take(flight, which, answers[which], update)
+        return render(which, answers[which], pieces)
+
+    with runtime.flight() as flight:
+        for task in tasks:
+            task.submit(flight, stream=True)
+        async for chunk in event_chunks(
+            flight, len(tasks), render_update, render_error, lambda: last(answers)
+        ):
+            yield chunk
+
+
+def _take(flight: Flight, which: int, answer: Answer, update: Update) -> list[Piece]:
+    """The update's pieces; the engine is told where a stop string ended the answer."""
+    pieces = answer.take(update)
+    if answer.stopped and update.finished is None:
+        flight.abort([which], "stop")
+    return pieces

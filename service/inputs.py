@@ -1,0 +1,128 @@
+"""From wire values to what the engine takes: prompts as token ids, sampling parameters.
+
+Here stand the checks that need the model (is there a tokenizer, which ids exist) or the server's
+limits; schemas check all that a value alone can tell.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.messages import ModelInfo, SamplingParams
+from service.errors import ApiError, invalid
+from service.settings import Settings
+from service.tokenizer import Tokenizer
+
+
+def check_count(param: str, count: int, limit: int, unit: str) -> None:
+    """Raises ApiError 400 for more than `limit`."""
+    if count > limit:
+        raise invalid(param, f"{count} {unit}, but at most {limit} are allowed")
+
+
+def check_model(asked: str | None, served: str, info: ModelInfo) -> None:
+    """Raises ApiError 404 for a model that is not served here."""
+    if asked not in (None, served, info.name):
+        raise ApiError(
+            404,
+            f"model: {asked!r} is not served here; allowed: {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def read_prompt(
+    prompt: str | list[int],
+    param: str,
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    *,
+    special: bool = True,
+) -> array[int]:
+    """The prompt's token ids, at least one. `special`: as `Tokenizer.encode`. Raises ApiError 400
+    that names `param`."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise invalid(
+                param,
+                "text cannot be read, because the model has no tokenizer.json; give token ids",
+            )
+        try:
+            ids = await tokenizer.encode_async(prompt, special=special)
+        except InvalidRequest as error:
+            raise invalid(param, error.message) from error
+    else:
+        ids = array("i", prompt)
+        if ids and max(ids) >= info.vocab_size:
+            wrong = next(i for i, token in enumerate(ids) if token >= info.vocab_size)
+            raise invalid(
+                f"{param}[{wrong}]",
+                f"token id {ids[wrong]} does not exist; allowed: 0 to {info.vocab_size - 1}",
+            )
+    if not ids:
+        raise invalid(param, "is empty; at least one token is needed")
+    return ids
+
+
+def sampling_params(
+    values: Mapping[str, Any], settings: Settings, info: ModelInfo
+) -> SamplingParams:
+    """`values` holds fields of SamplingParams; None means its default (a random one for `seed`).
+    Raises ApiError 400 for values beyond the server's limits or the model's vocabulary."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if "max_tokens" in given:
+        _check_most("max_tokens", given["max_tokens"], settings.max_tokens)
+    if "logprobs" in given:
+        _check_most("logprobs", given["logprobs"], min(settings.max_logprobs, info.vocab_size))
+    if "stop_token_ids" in given:
+        ids = given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        check_count("stop_token_ids", len(ids), settings.max_stop_token_ids, "token ids")
+        _check_ids("stop_token_ids", ids, info)
+    if "logit_bias" in given:
+        bias = given["logit_bias"]
+        check_count("logit_bias", len(bias), settings.max_logit_bias, "entries")
+        _check_ids("logit_bias", bias, info)
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    given["seed"] = given.get("seed", random.getrandbits(63)) % 2**63
+    params = SamplingParams(**given)
+    if params.min_tokens > params.max_tokens:
+        raise invalid(
+            "min_tokens", f"{params.min_tokens} is more than max_tokens ({params.max_tokens})"
+        )
+    return params
+
+
+def stop_strings(
+    stop: str | list[str] | None, settings: Settings, tokenizer: Tokenizer | None
+) -> list[str]:
+    """The stop strings as a list. Raises ApiError 400 beyond the server's limits, and where there
+    is no text to find them in."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    check_count("stop", len(stops), settings.max_stop, "stop strings")
+    for text in stops:
+        check_count("stop", len(text), settings.max_stop_length, "characters in a stop string")
+    if stops and tokenizer is None:
+        raise invalid(
+            "stop",
+            "the model has no tokenizer.json, so there is no text to stop; use stop_token_ids",
+        )
+    return stops
+
+
+def _check_most(param: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise invalid(param, f"{value} is too large; allowed: up to {limit}")
+
+
+def _check_ids(param: str, ids: Any, info: ModelInfo) -> None:
+    for token in ids:
+        if token >= info.vocab_size:
+            raise invalid(
+                param,
+                f"token id {token} does not exist; allowed: 0 to {info.vocab_size - 1}",
+            )

@@ -1,0 +1,174 @@
+"""Prometheus series: fed by the engine's step events and by the life of HTTP requests.
+
+Every application has a registry of its own. Gauges are read when they are scraped.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from engine.client import EngineClient
+from engine.messages import Finished, ModelInfo, StepEvents
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
+    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+TOKENS = tuple(4.0**power for power in range(12))  # 1 to 4,194,304
+SEQUENCES = tuple(2.0**power for power in range(13))  # 1 to 4,096
+
+
+class Metrics:
+    """The series, and what feeds them."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival until its first token "
+            "(in the engine, where it is not streamed).",
+        )
+        self._between_tokens = self._histogram(
+            "inter_token_latency_seconds",
+            "Time per token after the first; one observation per delivery to a stream, "
+            "or the mean of a request that is not streamed.",
+        )
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds",
+            "From an HTTP request's arrival until its last byte: generate, completions.",
+        )
+        self._score_latency = self._histogram(
+            "score_latency_seconds",
+            "From an HTTP request's arrival until its last byte: score.",
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From arrival in the engine until the first step."
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step until the first token."
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token until the last."
+        )
+        self._prompt_lengths = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+        )
+        self._answer_lengths = self._histogram(
+            "request_generation_tokens", "Generated tokens of a request.", TOKENS
+        )
+        self._step = Histogram(
+            "minserve_engine_step_seconds",
+            "Time of an engine step.",
+            ["phase"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
+        self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries_tokens", "Prompt tokens looked up among the shared states."
+        )
+        self._prefix_hits = self._counter(
+            "prefix_cache_hits_tokens", "Prompt tokens that a shared state had read already."
+        )
+        self._requests = self._counter(
+            "requests", "HTTP requests for the model.", ("endpoint", "outcome")
+        )
+        self._success = self._counter(
+            "request_success", "Requests that the engine ended.", ("finish_reason",)
+        )
+        self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
+        self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
+        self._gauges(client)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"minserve_{name}", text, labels, registry=self.registry)
+
+    def _gauges(self, client: EngineClient) -> None:
+        for name, text, field in (
+            ("requests_running", "Sequences that hold a slot.", "running"),
+            ("requests_waiting", "Requests that wait for a slot.", "waiting"),
+            ("state_slots_used", "State slots in use.", "slots_used"),
+            ("state_slots_total", "State slots.", "slots_total"),
+        ):
+            gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
+            gauge.set_function(lambda field=field: getattr(client.stats, field))
+        state = Gauge(
+            "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
+        )
+        state.labels(tier="device").set_function(lambda: client.stats.state_bytes)
+
+    def model_loaded(self, name: str, info: ModelInfo) -> None:
+        """Fills the info metric."""
+        self._model.info(
+            {
+                "name": name,
+                "fingerprint": info.fingerprint,
+                "cell": info.cell,
+                "dtype": info.dtype,
+                "device": info.device,
+                "device_name": info.device_name,
+            }
+        )
+
+    def on_step(self, events: StepEvents) -> None:
+        """One engine step."""
+        stats = events.stats
+        if stats.batch_size:
+            self._batch.observe(stats.batch_size)
+        if stats.prefill_tokens:
+            self._step.labels(phase="prefill").observe(stats.prefill_seconds)
+            self._prompt_tokens.inc(stats.prefill_tokens)
+        if stats.decode_tokens:
+            self._step.labels(phase="decode").observe(stats.decode_seconds)
+            self._answer_tokens.inc(stats.decode_tokens)
+        if stats.prefix_queries_tokens:
+            self._prefix_queries.inc(stats.prefix_queries_tokens)
+            self._prefix_hits.inc(stats.prefix_hits_tokens)
+        for finished in events.finished:
+            self._finished(finished)
+
+    def _finished(self, finished: Finished) -> None:
+        timing = finished.timing
+        self._success.labels(finish_reason=finished.reason).inc()
+        self._prompt_lengths.observe(finished.prompt_tokens)
+        self._answer_lengths.observe(finished.completion_tokens)
+        self._queue.observe(timing.queue)
+        self._prefill.observe(timing.prefill)
+        self._decode.observe(timing.decode)
+        if finished.tokens:  # gathered in the engine: nothing else sees its first token
+            self._first_token.observe(timing.queue + timing.prefill)
+            if finished.completion_tokens > 1:
+                self._between_tokens.observe(timing.decode / (finished.completion_tokens - 1))
+
+    def first_token(self, seconds: float) -> None:
+        """A stream's first token, `seconds` after the request's arrival."""
+        self._first_token.observe(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        """A stream's next `tokens` tokens, `seconds` after those before."""
+        self._between_tokens.observe(seconds / tokens)
+
+    def http_request(
+        self, method: str, path: str, status: int, outcome: str | None, seconds: float
+    ) -> None:
+        """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
+        for what is no work for the model."""
+        self._http.labels(method=method, path=path, status=str(status)).inc()
+        if outcome is None:
+            return
+        endpoint = path.rsplit("/", 1)[-1]
+        self._requests.labels(endpoint=endpoint, outcome=outcome).inc()
+        if outcome == "ok":
+            latency = self._score_latency if endpoint == "score" else self._end_to_end
+            latency.observe(seconds)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,220 @@
+"""POST /v1/completions: OpenAI's completions API."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from engine.errors import EngineError
+from service.admission import InferenceRoute, check_admission
+from service.answer import Answer, LogprobArrays, Piece, usage
+from service.errors import invalid
+from service.generation import Outcome, Task, gather, stream
+from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
+from service.middleware import REQUEST_ID
+from service.runtime import Runtime, get_runtime
+from service.schemas.common import ErrorBody
+from service.schemas.completions import (
+    EXAMPLES,
+    CompletionRequest,
+    CompletionResponse,
+    StreamOptions,
+)
+from service.streaming import EventStream, error_body, unless_client_leaves
+from service.wire import JSONResponse, event
+
+router = APIRouter(route_class=InferenceRoute, tags=["inference"])
+
+SAMPLING = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos",
+    "logprobs",
+)  # fmt: skip
+
+
+@router.post(
+    "/v1/completions",
+    responses={200: {"model": CompletionResponse}, "4XX": {"model": ErrorBody}},
+)
+async def completions(
+    body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
+    request: Request,
+    runtime: Annotated[Runtime, Depends(get_runtime)],
+) -> Response:
+    """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
+    check_model(body.model, runtime.model_name, runtime.info)
+    _check_neutral(body)
+    tasks = await _tasks(body, runtime)
+    view = _View(body, runtime, tasks, f"cmpl-{request.scope[REQUEST_ID]}")
+    if body.stream:
+        chunks = stream(runtime, tasks, view.render, view.render_error, view.last)
+        return EventStream(chunks, runtime.settings.stall_timeout)
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, tasks))
+    return JSONResponse(view.response(outcomes))
+
+
+def _check_neutral(body: CompletionRequest) -> None:
+    n = body.n or 1
+    if body.best_of not in (None, n):
+        raise invalid("best_of", f"is not supported; allowed: null or n ({n})")
+    if body.suffix:
+        raise invalid("suffix", "is not supported; allowed: null or an empty string")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "allowed with stream: true only")
+
+
+async def _tasks(body: CompletionRequest, runtime: Runtime) -> list[Task]:
+    """One task per choice."""
+    settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
+    n = body.n or 1
+    prompts: list[Any] = [body.prompt]
+    names = ["prompt"]
+    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        prompts = body.prompt
+        names = [f"prompt[{i}]" for i in range(len(prompts))]
+    check_count("prompt", len(prompts), settings.max_prompts, "prompts")
+    check_count("n", n, settings.max_n, "samples of one prompt")
+    check_admission(runtime, len(prompts) * n)
+    values = {name: getattr(body, name) for name in SAMPLING}
+    stop = stop_strings(body.stop, settings, tokenizer)
+    tasks = []
+    for name, prompt in zip(names, prompts, strict=True):
+        seed = random.getrandbits(63) if body.seed is None else body.seed
+        ids = await read_prompt(prompt, name, tokenizer, info)
+        for choice in range(n):
+            params = sampling_params({**values, "seed": seed, "choice": choice}, settings, info)
+            tasks.append(
+                Task(
+                    ids,
+                    params,
+                    stop,
+                    settings.request_timeout,
+                    score_top=body.logprobs if body.echo else None,
+                    shared=n > 1,
+                )
+            )
+    return tasks
+
+
+class _View:
+    """Answers as OpenAI's API shows them."""
+
+    def __init__(
+        self, body: CompletionRequest, runtime: Runtime, tasks: list[Task], answer_id: str
+    ) -> None:
+        self._body = body
+        self._options = body.stream_options or StreamOptions()
+        self._tokenizer = runtime.tokenizer
+        self._tasks = tasks
+        self._n = body.n or 1
+        self._head = {
+            "id": answer_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": runtime.model_name,
+        }
+        # Texts of the prompts, where they are part of the answers.
+        self._echoes: list[str] = []
+        if body.echo and self._tokenizer:
+            texts = [self._tokenizer.decode(task.prompt) for task in tasks[:: self._n]]
+            self._echoes = [text for text in texts for _ in range(self._n)]
+        self._echoed: set[int] = set()  # choices whose prompt has been streamed
+
+    def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        choices = [self._whole(i, outcome) for i, outcome in enumerate(outcomes)]
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": self._usage([outcome.answer for outcome in outcomes]),
+        }
+
+    def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+        """Events for one choice's new pieces; where the prompt is echoed, one for it before."""
+        frames = []
+        if self._body.echo and index not in self._echoed:
+            if not (pieces or len(answer.scores) == len(self._tasks[index].prompt) - 1):
+                return b""
+            self._echoed.add(index)
+            frames.append(self._chunk(index, answer, None))
+        frames += [self._chunk(index, answer, piece) for piece in pieces]
+        return b"".join(frames)
+
+    def render_error(self, index: int, error: EngineError) -> bytes:
+        return event({**self._head, "choices": [self._failed(index, error)]})
+
+    def last(self, answers: list[Answer]) -> bytes:
+        """The usage chunk, where it is asked for."""
+        if not self._options.include_usage:
+            return b""
+        return event({**self._head, "choices": [], "usage": self._usage(answers)})
+
+    def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        if outcome.error is not None:
+            return self._failed(index, outcome.error)
+        choice = self._choice(
+            index,
+            self._echo(index) + outcome.text,
+            self._arrays(index, outcome.answer, outcome.pieces, echo=bool(self._body.echo)),
+            outcome.answer.finish_reason,
+        )
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(self._tasks[index].prompt)
+            choice["token_ids"] = outcome.tokens
+        return choice
+
+    def _chunk(self, index: int, answer: Answer, piece: Piece | None) -> bytes:
+        """One event: a piece, or (None) the echoed prompt."""
+        choice = self._choice(
+            index,
+            self._echo(index) if piece is None else piece.text,
+            self._arrays(index, answer, [piece] if piece else [], echo=piece is None),
+            piece.finish_reason if piece else None,
+        )
+        if self._body.return_token_ids:
+            choice["token_ids"] = [piece.token] if piece and piece.token is not None else []
+            if answer.completion_tokens <= 1 and (piece is None or not self._body.echo):
+                choice["prompt_token_ids"] = list(self._tasks[index].prompt)
+        content = {**self._head, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            content["usage"] = answer.usage()
+        elif self._options.include_usage:
+            content["usage"] = None
+        return event(content)
+
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text if self._tokenizer else None,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def _failed(self, index: int, error: EngineError) -> dict[str, Any]:
+        return {**self._choice(index, "", None, "error"), **error_body(error)}
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index] if self._echoes else ""
+
+    def _arrays(
+        self, index: int, answer: Answer, pieces: list[Piece], *, echo: bool
+    ) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        arrays = LogprobArrays(self._tokenizer)
+        if echo:
+            arrays.add_prompt(self._tasks[index].prompt, answer.scores)
+        arrays.add_pieces(pieces, shift=len(self._echo(index)))
+        return arrays.to_dict()
+
+    def _usage(self, answers: list[Answer]) -> dict[str, int]:
+        """A prompt counts once, however many samples it has."""
+        return usage(
+            sum(answer.prompt_tokens for answer in answers[:: self._n]),
+            sum(answer.completion_tokens for answer in answers),
+        )

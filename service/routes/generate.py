@@ -1,0 +1,132 @@
+"""POST /v1/generate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from engine.errors import EngineError
+from service.admission import InferenceRoute, check_admission
+from service.answer import Answer, LogprobArrays, Piece, usage
+from service.errors import invalid
+from service.generation import Outcome, Task, gather, stream
+from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
+from service.middleware import REQUEST_ID
+from service.runtime import Runtime, get_runtime
+from service.schemas.common import ErrorBody
+from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
+from service.streaming import EventStream, error_body, unless_client_leaves
+from service.wire import JSONResponse, event
+
+router = APIRouter(route_class=InferenceRoute, tags=["inference"])
+
+PER_PROMPT = tuple(
+    name for name in GenerateRequest.model_fields if name not in ("prompts", "model", "stream")
+)
+SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
+
+
+@router.post(
+    "/v1/generate",
+    responses={200: {"model": GenerateResponse}, "4XX": {"model": ErrorBody}},
+)
+async def generate(
+    body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
+    request: Request,
+    runtime: Annotated[Runtime, Depends(get_runtime)],
+) -> Response:
+    """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
+    with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
+    check_model(body.model, runtime.model_name, runtime.info)
+    check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
+    check_admission(runtime, len(body.prompts))
+    tasks = await _tasks(body, runtime)
+    answer_id = f"gen-{request.scope[REQUEST_ID]}"
+    if body.stream:
+        return _stream(runtime, tasks, answer_id)
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, tasks))
+    total = usage(
+        sum(outcome.answer.prompt_tokens for outcome in outcomes),
+        sum(outcome.answer.completion_tokens for outcome in outcomes),
+    )
+    results = [
+        _result(i, outcome, tasks[i], runtime)
+        if outcome.error is None
+        else {"index": i, **error_body(outcome.error)}
+        for i, outcome in enumerate(outcomes)
+    ]
+    return JSONResponse(
+        {"id": answer_id, "model": runtime.model_name, "results": results, "usage": total}
+    )
+
+
+async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
+    settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
+    columns = {name: _column(body, name) for name in PER_PROMPT}
+    tasks = []
+    for i, prompt in enumerate(body.prompts):
+        params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
+        stop = stop_strings(columns["stop"][i], settings, tokenizer)
+        timeout = columns["timeout"][i] or settings.request_timeout
+        if timeout > settings.max_request_timeout:
+            raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
+        ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
+        tasks.append(Task(ids, params, stop, timeout))
+    return tasks
+
+
+def _column(body: GenerateRequest, name: str) -> list[Any]:
+    """A parameter's value for each prompt."""
+    value, prompts = getattr(body, name), len(body.prompts)
+    each = isinstance(value, list)
+    if each and name in ("stop", "stop_token_ids"):  # lists themselves: see PerPromptList
+        each = any(item is None or isinstance(item, list) for item in value)
+    if not each:
+        return [value] * prompts
+    if len(value) != prompts:
+        raise invalid(name, f"has {len(value)} values for {prompts} prompts")
+    return list(value)
+
+
+def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": outcome.text if runtime.tokenizer else None,
+        "token_ids": outcome.tokens,
+        "finish_reason": outcome.answer.finish_reason,
+        "logprobs": _logprobs(outcome.pieces, task, runtime),
+        "usage": outcome.answer.usage(),
+    }
+
+
+def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, Any] | None:
+    if task.params.logprobs is None:
+        return None
+    arrays = LogprobArrays(runtime.tokenizer)
+    arrays.add_pieces(pieces)
+    return arrays.to_dict()
+
+
+def _stream(runtime: Runtime, tasks: list[Task], answer_id: str) -> EventStream:
+    def render(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+        return b"".join([frame(index, answer, piece) for piece in pieces])
+
+    def frame(index: int, answer: Answer, piece: Piece) -> bytes:
+        content = {
+            "id": answer_id,
+            "index": index,
+            "text": piece.text if runtime.tokenizer else None,
+            "token_ids": [] if piece.token is None else [piece.token],
+            "finish_reason": piece.finish_reason,
+            "logprobs": _logprobs([piece], tasks[index], runtime),
+        }
+        if piece.finish_reason is not None:
+            content["usage"] = answer.usage()
+        return event(content)
+
+    def render_error(index: int, error: EngineError) -> bytes:
+        return event({"id": answer_id, "index": index, **error_body(error)})
+
+    chunks = stream(runtime, tasks, render, render_error, last=lambda _: b"")
+    return EventStream(chunks, runtime.settings.stall_timeout)

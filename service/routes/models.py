@@ -1,0 +1,45 @@
+"""GET /v1/models: the one model that is served, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Response
+
+from service.inputs import check_model
+from service.runtime import Runtime, get_runtime
+from service.wire import JSONResponse
+
+router = APIRouter(tags=["models"])
+CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
+
+
+@router.get("/v1/models")
+async def list_models(runtime: CurrentRuntime) -> Response:
+    """Every model that requests may name."""
+    return JSONResponse({"object": "list", "data": [_describe(runtime)]})
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(model: str, runtime: CurrentRuntime) -> Response:
+    """One model."""
+    check_model(model, runtime.model_name, runtime.info)
+    return JSONResponse(_describe(runtime))
+
+
+def _describe(runtime: Runtime) -> dict[str, Any]:
+    info = runtime.info
+    return {
+        "id": runtime.model_name,
+        "object": "model",
+        "created": runtime.loaded_at,
+        "owned_by": "minserve",
+        "cell": info.cell,
+        "parameters": info.parameters,
+        "vocab_size": info.vocab_size,
+        "eos_token_id": info.eos_token_id,
+        "dtype": info.dtype,
+        "device": info.device_name,
+        "state_bytes": info.state_bytes,
+        "fingerprint": info.fingerprint,
+    }

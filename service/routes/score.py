@@ -1,0 +1,184 @@
+"""POST /v1/score: log-probabilities of texts, or of continuations that share a context."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from engine.errors import EngineError
+from engine.messages import SamplingParams, TokenLogprobs
+from service.admission import InferenceRoute, check_admission
+from service.answer import LEAST_LOGPROB, usage
+from service.errors import invalid
+from service.inputs import check_count, check_model, read_prompt
+from service.middleware import REQUEST_ID
+from service.runtime import Runtime, get_runtime
+from service.schemas.common import ErrorBody
+from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
+from service.streaming import ends_all, error_body, unless_client_leaves
+from service.wire import JSONResponse
+
+router = APIRouter(route_class=InferenceRoute, tags=["inference"])
+
+# Log-probabilities of a task's scored tokens, or what went wrong.
+Scores = list[TokenLogprobs] | EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Tokens, of which those from `start` on are scored."""
+
+    tokens: array[int]
+    start: int = 1
+    shared: bool = False  # other tasks begin with the same tokens before `start`: read them once
+
+
+@router.post(
+    "/v1/score",
+    responses={200: {"model": ScoreResponse}, "4XX": {"model": ErrorBody}},
+)
+async def score(
+    body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
+    request: Request,
+    runtime: Annotated[Runtime, Depends(get_runtime)],
+) -> Response:
+    """Scores `texts` from their second token on, or, for `items`, every token of each
+    continuation after its context. Texts of an item are tokenised apart. An empty context stands
+    for the end-of-text token, where the model has one."""
+    check_model(body.model, runtime.model_name, runtime.info)
+    if body.texts is not None:
+        tasks = await _text_tasks(body.texts, runtime)
+    else:
+        tasks = await _item_tasks(body.items or [], runtime)
+    scores = await unless_client_leaves(request.receive, _run(runtime, tasks))
+    results = (
+        [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
+        if body.texts is not None
+        else _item_results(body.items or [], scores)
+    )
+    return JSONResponse(
+        {
+            "id": f"score-{request.scope[REQUEST_ID]}",
+            "model": runtime.model_name,
+            "results": results,
+            "usage": usage(sum(len(task.tokens) for task in tasks), 0),
+        }
+    )
+
+
+async def _text_tasks(texts: list[str | list[int]], runtime: Runtime) -> list[Task]:
+    check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
+    check_admission(runtime, len(texts))
+    return [
+        Task(await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info))
+        for i, text in enumerate(texts)
+    ]
+
+
+async def _item_tasks(items: list[ScoreItem], runtime: Runtime) -> list[Task]:
+    """One task per continuation, items one after the other."""
+    total = sum(len(item.continuations) for item in items)
+    check_count("items", total, runtime.settings.max_prompts, "continuations")
+    check_admission(runtime, total)
+    tokenizer, info = runtime.tokenizer, runtime.info
+    tasks = []
+    for i, item in enumerate(items):
+        if item.context:
+            context = await read_prompt(item.context, f"items[{i}].context", tokenizer, info)
+        elif info.eos_token_id is not None:
+            context = array("i", [info.eos_token_id])
+        else:
+            raise invalid(
+                f"items[{i}].context", "is empty, and the model has no end-of-text token instead"
+            )
+        for j, continuation in enumerate(item.continuations):
+            name = f"items[{i}].continuations[{j}]"
+            tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
+            shared = len(item.continuations) > 1
+            tasks.append(Task(context + tokens, len(context), shared))
+    return tasks
+
+
+async def _run(runtime: Runtime, tasks: list[Task]) -> list[Scores]:
+    """Every task's scores. Raises EngineError where no task was served."""
+    scores: list[Scores] = [[] for _ in tasks]
+    # A text of one token has nothing to score.
+    submitted = [i for i, task in enumerate(tasks) if len(task.tokens) > task.start]
+    failed = 0
+    with runtime.flight() as flight:
+        for i in submitted:
+            task = tasks[i]
+            flight.submit(
+                task.tokens,
+                sampling=SamplingParams(max_tokens=0),
+                stream=False,
+                score=True,
+                score_from=task.start,
+                share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
+                timeout=runtime.settings.request_timeout,
+            )
+        async for batch in flight.arrivals():
+            for which, came in batch:
+                i = submitted[which]
+                sofar = scores[i]
+                if isinstance(came, EngineError):
+                    failed += 1
+                    if failed == len(submitted) or ends_all(came):
+                        raise came
+                    scores[i] = came
+                elif not isinstance(sofar, EngineError):
+                    sofar += came.scores
+                    if came.finished and len(sofar) < len(tasks[i].tokens) - tasks[i].start:
+                        scores[i] = EngineError(
+                            f"ended early ({came.finished.reason}): {len(sofar)} tokens scored"
+                        )
+    return scores
+
+
+def _text_result(index: int, task: Task, scores: Scores, runtime: Runtime) -> dict[str, Any]:
+    if isinstance(scores, EngineError):
+        return {"index": index, **error_body(scores)}
+    logprobs = [max(score.logprob, LEAST_LOGPROB) for score in scores]
+    total = math.fsum(logprobs)
+    scored = task.tokens[task.start :]
+    size = runtime.tokenizer.count_bytes(scored) if runtime.tokenizer else 0
+    return {
+        "index": index,
+        "token_ids": list(task.tokens),
+        "token_logprobs": [None, *logprobs],
+        "total_logprob": total,
+        "num_scored_tokens": len(logprobs),
+        "perplexity": _perplexity(total, len(logprobs)),
+        "bits_per_byte": -total / math.log(2) / size if size else None,
+    }
+
+
+def _perplexity(total: float, count: int) -> float | None:
+    """exp of the mean negative log-probability; None for no tokens, or where a float is too small
+    to hold it."""
+    mean = -total / count if count else math.inf
+    return math.exp(mean) if mean < 709 else None
+
+
+def _item_results(items: list[ScoreItem], scores: list[Scores]) -> list[dict[str, Any]]:
+    left = iter(scores)
+    return [
+        {"index": i, "continuations": [_continuation(next(left)) for _ in item.continuations]}
+        for i, item in enumerate(items)
+    ]
+
+
+def _continuation(scores: Scores) -> dict[str, Any]:
+    if isinstance(scores, EngineError):
+        return error_body(scores)
+    logprobs = [max(score.logprob, LEAST_LOGPROB) for score in scores]
+    return {
+        "logprob": math.fsum(logprobs),
+        "num_tokens": len(logprobs),
+        "token_logprobs": logprobs,
+        "is_greedy": all(score.is_greedy for score in scores),
+    }

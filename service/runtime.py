@@ -1,0 +1,130 @@
+"""Runtime: what every endpoint of one application shares, and the state of its life.
+
+loading -> ready -> draining        (and from each of them: failed)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from fastapi import Request
+
+from engine.client import EngineClient
+from engine.errors import Draining, EngineDead, EngineError, EngineLoading
+from engine.messages import ModelInfo
+from service.flight import Flight
+from service.metrics import Metrics
+from service.settings import Settings
+from service.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """`on_failure` is called once when the model cannot be loaded or the engine has died."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: Settings,
+        on_failure: Callable[[EngineError], None] | None = None,
+    ) -> None:
+        self.client = client
+        self.settings = settings
+        self.metrics = Metrics(client)
+        self.tokenizer: Tokenizer | None = None
+        self.failure: EngineError | None = None
+        self.draining = False
+        self.loaded_at = 0  # seconds since 1970
+        self.flights: set[Flight] = set()
+        self._info: ModelInfo | None = None
+        self._on_failure = on_failure
+
+    @property
+    def state(self) -> Literal["loading", "ready", "draining", "failed"]:
+        if self.failure is not None or self.client.state == "dead":
+            return "failed"
+        if self.draining or self.client.state == "draining":
+            return "draining"
+        return "loading" if self._info is None else "ready"
+
+    def check_ready(self) -> None:
+        """Raises the error that says why no request can be taken now."""
+        match self.state:
+            case "failed":
+                raise self.failure or EngineDead("the engine has ended")
+            case "draining":
+                raise Draining("the server is shutting down and takes no new requests")
+            case "loading":
+                raise EngineLoading("the model is still loading")
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises EngineLoading."""
+        if self._info is None:
+            raise EngineLoading("the model is still loading")
+        return self._info
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.model_name or self.info.name
+
+    def flight(self) -> Flight:
+        """A place for one HTTP request's engine requests (a context manager)."""
+        return Flight(self.client, self.metrics, self.flights)
+
+    async def live(self) -> None:
+        """Waits for the model, then watches over the engine until it ends or this is cancelled."""
+        try:
+            info = await self.client.ready(self.settings.load_timeout)
+            folder = Path(info.folder)
+            self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder, info.vocab_size)
+            self.metrics.model_loaded(self.settings.model_name or info.name, info)
+            self.client.on_step(self.metrics.on_step)
+            self.loaded_at = int(time.time())
+            self._info = info
+            logger.info(
+                "ready: %s (%s parameters) on %s, %s",
+                self.model_name,
+                f"{info.parameters:,}",
+                info.device_name,
+                info.dtype,
+            )
+            await self.client.wait_dead()
+            raise EngineDead("the engine has ended")
+        except EngineLoading:
+            seconds = self.settings.load_timeout
+            self._fail(EngineDead(f"the model did not load within {seconds:g} s (load_timeout)"))
+        except EngineError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("unexpected error while loading")
+            self._fail(EngineDead(f"unexpected error while loading: {error}"))
+
+    def _fail(self, error: EngineError) -> None:
+        self.failure = error
+        logger.error("%s", error.message)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    async def drain(self, timeout: float) -> None:
+        """Takes nothing new and returns when everything in flight has ended, which after `timeout`
+        seconds is made to end with what it has."""
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.flights and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for flight in list(self.flights):
+            flight.abort()
+
+
+def get_runtime(request: Request) -> Runtime:
+    """The application's runtime, as a FastAPI dependency."""
+    runtime: Runtime = request.app.state.runtime
+    return runtime

@@ -1,0 +1,1 @@
+"""Wire types: what the endpoints accept and answer, as pydantic models."""

@@ -1,0 +1,133 @@
+"""What the requests share: strictness, prompts, sampling parameters and the answers' parts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+INT32_MAX = 2**31 - 1
+
+
+class RequestModel(BaseModel):
+    """A request body: no conversions ("5" is no 5, true is no 1), no unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_field(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for field in data:
+                if field not in cls.model_fields:
+                    raise PydanticCustomError(
+                        "unknown_field",
+                        "unknown field; allowed: {allowed}",
+                        {"field": str(field), "allowed": ", ".join(cls.model_fields)},
+                    )
+        return data
+
+
+# Tags of unions stand in angle brackets: service.errors leaves them out of parameter paths.
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TokenId], Tag("<ids>")],
+    Discriminator(
+        lambda value: {str: "<text>", list: "<ids>"}.get(type(value)),
+        custom_error_type="prompt_type",
+        custom_error_message="must be a string or a list of token ids",
+    ),
+]
+
+
+def _token_key(key: Any) -> Any:
+    """JSON has no integer keys: "17" stands for 17."""
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+        return int(key)
+    return key
+
+
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
+MinTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Temperature = Annotated[float, Field(ge=0, le=100, description="0 = greedy")]
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX, description="0 or -1 = off")]
+TopP = Annotated[float, Field(gt=0, le=1, description="1 = off")]
+MinP = Annotated[float, Field(ge=0, le=1, description="0 = off")]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=100, description="1 = off")]
+Penalty = Annotated[float, Field(ge=-2, le=2, description="0 = off")]
+LogitBias = dict[
+    Annotated[int, BeforeValidator(_token_key), Field(ge=0, le=INT32_MAX)],
+    Annotated[float, Field(ge=-100, le=100)],
+]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, description="null = a random one")]
+TopLogprobs = Annotated[int, Field(ge=0, description="null = none; k = the k best as well")]
+StopString = Annotated[str, Field(min_length=1)]
+Stop = Annotated[
+    Annotated[StopString, Tag("<string>")] | Annotated[list[StopString], Tag("<strings>")],
+    Discriminator(
+        lambda value: {str: "<string>", list: "<strings>"}.get(type(value)),
+        custom_error_type="stop_type",
+        custom_error_message="must be a string or a list of strings",
+    ),
+]
+
+T = TypeVar("T")
+
+
+def _one_or_each(value: Any) -> str:
+    return "<each>" if isinstance(value, list) else "<one>"
+
+
+def _one_or_each_list(value: Any) -> str:
+    """For parameters that are lists themselves: a list with a list or null inside is one per
+    prompt."""
+    listed = isinstance(value, list) and any(item is None or type(item) is list for item in value)
+    return "<each>" if listed else "<one>"
+
+
+# One value for all prompts, or a list with one per prompt.
+PerPrompt = Annotated[
+    Annotated[T | None, Tag("<one>")] | Annotated[list[T | None], Tag("<each>")],
+    Discriminator(_one_or_each),
+]
+PerPromptList = Annotated[
+    Annotated[T | None, Tag("<one>")] | Annotated[list[T | None], Tag("<each>")],
+    Discriminator(_one_or_each_list),
+]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Logprobs(BaseModel):
+    """Parallel arrays, one entry per token; natural logarithms."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error."""
+
+    error: ErrorDetail

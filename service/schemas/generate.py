@@ -1,0 +1,98 @@
+"""POST /v1/generate: a batch of prompts, each with its own sampling parameters if need be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from engine.messages import FinishReason
+from service.schemas.common import (
+    ErrorDetail,
+    LogitBias,
+    Logprobs,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Penalty,
+    PerPrompt,
+    PerPromptList,
+    Prompt,
+    RepetitionPenalty,
+    RequestModel,
+    Seed,
+    Stop,
+    Temperature,
+    TokenId,
+    TopK,
+    TopLogprobs,
+    TopP,
+    Usage,
+)
+
+Timeout = Annotated[float, Field(gt=0, description="seconds; then finish_reason is timeout")]
+
+
+class GenerateRequest(RequestModel):
+    """Every sampling parameter is one value for all prompts or a list with one per prompt
+    (`stop` and `stop_token_ids`: a list of lists)."""
+
+    prompts: list[Prompt] = Field(min_length=1)
+    model: str | None = None
+    max_tokens: PerPrompt[MaxTokens] = None
+    min_tokens: PerPrompt[MinTokens] = None
+    temperature: PerPrompt[Temperature] = None
+    top_k: PerPrompt[TopK] = None
+    top_p: PerPrompt[TopP] = None
+    min_p: PerPrompt[MinP] = None
+    repetition_penalty: PerPrompt[RepetitionPenalty] = None
+    presence_penalty: PerPrompt[Penalty] = None
+    frequency_penalty: PerPrompt[Penalty] = None
+    logit_bias: PerPrompt[LogitBias] = None
+    seed: PerPrompt[Seed] = None
+    stop: PerPromptList[Stop] = None
+    stop_token_ids: PerPromptList[list[TokenId]] = None
+    ignore_eos: PerPrompt[bool] = None
+    logprobs: PerPrompt[TopLogprobs] = None
+    timeout: PerPrompt[Timeout] = None
+    stream: bool = False
+
+
+class GenerateResult(BaseModel):
+    """`error` stands where this prompt failed; the others are not touched by it."""
+
+    index: int
+    text: str | None = Field(default=None, description="null without a tokenizer")
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    usage: Usage | None = None
+    error: ErrorDetail | None = None
+
+
+class GenerateResponse(BaseModel):
+    id: str
+    model: str
+    results: list[GenerateResult]
+    usage: Usage
+
+
+EXAMPLES: dict[str, Any] = {
+    "one prompt, greedy": {
+        "value": {"prompts": ["ROMEO:"], "max_tokens": 32, "temperature": 0},
+    },
+    "a batch": {
+        "value": {
+            "prompts": ["ROMEO:", "JULIET:\n"],
+            "max_tokens": [16, 24],
+            "temperature": 0.8,
+            "top_k": 40,
+            "seed": [1, 2],
+            "stop": ["\n\n"],
+            "logprobs": 2,
+        },
+    },
+    "streamed": {
+        "value": {"prompts": ["ROMEO:", [74, 85, 76]], "max_tokens": 16, "stream": True},
+    },
+}

@@ -1,0 +1,120 @@
+"""Running the application: the socket, the signals and the exit code.
+
+SIGTERM and SIGINT drain: the socket stays open, so that /ready and new requests get their 503,
+until everything in flight has ended or `drain_timeout` is over. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.client import EngineClient
+from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
+from service.runtime import Runtime
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+# After a drain, streams that were cut write their last frames; seconds.
+LAST_FRAMES = 5
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose first signal drains."""
+
+    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs in a signal handler, so it only leaves a note for the event loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+    def stop(self) -> None:
+        """Ends when the responses under way are written."""
+        self.should_exit = True
+
+    def _on_signal(self) -> None:
+        if self._drain is None:
+            logger.info("shutting down: finishing what is in flight")
+            self._drain = asyncio.create_task(self._drain_and_stop())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _drain_and_stop(self) -> None:
+        await self._runtime.drain(self._runtime.settings.drain_timeout)
+        self.stop()
+
+
+def run(settings: Settings) -> None:
+    """See service.app.serve."""
+    from service.app import create_app
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
+    )
+    try:
+        client = EngineClient.spawn(settings.engine_config())
+        listener = listen(settings.host, settings.port)
+    except ConfigError as error:
+        _exit(error.message, 2)
+    except OSError as error:
+        _exit(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", 2)
+    failures: list[EngineError] = []
+
+    def on_failure(error: EngineError) -> None:
+        failures.append(error)
+        server.stop()
+
+    app = create_app(client, settings, on_failure)
+    server = Server(_uvicorn_config(app, settings), app.state.runtime)
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    logger.info(
+        "listening on http://%s:%d (docs at /docs); loading %s", address, port, settings.model
+    )
+    with listener:
+        server.run([listener])
+    if failures:
+        bad_start = isinstance(failures[0], ConfigError | CheckpointError | DeviceError)
+        raise SystemExit(2 if bad_start else 1)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError: the port is in use, the host is not ours."""
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+
+
+def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning" if settings.log_level == "info" else settings.log_level,
+        access_log=settings.log_level == "debug",
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=LAST_FRAMES,
+    )
+
+
+def _exit(message: str, code: int) -> None:
+    print(f"minserve: {message}", file=sys.stderr)
+    raise SystemExit(code)

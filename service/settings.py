@@ -1,0 +1,70 @@
+"""Settings: the only reader of environment variables (MINSERVE_PORT, MINSERVE_MODEL, ...).
+
+`minserve serve` sets the same fields from its options, which win over the environment.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from engine.config import EngineConfig
+
+
+class Settings(BaseSettings):
+    """How one server runs. Raises pydantic.ValidationError for values that are out of range."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="MINSERVE_", extra="forbid", allow_inf_nan=False, frozen=True
+    )
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+
+    # The engine (engine.config.EngineConfig checks the values).
+    model: str = "shakespeare-mingru"
+    model_name: str | None = None  # what clients call the model; None = the checkpoint's name
+    device: str = "auto"
+    dtype: str = "auto"
+    max_slots: int = 256
+    max_step_tokens: int | None = None
+    max_waiting: int = 4096
+    share_slots: int = 64
+    threads: int | None = None
+    cuda_graphs: bool = True
+
+    # Limits of one request.
+    max_body_bytes: PositiveInt = 16 * 2**20
+    max_prompts: PositiveInt = 1024  # prompts, texts or continuations
+    max_n: PositiveInt = 128  # samples of one prompt
+    max_tokens: PositiveInt = 1_000_000  # generated for one prompt
+    max_logprobs: int = Field(default=20, ge=0)
+    max_stop: PositiveInt = 16  # stop strings of one prompt
+    max_stop_length: PositiveInt = 1024  # characters
+    max_stop_token_ids: PositiveInt = 128
+    max_logit_bias: PositiveInt = 1024  # entries
+
+    # Times, in seconds.
+    load_timeout: PositiveFloat = 600.0
+    request_timeout: PositiveFloat = 600.0  # where the request names none
+    max_request_timeout: PositiveFloat = 3600.0
+    drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
+    stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its stream for so long
+    ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's part. Raises ConfigError."""
+        return EngineConfig(
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            max_slots=self.max_slots,
+            max_step_tokens=self.max_step_tokens,
+            max_waiting=self.max_waiting,
+            share_slots=self.share_slots,
+            threads=self.threads,
+            cuda_graphs=self.cuda_graphs,
+        )

@@ -1,0 +1,68 @@
+"""StopMatcher: ends a text before the first stop string, wherever tokens cut it.
+
+One Knuth-Morris-Pratt automaton per stop string reads character by character, so that the outcome
+depends on the text alone and each character costs the same, whatever the stop strings are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Passes text on up to the first stop string, and holds back the longest suffix that could
+    begin one. The first stop string to be complete wins; of two that end together, the longer."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty strings."""
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._failures = [_failure_function(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """The text that is now known to stay; nothing after a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        for position in range(len(self._held), len(text)):
+            complete = self._advance(text[position])
+            if complete:
+                self.stopped = True
+                self._held = ""
+                return text[: position + 1 - complete]
+        kept = len(text) - max(self._matched, default=0)
+        self._held = text[kept:]
+        return text[:kept]
+
+    def flush(self) -> str:
+        """The text has ended: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> int:
+        """Reads one character; the length of the stop string that it completes, else 0."""
+        for which, stop in enumerate(self._stops):
+            matched, failure = self._matched[which], self._failures[which]
+            while matched and stop[matched] != character:
+                matched = failure[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+            if matched == len(stop):
+                return matched
+            self._matched[which] = matched
+        return 0
+
+
+def _failure_function(word: str) -> list[int]:
+    """For each prefix, the length of its longest proper suffix that is also its prefix."""
+    failure = [0] * len(word)
+    length = 0
+    for position in range(1, len(word)):
+        while length and word[position] != word[length]:
+            length = failure[length - 1]
+        if word[position] == word[length]:
+            length += 1
+        failure[position] = length
+    return failure

@@ -1,0 +1,158 @@
+"""Answers that outlive one moment: streams of server-sent events, and work that ends when its
+client goes away.
+
+The first event decides the status: until then an error becomes an HTTP error. After it, an error
+that ends the stream is one `data: {"error": ...}` frame, and no `data: [DONE]` follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.client import Update
+from engine.errors import EngineError, EngineUnavailable, StepFailed
+from service.errors import ApiError, from_engine
+from service.flight import Flight
+from service.wire import DONE, event
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Where an outcome that the status cannot tell is left for service.middleware.
+OUTCOME = "minserve.outcome"
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects (then raises
+    ClientGone). The request's body must have been read."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends chunks of server-sent events as they come.
+
+    `stall_timeout` bounds, in seconds, how long one write may wait for a client that does not
+    read; while it waits, `chunks` is not asked for more.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes], stall_timeout: float) -> None:
+        # Proxies must pass events on as they come.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers(headers)
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._stall_timeout = stall_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_client_leaves(receive, self._send_all(scope, send))
+        except (ClientGone, TimeoutError):
+            scope[OUTCOME] = "cancelled"
+            raise ClientGone from None
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        started = False
+        # A generator that is not run to its end keeps its engine requests until it is closed.
+        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+            try:
+                async for chunk in chunks:
+                    if not started:
+                        started = True
+                        start = {"type": "http.response.start", "status": 200}
+                        await send({**start, "headers": self.raw_headers})
+                    await self._write(send, chunk)
+            except Exception as error:
+                if not started:
+                    raise
+                scope[OUTCOME] = "error"
+                if not isinstance(error, EngineError):
+                    if isinstance(error, TimeoutError):
+                        raise
+                    logger.exception("unexpected error in a stream")
+                await self._write(send, event(error_body(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, chunk: bytes) -> None:
+        async with asyncio.timeout(self._stall_timeout):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The error object of an exception; those that are not ours are not spelled out."""
+    if isinstance(error, EngineError):
+        error = from_engine(error)
+    if not isinstance(error, ApiError):
+        error = ApiError(500, "internal error", type="server_error")
+    return error.body
+
+
+def ends_all(error: EngineError) -> bool:
+    """The error concerns the engine, not one of its requests."""
+    return isinstance(error, EngineUnavailable) and not isinstance(error, StepFailed)
+
+
+async def event_chunks(
+    flight: Flight,
+    count: int,
+    render: Callable[[int, Update], bytes],
+    render_error: Callable[[int, EngineError], bytes],
+    last: Callable[[], bytes],
+) -> AsyncIterator[bytes]:
+    """The events of a flight of `count` requests, those that came together in one chunk.
+
+    A request that fails gets an event of its own (`render_error`) where others are served; where
+    none is left to serve, its error ends the stream. `last` is rendered before [DONE].
+    """
+    failed = 0
+    served = False
+    held = b""  # error events that came before anything else
+    async for batch in flight.arrivals():
+        chunk = b""
+        for which, came in batch:
+            if not isinstance(came, EngineError):
+                chunk += render(which, came)
+                continue
+            failed += 1
+            if failed == count or ends_all(came):
+                if chunk:
+                    yield held + chunk
+                raise came
+            held += render_error(which, came)
+        if chunk or served:
+            served = True
+            if held or chunk:
+                yield held + chunk
+                held = b""
+    yield held + last() + DONE

@@ -1,0 +1,215 @@
+"""Tokenizer: text to token ids, and token ids to text that is never cut inside a character.
+
+A wrapper of the `tokenizers` library. Two fast paths give what the library gives (tests compare):
+a byte-level vocabulary decodes through a table of each token's bytes, and one without merges
+encodes as the UTF-8 bytes themselves, in a fraction of the library's time and memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from engine.errors import CheckpointError, InvalidRequest
+
+# Longer texts are encoded on a thread, so that the event loop keeps turning.
+THREAD_CHARACTERS = 32_768
+# Tokens of the prompt that prime a decoder: enough to hold one character's first bytes, and for
+# decoders that treat the first token of a text in their own way.
+PRIMING_TOKENS = 8
+
+
+class Decoder(Protocol):
+    """Token ids in, text out; bytes that do not end a character are held back."""
+
+    def feed(self, token: int) -> str: ...
+
+    def flush(self) -> str:
+        """The end of the text: held bytes that can no longer become a character give U+FFFD."""
+        ...
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json."""
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._library = library
+        library.no_truncation()
+        library.no_padding()
+        # "<|endoftext|>" in a client's text is text: only an id ends a text.
+        library.encode_special_tokens = True
+        self.vocab_size = library.get_vocab_size()
+        added = library.get_added_tokens_decoder()
+        self._special = {id for id, token in added.items() if token.special}
+        layout = json.loads(library.to_str())
+        self._bytes = self._byte_table(layout)
+        self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
+        """Reads tokenizer.json; None without one. Raises CheckpointError for one that is broken or
+        has more tokens than the model's `vocab_size`."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
+        largest = max(tokenizer._library.get_vocab().values(), default=0)
+        if largest >= vocab_size:
+            raise CheckpointError(
+                f"{path}: has token id {largest}, but the model's vocabulary ends at "
+                f"{vocab_size - 1}"
+            )
+        return tokenizer
+
+    def encode(self, text: str, *, special: bool = True) -> array[int]:
+        """The text's token ids; `special` adds what the tokenizer puts around a text (such as a
+        beginning-of-text token). Raises InvalidRequest for text that UTF-8 cannot hold."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text holds a lone surrogate at character {error.start}, which is no "
+                "Unicode character"
+            ) from error
+        if self._byte_ids is not None:
+            return array("i", map(self._byte_ids.__getitem__, data))
+        return array("i", self._library.encode(text, add_special_tokens=special).ids)
+
+    async def encode_async(self, text: str, *, special: bool = True) -> array[int]:
+        """`encode`, beside the event loop where the text is long."""
+        if len(text) <= THREAD_CHARACTERS:
+            return self.encode(text, special=special)
+        return await asyncio.to_thread(self.encode, text, special=special)
+
+    def decoder(self, after: Sequence[int] = ()) -> Decoder:
+        """A decoder of what follows the tokens `after`, whose own text it does not repeat."""
+        decoder: Decoder
+        if self._bytes is not None:
+            decoder = _ByteDecoder(self._bytes)
+        else:
+            decoder = _LibraryDecoder(self._library)
+        for token in after[-PRIMING_TOKENS:]:
+            decoder.feed(token)
+        return decoder
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`, special tokens left out."""
+        if self._bytes is not None:
+            return b"".join(map(self._token_bytes, tokens)).decode(errors="replace")
+        return self._library.decode(list(tokens), skip_special_tokens=True)
+
+    def count_bytes(self, tokens: Iterable[int]) -> int:
+        """UTF-8 bytes of the tokens' text."""
+        if self._bytes is not None:
+            return sum(len(self._token_bytes(token)) for token in tokens)
+        return len(self.decode(tokens).encode())
+
+    def name(self, token: int) -> str:
+        """A token as a string: its text, or `bytes:\\xNN` where that is not whole UTF-8."""
+        if self._bytes is not None and token not in self._special:
+            return _name_bytes(self._token_bytes(token))
+        name = self._library.id_to_token(token)
+        if name is None:  # the model's vocabulary may be padded beyond the tokenizer's
+            return ""
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
+            return _name_bytes(bytes.fromhex(match[1]))
+        return name if token in self._special else name.replace("\u2581", " ")
+
+    def _token_bytes(self, token: int) -> bytes:
+        assert self._bytes is not None
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def _byte_table(self, layout: dict[str, Any]) -> list[bytes] | None:
+        """Each token's bytes where the decoder is byte-level, else None."""
+        if (layout["decoder"] or {}).get("type") != "ByteLevel":
+            return None
+        value = {character: byte for byte, character in enumerate(_byte_alphabet())}
+        vocabulary = self._library.get_vocab()
+        added = self._library.get_added_tokens_decoder()
+        table = [b""] * (1 + max(vocabulary.values(), default=-1))
+        for name, token in vocabulary.items():
+            if token in self._special:
+                continue
+            if token in added or not all(character in value for character in name):
+                table[token] = name.encode()
+            else:
+                table[token] = bytes(value[character] for character in name)
+        return table
+
+    def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:
+        """The token of each byte where encoding is nothing else, else None."""
+        model, pre = layout["model"], layout["pre_tokenizer"] or {}
+        if not (
+            layout["normalizer"] is None
+            and layout["post_processor"] is None
+            and all(token["special"] for token in layout["added_tokens"])
+            and pre.get("type") == "ByteLevel"
+            and not pre["add_prefix_space"]
+            and model["type"] == "BPE"
+            and not model["merges"]
+            and not model.get("ignore_merges")
+            and not model.get("continuing_subword_prefix")
+            and not model.get("end_of_word_suffix")
+        ):
+            return None
+        ids = [model["vocab"].get(character) for character in _byte_alphabet()]
+        return None if None in ids else ids
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-in of each byte in byte-level vocabularies (GPT-2's): printable Latin-1
+    stands for itself, the other bytes, in order, for the code points from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _name_bytes(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class _ByteDecoder:
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int) -> str:
+        return self._utf8.decode(self._table[token]) if token < len(self._table) else ""
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _LibraryDecoder:
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._library = library
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []  # tokens whose text has not come yet
+
+    def feed(self, token: int) -> str:
+        self._held.append(token)
+        text: str | None = self._stream.step(self._library, token)
+        if text is None:
+            return ""
+        self._held.clear()
+        return text
+
+    def flush(self) -> str:
+        text = self._library.decode(self._held, skip_special_tokens=True)
+        self._held.clear()
+        return text
