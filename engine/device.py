@@ -97,10 +97,11 @@ def _why_no_gpu(name: str) -> str | None:
 
 def _why_no_code(device: torch.device) -> str | None:
     """Runs one kernel: the extension may have been built for other architectures only."""
-    ones = torch.ones(1, 1, 1, device=device)
     try:
-        ops.linear_scan(ones, ones)
-        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            ones = torch.ones(1, 1, 1, device=device)
+            ops.linear_scan(ones, ones)
+            torch.cuda.synchronize()
     except RuntimeError as error:
         major, minor = torch.cuda.get_device_capability(device)
         return (
