@@ -7,29 +7,33 @@ code 2.
 
 from __future__ import annotations
 
-import os
+import asyncio
+import json
+import math
 import shlex
 import sys
-from array import array
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
-from engine.config import CellName, DtypeName
+from engine.config import CellName, DtypeName, EngineConfig
 from engine.errors import ConfigError, EngineError
-from engine.training.recipe import Precision, Recipe, Schedule
+from engine.training.recipe import Recipe
 from service import terminal
-from service.terminal_text import TextError, text_pieces
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from service import terminal_options as options
+from service.terminal_text import (
+    TextError,
+    encode_file,
+    load_tokenizer,
+    read_tokenizer,
+    text_pieces,
+)
 
 app = typer.Typer(
-    name="minserve",
     help="Serves, trains and converts minGRU and minLSTM language models.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -37,91 +41,231 @@ app = typer.Typer(
 # typer keeps the base class of its command-line errors to itself (older releases: click's).
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
-Device = Annotated[str, typer.Option(help='"auto", "cpu", "cuda" or "cuda:N".')]
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
+        from importlib.metadata import version
 
-        try:
-            print(f"minserve {version('minserve')}")
-        except PackageNotFoundError:
-            print("minserve, not installed")
+        print(f"minserve {version('minserve')}")
         raise typer.Exit()
 
 
-@app.callback()
-def _options(
+@app.callback(invoke_without_command=True)
+def _without_command(
+    context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="The version."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def serve(
+    host: options.Host = None,
+    port: options.Port = None,
+    model: options.ServedModel = None,
+    model_name: options.ModelName = None,
+    device: options.ServedDevice = None,
+    dtype: options.ServedDtype = None,
+    max_slots: options.MaxSlots = None,
+    max_waiting: options.MaxWaiting = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    share_slots: options.ShareSlots = None,
+    threads: options.Threads = None,
+    cuda_graphs: options.CudaGraphs = None,
+    max_tokens: options.MaxTokens = None,
+    max_prompts: options.MaxPrompts = None,
+    max_body_bytes: options.MaxBodyBytes = None,
+    load_timeout: options.LoadTimeout = None,
+    request_timeout: options.RequestTimeout = None,
+    drain_timeout: options.DrainTimeout = None,
+    log_level: options.LogLevel = None,
+) -> None:
+    """Serves a model over HTTP.
+
+    Every setting, and some finer ones, can also be given as an environment variable: MINSERVE_PORT
+    for --port; options win.
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    from pydantic import ValidationError
+
+    from service.app import serve as run
+    from service.settings import Settings
+
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "--" + "-".join(map(str, first["loc"])).replace("_", "-")
+        raise ConfigError(f"{name} is {first['input']!r}: {first['msg']}") from error
+    settings.engine_config()  # a bad value is told before anything starts
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The text to go on from; "-" reads stdin.')],
+    model: options.Model = EngineConfig.model,
+    max_tokens: int = 200,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.OffAtOne = 1.0,
+    min_p: options.OffAtZero = 0.0,
+    repetition_penalty: options.OffAtOne = 1.0,
+    presence_penalty: options.OffAtZero = 0.0,
+    frequency_penalty: options.OffAtZero = 0.0,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    seed: options.Seed = None,
+    echo: options.Echo = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Writes what a model says after a prompt, as it comes. Needs no server."""
+    from engine.checkpoint import load_config, resolve
+    from engine.client import EngineClient
+    from engine.engine import Engine
+    from engine.messages import SamplingParams
+    from engine.transport import InlineTransport
+    from service.terminal_generate import generate_text, random_seed
+
+    text = "".join(text_pieces(Path("-"))) if prompt == "-" else prompt
+    if not all(stop or []):
+        raise ConfigError("--stop is ''; allowed: a text of at least one character", param="stop")
+    config = EngineConfig(
+        model=model, device=device, dtype=dtype, threads=threads, max_slots=1, share_slots=0
+    )
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        ignore_eos=ignore_eos,
+        seed=random_seed() if seed is None else seed,
+    )
+    folder = resolve(model)
+    encoder = load_tokenizer(folder, load_config(folder).vocab_size)
+    client = EngineClient(InlineTransport(Engine.load(config)))
+    if echo:
+        _write(text)
+    try:
+        asyncio.run(generate_text(client, encoder, text, sampling, stop or [], _write))
+    finally:
+        _write("\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@app.command()
+def score(
+    file: Annotated[Path, typer.Argument(help='UTF-8 text of any length; "-" reads stdin.')],
+    model: options.Model = EngineConfig.model,
+    as_json: options.Json = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Tells how well a model predicts a text, read once from its beginning to its end."""
+    import torch
+
+    from engine.checkpoint import load_config, load_model, resolve
+    from engine.device import resolve_device, resolve_dtype, usable_cpus
+    from engine.training.evaluation import CarriedLoss
+
+    folder = resolve(model)
+    asked = EngineConfig(model=model, device=device, dtype=dtype, threads=threads)
+    place = resolve_device(asked.device)
+    torch.set_num_threads(asked.threads or usable_cpus())
+    stored = load_config(folder)
+    tokenizer = load_tokenizer(folder, stored.vocab_size)
+    total = None if str(file) == "-" else file.stat().st_size
+    compute = cast(DtypeName, resolve_dtype(asked.dtype, place, stored.dtype))
+    lm, _ = load_model(folder, place, compute)
+    carried = CarriedLoss(lm, place)
+    read = scored = 0  # bytes
+    with terminal.progress("scoring", total) as progress:
+        for piece in text_pieces(file):
+            ids = tokenizer.encode(piece, special=read == 0)
+            scored += tokenizer.count_bytes(ids if read else ids[1:])
+            read += len(piece.encode())
+            carried.feed(torch.frombuffer(ids, dtype=torch.int32))
+            progress.to(read, f"{carried.loss.per_token:.4f} nats per token")
+    loss = carried.loss
+    if loss.tokens == 0:
+        raise ConfigError(f"{file}: nothing to score: the text has less than two tokens")
+    figures = {
+        "tokens": loss.tokens,
+        "nats_per_token": loss.per_token,
+        "perplexity": math.exp(loss.per_token),
+        "bits_per_byte": loss.nats / math.log(2) / scored if scored else math.nan,
+    }
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            print(f"{name.replace('_', ' '):<16}{shown}")
 
 
 @app.command()
 def train(
-    data: Annotated[Path, typer.Option(help="Text to train on, UTF-8; the last tenth tests.")],
-    out: Annotated[Path, typer.Option(help="Folder for the checkpoint, the curve and the state.")],
-    cell: Annotated[CellName, typer.Option(help="The recurrence.")] = "mingru",
+    data: options.Data,
+    out: options.Out,
+    cell: CellName = "mingru",
     layers: int = 3,
     d_model: int = 384,
-    expansion: Annotated[float, typer.Option(help="Inner width over d_model.")] = 2.0,
-    conv_kernel: Annotated[int, typer.Option(help="0 = no convolution.")] = 4,
-    mlp_ratio: Annotated[float, typer.Option(help="MLP width over d_model; 0 = no MLP.")] = 4.0,
-    tie_embeddings: Annotated[bool, typer.Option("--tie-embeddings")] = False,
-    learned_initial_state: Annotated[bool, typer.Option("--learned-initial-state")] = False,
+    expansion: options.Expansion = 2.0,
+    conv_kernel: options.ConvKernel = 4,
+    mlp_ratio: options.MlpRatio = 4.0,
+    tie_embeddings: options.TieEmbeddings = False,
+    learned_initial_state: options.LearnedInitialState = False,
     steps: int = Recipe.steps,
-    batch: Annotated[int, typer.Option(help="Windows per step.")] = Recipe.batch,
-    window: Annotated[int, typer.Option(help="Tokens per window.")] = Recipe.window,
+    batch: options.Batch = Recipe.batch,
+    window: options.Window = Recipe.window,
     learning_rate: float = Recipe.learning_rate,
-    schedule: Annotated[
-        Schedule, typer.Option(help="Of the learning rate, after the warm-up.")
-    ] = Recipe.schedule,
-    warmup: Annotated[int, typer.Option(help="Steps.")] = Recipe.warmup,
-    final_learning_rate: Annotated[
-        float, typer.Option(help="Where the cosine ends.")
-    ] = Recipe.final_learning_rate,
+    schedule: options.LearningRateSchedule = Recipe.schedule,
+    warmup: options.Warmup = Recipe.warmup,
+    final_learning_rate: options.FinalLearningRate = Recipe.final_learning_rate,
     beta1: float = Recipe.beta1,
     beta2: float = Recipe.beta2,
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = Recipe.weight_decay,
-    clip: Annotated[float, typer.Option(help="Gradient norm; 0 = off.")] = Recipe.clip,
+    weight_decay: options.WeightDecay = Recipe.weight_decay,
+    clip: options.Clip = Recipe.clip,
     dropout: float = Recipe.dropout,
-    ema: Annotated[
-        float,
-        typer.Option(help="Decay of averaged weights, which are then kept; 0 = off."),
-    ] = Recipe.ema,
-    evaluate_every: Annotated[int, typer.Option(help="Steps.")] = Recipe.evaluate_every,
-    save_every: Annotated[int, typer.Option(help="Steps.")] = Recipe.save_every,
+    ema: options.Ema = Recipe.ema,
+    evaluate_every: options.EverySteps = Recipe.evaluate_every,
+    save_every: options.EverySteps = Recipe.save_every,
     seed: int = Recipe.seed,
-    precision: Annotated[
-        Precision, typer.Option(help="Of matrix products on a GPU.")
-    ] = Recipe.precision,
-    dtype: Annotated[DtypeName, typer.Option(help="Of the written weights.")] = Recipe.dtype,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="A tokenizer.json; without it, one token is one byte."),
-    ] = None,
-    end_of_text: Annotated[
-        str, typer.Option(help="The tokenizer's end-of-text token, if it has it.")
-    ] = "<|endoftext|>",
-    sample_prompt: Annotated[str, typer.Option(help="For the README's sample.")] = "\n",
-    device: Device = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with --out's run.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out has.")] = False,
+    precision: options.GpuPrecision = Recipe.precision,
+    dtype: options.WrittenDtype = Recipe.dtype,
+    tokenizer: options.TrainingTokenizer = None,
+    end_of_text: options.EndOfText = "<|endoftext|>",
+    sample_prompt: options.SamplePrompt = "\n",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    compile: options.Compile = False,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Trains a model on a text and writes a folder that `minserve serve --model` loads.
 
     The defaults are the paper's recipe for tinyshakespeare. Ctrl-C saves the run; the same
     command with --resume goes on.
     """
+    given = dict(locals())
     import torch
 
     from engine.config import ModelConfig
-    from engine.device import resolve_device
+    from engine.device import resolve_device, usable_cpus
     from engine.training import data as training_data
     from engine.training.folder import write_checkpoint, write_readme
     from engine.training.sample import sample_ids
@@ -129,27 +273,8 @@ def train(
     from engine.training.tokenizer import byte_level_tokenizer
     from engine.training.trainer import CURVE_FILE, Trainer
 
-    recipe = Recipe(
-        steps=steps,
-        batch=batch,
-        window=window,
-        learning_rate=learning_rate,
-        schedule=schedule,
-        warmup=warmup,
-        final_learning_rate=final_learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        clip=clip,
-        dropout=dropout,
-        ema=ema,
-        evaluate_every=evaluate_every,
-        save_every=save_every,
-        seed=seed,
-        precision=precision,
-        dtype=dtype,
-    )
-    encoder = byte_level_tokenizer() if tokenizer is None else _read_tokenizer(tokenizer)
+    recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
+    encoder = byte_level_tokenizer() if tokenizer is None else read_tokenizer(tokenizer)
     config = ModelConfig(
         cell=cell,
         vocab_size=encoder.get_vocab_size(),
@@ -163,8 +288,9 @@ def train(
         eos_token_id=encoder.token_to_id(end_of_text),
         dtype=dtype,
     )
-    place = resolve_device(device)
-    ids = torch.frombuffer(_encode_file(data, encoder), dtype=torch.int32).to(place)
+    place = resolve_device(EngineConfig(device=device).device)
+    torch.set_num_threads(EngineConfig(threads=threads).threads or usable_cpus())
+    ids = torch.frombuffer(encode_file(data, encoder), dtype=torch.int32).to(place)
     split = training_data.split(ids, window=window, vocab_size=config.vocab_size)
 
     if not (resume or overwrite) and any(
@@ -225,42 +351,57 @@ def _command_without_folders() -> str:
     return shlex.join(["minserve", *(Path(w).name if w.startswith("/") else w for w in words)])
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer.json. Raises ConfigError, OSError."""
-    from tokenizers import Tokenizer
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A state dict: .safetensors or torch.save.")],
+    destination: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    normalize_gates: options.NormalizeGates = None,
+    norm_eps: options.NormEps = None,
+    tokenizer: options.ConvertedTokenizer = None,
+    eos_token_id: options.EosTokenId = None,
+    dtype: options.ConvertedDtype = None,
+) -> None:
+    """Makes a checkpoint folder of another project's weights (minGRU-pytorch, minRNNs)."""
+    import shutil
 
-    text = path.read_text(encoding="utf-8")
-    try:
-        return Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path}: not a tokenizer.json: {error}") from error
+    from engine.convert import convert as run
+    from service.tokenizer import Tokenizer
+
+    if tokenizer is not None:
+        read_tokenizer(tokenizer)
+    config = run(
+        source,
+        destination,
+        dtype=dtype,
+        normalize_gates=normalize_gates,
+        norm_eps=norm_eps,
+        eos_token_id=eos_token_id,
+    )
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, destination / "tokenizer.json")
+    if Tokenizer.load(destination, config.vocab_size) is None:
+        terminal.note("without a tokenizer.json the folder serves token ids only")
+    print(f"{destination}: {config.cell}, {config.n_layers} layers of width {config.d_model}")
 
 
-def _encode_file(path: Path, tokenizer: Tokenizer) -> array[int]:
-    """The token ids of a whole text. Raises OSError, TextError, ConfigError where it is empty."""
-    ids = array("i")
-    for piece in text_pieces(path):
-        ids.extend(tokenizer.encode(piece, add_special_tokens=False).ids)
-    if not ids:
-        raise ConfigError(f"{path}: the text is empty", param="data")
-    return ids
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Puts a running server under load; `minserve bench --help` lists the options."""
+    from loadtest.http import main as run
+
+    raise typer.Exit(run(context.args))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     try:
-        code = app(args=arguments, prog_name="minserve", standalone_mode=False)
-    except typer.Exit as stop:
-        return stop.exit_code
-    except (typer.Abort, KeyboardInterrupt):
-        return 130
-    except BrokenPipeError:
-        # The reader of our output is gone, `| head` for one; nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code: Any = app(args=arguments, prog_name="minserve", standalone_mode=False)
     except _UsageError as usage:
         terminal.error(usage.format_message())  # type: ignore[attr-defined]
-    except (EngineError, TextError) as problem:
+    except (EngineError, TextError, ImportError) as problem:  # ImportError: no compiled operators
         terminal.error(str(problem))
     except OSError as problem:
         where = f"{problem.filename}: " if problem.filename else ""

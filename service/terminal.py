@@ -50,7 +50,7 @@ class _Lines:
 
 
 @contextmanager
-def progress(label: str, total: float | None, done: float = 0) -> Iterator[Progress]:
+def progress(label: str, total: float | None, done: int = 0) -> Iterator[Progress]:
     """A bar up to `total` (None: unknown) on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield _Lines(label, total)

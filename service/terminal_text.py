@@ -1,13 +1,22 @@
-"""Text from files and stdin, in pieces that can be encoded one by one at constant memory."""
+"""Text from files and stdin, in pieces that can be encoded one by one at constant memory, and the
+tokenizers that encode them (imported where they are used, so that `--help` stays fast)."""
 
 from __future__ import annotations
 
 import codecs
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from service.tokenizer import Tokenizer
 
 PIECE_BYTES = 1 << 18
 
@@ -51,3 +60,37 @@ def _last_cut(text: str) -> int:
     while at >= 0 and text[at + 1].isspace():
         at = text.rfind("\n", 0, at)
     return at + 1
+
+
+def encode_file(path: Path, tokenizer: tokenizers.Tokenizer) -> array[int]:
+    """The token ids of a whole text; special tokens that it spells out are read as such.
+
+    Raises OSError, TextError, ConfigError where it is empty.
+    """
+    ids = array("i")
+    for piece in text_pieces(path):
+        ids.extend(tokenizer.encode(piece, add_special_tokens=False).ids)
+    if not ids:
+        raise ConfigError(f"{path}: the text is empty", param="data")
+    return ids
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Reads a tokenizer.json. Raises OSError, ConfigError."""
+    import tokenizers
+
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{path}: not a tokenizer.json: {error}") from error
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """A checkpoint's tokenizer. Raises CheckpointError; ConfigError where it has none."""
+    from service.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder, vocab_size)
+    if tokenizer is None:
+        raise ConfigError(f"{folder}: has no tokenizer.json, without which text cannot be read")
+    return tokenizer

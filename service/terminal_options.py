@@ -1,0 +1,90 @@
+"""The commands' options: their types and what `--help` says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from engine.config import DtypeName
+from engine.training.recipe import Precision, Schedule
+
+# Of several commands
+Model = Annotated[str, Option(help="A bundled name, a folder or a Hugging Face repo id.")]
+Device = Annotated[str, Option(help='"auto", "cpu", "cuda" or "cuda:N".')]
+Dtype = Annotated[
+    str,
+    Option(help='"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else as stored.'),
+]
+Threads = Annotated[int | None, Option(help="CPU threads; default: as many as may be used.")]
+
+# serve: None leaves a setting to its environment variable or its default
+Host = Annotated[str | None, Option(help="Address to listen at [127.0.0.1].")]
+Port = Annotated[int | None, Option(help="0 = any free one [8000].")]
+ServedModel = Annotated[
+    str | None, Option(help="A bundled name, a folder or a hub repo id [shakespeare-mingru].")
+]
+ModelName = Annotated[str | None, Option(help="What clients call the model [its own name].")]
+ServedDevice = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N [auto].")]
+ServedDtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16 [auto].")]
+MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256].")]
+MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
+MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
+ShareSlots = Annotated[int | None, Option(help="States kept of shared prefixes [64].")]
+CudaGraphs = Annotated[bool | None, Option(help="Replay decode steps as graphs [yes].")]
+MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate.")]
+MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request.")]
+MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
+LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load.")]
+RequestTimeout = Annotated[float | None, Option(help="Seconds, where a request names none.")]
+DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
+LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
+
+# generate
+Temperature = Annotated[float, Option(help="0 = always the most likely token.")]
+OffAtZero = Annotated[float, Option(help="0 = off.")]
+OffAtOne = Annotated[float, Option(help="1 = off.")]
+TopK = Annotated[int, Option(help="0 = off.")]
+Stop = Annotated[list[str] | None, Option(help="A string that ends the text; repeatable.")]
+IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after an end of text.")]
+Seed = Annotated[int | None, Option(help="Default: another one each time.")]
+Echo = Annotated[bool, Option("--echo", help="Write the prompt first.")]
+
+# score
+Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
+
+# train
+Data = Annotated[Path, Option(help="UTF-8 text; its last tenth is the test text.")]
+Out = Annotated[Path, Option(help="Folder of the checkpoint and, until then, of the run's state.")]
+Expansion = Annotated[float, Option(help="Inner width over d-model.")]
+ConvKernel = Annotated[int, Option(help="0 = no convolution.")]
+MlpRatio = Annotated[float, Option(help="MLP width over d-model; 0 = no MLP.")]
+TieEmbeddings = Annotated[bool, Option("--tie-embeddings", help="The head is the embedding.")]
+LearnedInitialState = Annotated[bool, Option("--learned-initial-state", help="h_0 is trained.")]
+Batch = Annotated[int, Option(help="Windows per step.")]
+Window = Annotated[int, Option(help="Tokens per window.")]
+LearningRateSchedule = Annotated[Schedule, Option(help="After the warm-up.")]
+Warmup = Annotated[int, Option(help="Steps in which the learning rate rises from 0.")]
+FinalLearningRate = Annotated[float, Option(help="Where the cosine ends.")]
+WeightDecay = Annotated[float, Option(help="Of matrices.")]
+Clip = Annotated[float, Option(help="Of the gradient's norm; 0 = off.")]
+Ema = Annotated[float, Option(help="Decay of averaged weights, which are then kept; 0 = off.")]
+EverySteps = Annotated[int, Option(help="Steps.")]
+GpuPrecision = Annotated[Precision, Option(help="Of matrix products on a GPU.")]
+WrittenDtype = Annotated[DtypeName, Option(help="Of the written weights.")]
+TrainingTokenizer = Annotated[
+    Path | None, Option(help="A tokenizer.json; without it, a token is a byte.")
+]
+EndOfText = Annotated[str, Option(help="The tokenizer's end-of-text token, if it has it.")]
+SamplePrompt = Annotated[str, Option(help="Of the sample in the README [a newline].")]
+Compile = Annotated[bool, Option("--compile", help="Use torch.compile.")]
+Resume = Annotated[bool, Option("--resume", help="Go on with the run in --out.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in --out.")]
+
+# convert
+NormalizeGates = Annotated[bool | None, Option(help="Of a minLSTM: weights do not show it.")]
+NormEps = Annotated[float | None, Option(help="Of the norms [what the project uses].")]
+ConvertedTokenizer = Annotated[Path | None, Option(help="A tokenizer.json to go with it.")]
+EosTokenId = Annotated[int | None, Option(help="The id that ends a text [none].")]
+ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights [as they are].")]
