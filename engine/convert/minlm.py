@@ -146,7 +146,7 @@ def _layer(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
     mlp = source.modules(f"{prefix}.4")
     if mlp:
         up, down = _two(mlp, f"{prefix}.4", "linear maps up and down")
-        layer["mlp_norm.weight"] = mlp_norm
+        layer["mlp.norm.weight"] = mlp_norm
         layer["mlp.up.weight"] = source.take(f"{up}.weight", None, width)
         hidden = layer["mlp.up.weight"].shape[0]
         layer["mlp.down.weight"] = source.take(f"{down}.weight", width, hidden)

@@ -31,15 +31,16 @@ CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}
 
 
 class MLP(nn.Module):
-    """x [..., d_model] -> [..., d_model] through mlp_hidden channels and exact GELU."""
+    """x [..., d_model] -> RMSNorm -> mlp_hidden channels -> exact GELU -> [..., d_model]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.up = nn.Linear(config.d_model, config.mlp_hidden, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_hidden, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(functional.gelu(self.up(x)))
+        y: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
         return y
 
 
@@ -51,11 +52,7 @@ class Layer(nn.Module):
         self.conv = CausalConv(config) if config.conv_kernel else None
         self.cell_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.cell = CELLS[config.cell](config)
-        self.mlp_norm: nn.RMSNorm | None = None
-        self.mlp: MLP | None = None
-        if config.mlp_hidden:
-            self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-            self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.mlp_hidden else None
         self.dropout = nn.Dropout(dropout)
 
     def scan(
@@ -66,7 +63,7 @@ class Layer(nn.Module):
             assert conv is not None
             x = x + self.conv.scan(x, conv, cu_seqlens, slots)
         x = x + self.cell.scan(self.cell_norm(x), cell, cu_seqlens, slots)
-        return self._mlp(x)
+        return x if self.mlp is None else x + self.mlp(x)
 
     def step(self, x: Tensor, cell: Tensor, conv: Tensor | None, slots: Tensor) -> Tensor:
         """x [batch, d_model]; cell [rows, inner] and conv [rows, k - 1, d_model] in place."""
@@ -74,20 +71,14 @@ class Layer(nn.Module):
             assert conv is not None
             x = x + self.conv.step(x, conv, slots)
         x = x + self.cell.step(self.cell_norm(x), cell, slots)
-        return self._mlp(x)
+        return x if self.mlp is None else x + self.mlp(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, time, d_model], differentiable."""
         if self.conv is not None:
             x = x + self.dropout(self.conv(x))
         x = x + self.dropout(self.cell(self.cell_norm(x)))
-        return self._mlp(x)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        if self.mlp is None or self.mlp_norm is None:
-            return x
-        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return y
+        return x if self.mlp is None else x + self.dropout(self.mlp(x))
 
 
 class LM(nn.Module):

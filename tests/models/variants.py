@@ -1,0 +1,60 @@
+"""The models that the tests go over: both cells, with each option on and off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.models.lm import LM
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+_OPTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "conv": {"conv_kernel": 4},
+    "conv-of-2-without-bias": {"conv_kernel": 2, "conv_bias": False},
+    "biases": {"cell_bias": True, "out_bias": True, "head_bias": True},
+    "initial-state": {"learned_initial_state": True, "conv_kernel": 3},
+    "linear-candidate": {"candidate": "linear", "learned_initial_state": True},
+    "tied": {"tie_embeddings": True, "mlp_bias": False},
+    "no-mlp": {"mlp_ratio": 0.0, "conv_kernel": 3},
+    "expansion-1": {"expansion": 1.0, "out_projection": False, "mlp_ratio": 1.5},
+}
+VARIANTS = [
+    pytest.param({"cell": cell, **options}, id=f"{cell}-{name}")
+    for cell in ("mingru", "minlstm")
+    for name, options in _OPTIONS.items()
+] + [
+    pytest.param(
+        {"cell": "minlstm", "normalize_gates": False, "conv_kernel": 3}, id="minlstm-own-gates"
+    )
+]
+
+
+def config_of(options: dict[str, object]) -> ModelConfig:
+    values = {"vocab_size": 29, "d_model": 20, "n_layers": 2, "expansion": 1.5, **options}
+    return ModelConfig(**values)  # type: ignore[arg-type]
+
+
+def build(options: dict[str, object], device: str = "cpu", seed: int = 0) -> LM:
+    """A random model whose every parameter matters: norms' weights and biases are not their
+    initial ones and zeros."""
+    torch.manual_seed(seed)
+    model = LM(config_of(options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.to(device)
+
+
+def int32(values: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the largest expected magnitude."""
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    return float((got - expected).abs().max() / expected.abs().max())
