@@ -11,7 +11,7 @@
     └── EngineUnavailable    no answer can come from the engine
         ├── EngineLoading    the model is still loading
         ├── EngineDead       the engine process has ended
-        └── StepFailed       a step raised; the requests that were in it are lost
+        └── StepFailed       a step raised or gave no numbers; its requests are lost
 
 An error crosses the process boundary as a `messages.Failed` event: `code` is the class's code,
 and `from_failed` turns the event back into the exception on the other side.
@@ -100,7 +100,8 @@ class EngineDead(EngineUnavailable):
 
 
 class StepFailed(EngineUnavailable):
-    """A step of the engine raised; the requests that took part in it have failed."""
+    """A step of the engine raised, and the requests that took part in it have failed; or the
+    model gave logits that are not finite for this one."""
 
     code = "step_failed"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from engine import scoring, state
 from engine.checkpoint import load_model, save_model
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
+from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.graphs import buckets
 from engine.messages import Request, SamplingParams, TokenLogprobs, pack_ids, unpack_ids
@@ -310,23 +311,28 @@ def test_drawn_tokens_carry_log_probabilities_where_asked(folder: Path, runner: 
     assert greedy.logprobs.is_greedy and greedy.logprobs.top_ids == []
 
 
-def test_a_model_with_broken_weights_fails_its_requests_by_name(folder: Path) -> None:
+def test_a_request_whose_logits_are_not_finite_fails_and_no_other(folder: Path) -> None:
+    """Drawing and scoring; the engine lives on, also in the slot that held NaN."""
     model, config = load_model(folder, "cpu", "float32")
     with torch.no_grad():
         model.embedding.weight[7] = math.nan  # whoever reads token 7
     save_model(folder, model, config, "float32")
-    runner = load(folder)
-    prompts = {1: [1, 2, 3], 2: [1, 7, 3], 3: [4, 5]}
-    admit = [
-        Admission(request_of(key, prompt), key, key, None, 0) for key, prompt in prompts.items()
-    ]
-    chunks = [chunk_of(key, key, prompt, 0, len(prompt)) for key, prompt in prompts.items()]
-    assert runner.run(Plan(admit=admit, prefill=chunks)).non_finite == [2]
-    scored = [
-        chunk_of(key, key, prompt, 0, len(prompt) - 1, score_top=1)
-        for key, prompt in prompts.items()
-    ]
-    assert runner.run(Plan(release=[1, 2, 3], admit=admit, prefill=scored)).non_finite == [2]
+    engine = Engine(load(folder, max_slots=2))
+    for round in range(2):
+        prompts = [[1, 2, 3], [1, 7, 3], [4, 5]]
+        for id, prompt in enumerate(prompts):
+            engine.add("drawing", request_of(id, prompt, max_tokens=3, logit_bias={7: -100.0}))
+            score_only = SamplingParams(max_tokens=0)
+            packed = pack_ids(prompt)
+            engine.add("scoring", Request(id=id, prompt=packed, sampling=score_only, score=True))
+        finished: set[tuple[Hashable, int]] = set()
+        failed: set[tuple[Hashable, int, str]] = set()
+        while engine.has_work:
+            for client, events in engine.step().items():
+                finished |= {(client, one.request) for one in events.finished}
+                failed |= {(client, one.request, one.code) for one in events.failed}
+        assert finished == {(client, id) for client in ("drawing", "scoring") for id in (0, 2)}
+        assert failed == {(client, 1, "step_failed") for client in ("drawing", "scoring")}, round
 
 
 def test_warming_up_leaves_no_trace(runner: Runner) -> None:
