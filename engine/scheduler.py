@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable
 import msgspec
 
 from engine.config import SCAN_CHUNK
-from engine.errors import Draining, EngineError, QueueFull
+from engine.errors import Draining, EngineError, QueueFull, StepFailed
 from engine.messages import FinishReason, Request, Scores, Stats, StepEvents
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, Sampled, StepResult
@@ -152,6 +152,10 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
+        for key in result.non_finite:
+            sequence = self._running(key)
+            if sequence is not None:
+                self._fail(sequence, StepFailed("the model's logits are not finite"))
         for scored in result.scored:
             sequence = self._running(scored.key)
             if sequence is not None:

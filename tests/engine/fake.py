@@ -52,13 +52,24 @@ def recite(prompt: bytes | list[int], count: int, vocab_size: int = 257) -> list
     return tokens[-count:] if count else []
 
 
+class FakeClock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeRunner:
     """Runs plans as engine.runner.Runner does, on lists of tokens.
 
     Of SamplingParams it follows temperature, top_k, logit_bias, min_tokens, stop_token_ids,
     ignore_eos, seed, choice and logprobs; the other parameters change nothing.
     `failures` holds exceptions that the next calls of `run` raise, first one first;
-    `step_seconds` makes every step take that long.
+    `step_seconds` makes every step take that long. The requests whose ids are in `spoiled` are
+    reported to have logits that are not finite.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class FakeRunner:
         )
         self.step_seconds = step_seconds
         self.failures = failures if failures is not None else []
+        self.spoiled: set[int] = set()
         self.steps = 0
         self.rows: list[list[int] | None] = [None] * (slots + share_slots)
         self.requests: dict[int, Request] = {}  # by key
@@ -150,6 +162,8 @@ class FakeRunner:
             result.sampled.append(self._draw(decode.key, decode.position))
         for copy in plan.after:
             self.rows[copy.target] = list(self._row(copy.source))
+        keys = {sampled.key for sampled in result.sampled}
+        result.non_finite = [key for key in keys if self.requests[key].id in self.spoiled]
         return result
 
     def _row(self, slot: int) -> list[int]:
