@@ -64,9 +64,8 @@ def create_app(
     return app
 
 
-def serve(settings: Settings) -> None:
-    """Serves until SIGTERM or SIGINT. Raises SystemExit (code 2: bad configuration, checkpoint,
-    device or port; code 1: the engine died)."""
+def serve(settings: Settings) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code (see service.server.run)."""
     from service.server import run
 
-    run(settings)
+    return run(settings)

@@ -109,7 +109,7 @@ class Runtime:
 
     def _fail(self, error: EngineError) -> None:
         self.failure = error
-        logger.error("%s", error.message)
+        logger.error("error: %s", error.message)
         if self._on_failure is not None:
             self._on_failure(error)
 

@@ -61,20 +61,21 @@ class Server(uvicorn.Server):
         self.stop()
 
 
-def run(settings: Settings) -> None:
-    """See service.app.serve."""
+def run(settings: Settings) -> int:
+    """Serves until a signal ends it. Returns the exit code: 2 when the socket, the checkpoint or the
+    device cannot be used, 1 when the engine died, else 0. Raises ConfigError."""
     from service.app import create_app
 
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
+    client = EngineClient.spawn(settings.engine_config())
     try:
-        client = EngineClient.spawn(settings.engine_config())
         listener = listen(settings.host, settings.port)
-    except ConfigError as error:
-        _exit(error.message, 2)
     except OSError as error:
-        _exit(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", 2)
+        reason = error.strerror or error
+        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
+        return 2
     failures: list[EngineError] = []
 
     def on_failure(error: EngineError) -> None:
@@ -85,14 +86,12 @@ def run(settings: Settings) -> None:
     server = Server(_uvicorn_config(app, settings), app.state.runtime)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    logger.info(
-        "listening on http://%s:%d (docs at /docs); loading %s", address, port, settings.model
-    )
+    logger.info("listening on http://%s:%d (see /docs); loading %s", address, port, settings.model)
     with listener:
         server.run([listener])
-    if failures:
-        bad_start = isinstance(failures[0], ConfigError | CheckpointError | DeviceError)
-        raise SystemExit(2 if bad_start else 1)
+    if not failures:
+        return 0
+    return 2 if isinstance(failures[0], ConfigError | CheckpointError | DeviceError) else 1
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -113,8 +112,3 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=LAST_FRAMES,
     )
-
-
-def _exit(message: str, code: int) -> None:
-    print(f"minserve: {message}", file=sys.stderr)
-    raise SystemExit(code)
