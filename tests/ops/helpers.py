@@ -1,0 +1,88 @@
+"""Inputs, references and tolerances shared by the operators' tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SERVING_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALL_DTYPES = [*SERVING_DTYPES, torch.float64]
+LENGTHS = [1, 2, 7, 64, 257, 4096, 65537]
+
+# The gates' count and the options of each cell, as positional arguments after the tensors.
+CELLS = {"mingru": 2, "minlstm": 3}
+OPTIONS = [
+    ("mingru", (False,)),
+    ("mingru", (True,)),
+    ("minlstm", (False, True)),
+    ("minlstm", (True, True)),
+    ("minlstm", (False, False)),
+]
+
+# Relative and absolute error allowed against float64. Inputs are exact in every dtype, sums are
+# float32, so two-byte dtypes add one rounding of the result: 2^-9 (bfloat16), 2^-11 (float16).
+TOLERANCE = {
+    torch.float32: (5e-6, 5e-6),
+    torch.float64: (1e-12, 1e-12),
+    torch.bfloat16: (2.0**-8, 1e-5),
+    torch.float16: (2.0**-10, 1e-5),
+}
+
+
+def op(name: str) -> ModuleType:
+    """The module of an operator: its wrapper by name, and its reference."""
+    return import_module(f"engine.ops.{name}")
+
+
+def channels_for(length: int) -> int:
+    """No multiple of any vector width; few where the float64 reference has many steps."""
+    return 37 if length <= 4096 else 3
+
+
+def exact(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Random float64 numbers that bfloat16 and float16 hold exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) * scale
+    return x.bfloat16().half().double()
+
+
+def close(given: Tensor, wanted: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        given.detach().cpu().double(), wanted.detach(), rtol=rtol * factor, atol=atol * factor
+    )
+
+
+def same_bits(given: Tensor, wanted: Tensor) -> None:
+    """Equal in every bit (a NaN equals itself)."""
+    assert given.dtype == wanted.dtype and given.shape == wanted.shape
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[given.element_size()]
+    assert torch.equal(given.contiguous().view(width).cpu(), wanted.contiguous().view(width).cpu())
+
+
+def int32(*values: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=32)
+def gated_case(cell: str, options: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
+    """pre, state of four slots, and the float64 result of one sequence in slot 2."""
+    channels = channels_for(length)
+    pre = exact(length, CELLS[cell] * channels, seed=length, scale=2.0)
+    state = exact(4, channels, seed=length + 1)
+    h, new_state = op(f"{cell}_scan").reference(pre, int32(0, length), state, int32(2), *options)
+    return pre, state, h, new_state
+
+
+def ragged(cell: str, seed: int = 0, channels: int = 37) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A batch with an empty sequence, a padding sequence, a free slot and a padding tail, float64."""
+    cu_seqlens = int32(0, 5, 5, 135, 200, 331)
+    pre = exact(340, CELLS[cell] * channels, seed=seed, scale=2.0)
+    state = exact(6, channels, seed=seed + 1)
+    return pre, cu_seqlens, state, int32(3, 0, 5, -1, 1)
