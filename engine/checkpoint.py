@@ -126,8 +126,9 @@ def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -
     Each file is replaced as a whole, so that an interrupted save never leaves half a file.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # copy: safetensors refuses tensors that share memory.
     weights = {
-        name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
+        name: tensor.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
         for name, tensor in model.state_dict().items()
     }
     partial = folder / f".{WEIGHTS}.partial"

@@ -52,8 +52,6 @@ def from_state_dict(weights: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, 
     head = next((name for name in _HEADS if name in weights), _HEADS[0])
     embedding = source.take("token_emb.weight", None, None)
     vocab, width = embedding.shape
-    if embedding.dtype not in _DTYPES:
-        raise CheckpointError(f"tensor 'token_emb.weight' is {embedding.dtype}, not floating-point")
     layers = [_layer(source, f"layers.{index}", width) for index in range(source.layers())]
     norm_eps = _norm_eps(source, "norm", embedding.dtype)
     norm = _norm(source, "norm", width)
@@ -88,6 +86,8 @@ class _Source:
         if name not in self._left:
             raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
         tensor = self._left.pop(name)
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; {SUPPORTED}")
         if tensor.dim() != len(shape) or any(
             want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
         ):

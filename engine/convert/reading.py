@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -22,20 +23,13 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise CheckpointError("no such file")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    while isinstance(content, dict) and not _is_state_dict(content):
-        nested = next((name for name in _NESTED_UNDER if name in content), None)
-        if nested is None:
-            known, found = (
-                ", ".join(map(repr, names)) for names in (_NESTED_UNDER, [*content][:5])
-            )
-            raise CheckpointError(
-                f"holds no state dict: neither tensors by name, nor one of {known}, but"
-                f" {found or 'nothing'}"
-            )
-        content = content[nested]
-    if not isinstance(content, dict):
+    if isinstance(content, dict) and not _is_state_dict(content):
+        content = next((content[name] for name in _NESTED_UNDER if name in content), content)
+    if not (isinstance(content, dict) and _is_state_dict(content)):
+        held = list(content)[:5] if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"holds no state dict, but an object of type {type(content).__name__}"
+            f"holds no state dict, neither by itself nor under {' or '.join(_NESTED_UNDER)}, but"
+            f" {held}"
         )
     return _unwrapped(content)
 
@@ -66,11 +60,10 @@ def _read_torch(path: Path) -> object:
     try:
         content: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can fail in any way
-        if "Unsupported global" in str(error):
-            # BorealisAI/minRNNs' training script wraps its checkpoints so (attrdict).
-            what = str(error).split("Unsupported global:")[1].split(" was ")[0].strip()
+        # As the checkpoints that BorealisAI/minRNNs' training script writes (attrdict's AttrDict).
+        if match := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"holds Python objects besides tensors ({what}), which are never unpickled; where"
+                f"holds Python objects besides tensors ({match[1]}), which are never unpickled; where"
                 " you trust the file, save its weights alone:"
                 " torch.save(dict(checkpoint['model']), 'weights.pt')"
             ) from error
