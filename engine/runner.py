@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -44,12 +44,13 @@ class Runner:
         folder = checkpoint.resolve(config.model)
         self.config = device.resolve(config, checkpoint.load_config(folder).dtype)
         self._device = torch.device(self.config.device)
-        torch.set_num_threads(self.config.threads or device.usable_cpus())
+        assert self.config.threads is not None
+        torch.set_num_threads(self.config.threads)
         torch.set_float32_matmul_precision("highest")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._model, self.model_config = checkpoint.load_model(
-            folder, self._device, _dtype_name(self.config.dtype)
+            folder, self._device, cast(DtypeName, self.config.dtype)
         )
         self._pool = StatePool(
             self.model_config,
@@ -114,12 +115,12 @@ class Runner:
         for key in plan.release:
             self._sampler.release(key)
         self._admit(plan.admit)
-        begin = self._mark()
+        begin = _Mark(self._device)
         prefill_logits, scores = self._prefill(plan.prefill)
-        middle = self._mark()
+        middle = _Mark(self._device)
         draws = self._draw(plan, prefill_logits)
         self._pool.copy([copy.source for copy in plan.after], [copy.target for copy in plan.after])
-        end = self._mark()
+        end = _Mark(self._device)
         host = self._fetch(_Results(draws, scores))
         scored = [] if host.scores is None else to_scored(plan.prefill, host.scores)
         if not plan.decode:
@@ -198,9 +199,6 @@ class Runner:
         torch.cuda.current_stream(self._device).synchronize()
         return _Results(draws, scores)
 
-    def _mark(self) -> _Mark:
-        return _Mark(self._device)
-
     def _sampled(self, plan: Plan, draws: Draws | None) -> list[Sampled]:
         if draws is None:
             return []
@@ -231,13 +229,6 @@ class _Mark:
             milliseconds: float = self._event.elapsed_time(later._event)
             return milliseconds / 1000
         return later._time - self._time
-
-
-def _dtype_name(name: str) -> DtypeName:
-    for known in get_args(DtypeName):
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise AssertionError(f"EngineConfig let dtype {name!r} pass")
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:

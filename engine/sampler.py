@@ -131,17 +131,19 @@ class Sampler:
         if self._batch is None or self._batch.keys != keys:
             self._batch = self._build(list(keys))
         batch = self._batch
-        raw_best, raw_greedy = distribution.greedy(logits)
+        raw_best, raw_greedy = best, tokens = distribution.greedy(logits)
         at = None
         if batch.banned or batch.drawn:
             at = self._tensor(positions, torch.int64)
         adjusted = self._adjust(batch, logits, at)
-        best, tokens = distribution.greedy(adjusted)
+        if adjusted is not logits:
+            best, tokens = distribution.greedy(adjusted)
         if batch.drawn is not None:
             assert at is not None
             drawn = self._draw(batch.drawn, batch.topped, adjusted, best, at)
             tokens = tokens.index_copy(0, batch.drawn.rows, drawn)
-        tokens = torch.where(best.isneginf(), raw_greedy, tokens)
+        if adjusted is not logits:
+            tokens = torch.where(best.isneginf(), raw_greedy, tokens)
         if batch.penalised is not None:
             self._table.count(batch.penalised.table, tokens[batch.penalised.rows])
         logprobs = None
@@ -192,7 +194,9 @@ class Sampler:
             banned=self._build_banned(sequences),
             drawn=self._build_drawn(drawn, [params[row] for row in drawn]),
             topped=self._build_topped([params[row] for row in drawn]),
-            logprob_index=self._rows([row for row, _ in logprobs]),
+            logprob_index=(
+                self._tensor([row for row, _ in logprobs], torch.int64) if logprobs else None
+            ),
             logprob_top=max((top for _, top in logprobs), default=0),
         )
 
@@ -251,12 +255,7 @@ class Sampler:
         if any(one.min_p for one in params):
             min_p = self._column([one.min_p for one in params])
         temperature = [max(one.temperature, _MIN_TEMPERATURE) for one in params]
-        return _Drawn(
-            self._tensor(rows, torch.int64),
-            streams,
-            self._column(temperature),
-            min_p,
-        )
+        return _Drawn(self._tensor(rows, torch.int64), streams, self._column(temperature), min_p)
 
     def _build_topped(self, params: list[SamplingParams]) -> _Topped | None:
         widths = [
@@ -275,9 +274,6 @@ class Sampler:
             self._tensor([params[row].top_p for row in used], torch.float64).unsqueeze(-1),
             max(widths[row] for row in used),
         )
-
-    def _rows(self, rows: list[int]) -> Tensor | None:
-        return self._tensor(rows, torch.int64) if rows else None
 
     def _column(self, values: Sequence[float]) -> Tensor:
         """fp32 [n, 1]; a parameter that float32 cannot hold becomes its nearest finite value."""
@@ -302,11 +298,11 @@ class _TokenTable:
     def take(self, prompt: bytes) -> int:
         """A row for a sequence with this prompt (messages.pack_ids) and no answer yet."""
         if not self._free:
-            rows = len(self.in_prompt)
-            grown = max(8, rows)
-            self.in_prompt = _grown(self.in_prompt, grown)
-            self.answer = _grown(self.answer, grown)
-            self._free = list(range(rows, rows + grown))
+            rows = len(self.answer)
+            more = max(8, rows)
+            # Both or neither: memory may run out in between.
+            self.in_prompt, self.answer = _grown(self.in_prompt, more), _grown(self.answer, more)
+            self._free = list(range(rows, rows + more))
         row = self._free.pop()
         ids = upload(sorted(set(unpack_ids(prompt))), torch.int64, self.in_prompt.device)
         self.in_prompt[row] = False

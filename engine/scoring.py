@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from engine.device import upload
 from engine.distribution import Logprobs, token_logprobs
 from engine.messages import TokenLogprobs
 from engine.plan import PrefillChunk, Scored
@@ -43,8 +44,8 @@ def score(
         return None
     top = max(chunk.score_top for chunk in chunks if chunk.targets is not None)
     block = max(1, BLOCK_BYTES // (4 * vocab_size))
-    at = torch.tensor(positions, device=hidden.device).split(block)
-    wanted = torch.tensor(targets, device=hidden.device).split(block)
+    at = upload(positions, torch.int64, hidden.device).split(block)
+    wanted = upload(targets, torch.int64, hidden.device).split(block)
     blocks = [
         token_logprobs(logits(hidden[rows]), tokens, top)
         for rows, tokens in zip(at, wanted, strict=True)
