@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -21,15 +20,8 @@ import typer
 from engine.config import CellName, DtypeName, EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.training.recipe import Recipe
-from service import terminal
+from service import terminal, terminal_text
 from service import terminal_options as options
-from service.terminal_text import (
-    TextError,
-    encode_file,
-    load_tokenizer,
-    read_tokenizer,
-    text_pieces,
-)
 
 app = typer.Typer(
     help="Serves, trains and converts minGRU and minLSTM language models.",
@@ -98,9 +90,9 @@ def serve(
         settings = Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = "--" + "-".join(map(str, first["loc"])).replace("_", "-")
-        raise ConfigError(f"{name} is {first['input']!r}: {first['msg']}") from error
-    settings.engine_config()  # a bad value is told before anything starts
+        name = str(first["loc"][0])
+        where = f"--{name.replace('_', '-')} (MINSERVE_{name.upper()})"
+        raise ConfigError(f"{where} is {first['input']!r}: {first['msg']}") from error
     raise typer.Exit(run(settings))
 
 
@@ -132,7 +124,7 @@ def generate(
     from engine.transport import InlineTransport
     from service.terminal_generate import generate_text, random_seed
 
-    text = "".join(text_pieces(Path("-"))) if prompt == "-" else prompt
+    text = "".join(terminal_text.text_pieces(Path("-"))) if prompt == "-" else prompt
     if not all(stop or []):
         raise ConfigError("--stop is ''; allowed: a text of at least one character", param="stop")
     config = EngineConfig(
@@ -151,14 +143,16 @@ def generate(
         seed=random_seed() if seed is None else seed,
     )
     folder = resolve(model)
-    encoder = load_tokenizer(folder, load_config(folder).vocab_size)
+    encoder = terminal_text.load_tokenizer(folder, load_config(folder).vocab_size)
     client = EngineClient(InlineTransport(Engine.load(config)))
     if echo:
         _write(text)
     try:
         asyncio.run(generate_text(client, encoder, text, sampling, stop or [], _write))
-    finally:
+    except KeyboardInterrupt:
         _write("\n")
+        raise
+    _write("\n")
 
 
 def _write(text: str) -> None:
@@ -187,16 +181,17 @@ def score(
     place = resolve_device(asked.device)
     torch.set_num_threads(asked.threads or usable_cpus())
     stored = load_config(folder)
-    tokenizer = load_tokenizer(folder, stored.vocab_size)
+    tokenizer = terminal_text.load_tokenizer(folder, stored.vocab_size)
     total = None if str(file) == "-" else file.stat().st_size
     compute = cast(DtypeName, resolve_dtype(asked.dtype, place, stored.dtype))
     lm, _ = load_model(folder, place, compute)
     carried = CarriedLoss(lm, place)
-    read = scored = 0  # bytes
+    read = unscored = 0  # bytes
     with terminal.progress("scoring", total) as progress:
-        for piece in text_pieces(file):
+        for piece in terminal_text.text_pieces(file):
             ids = tokenizer.encode(piece, special=read == 0)
-            scored += tokenizer.count_bytes(ids if read else ids[1:])
+            if read == 0:
+                unscored = tokenizer.count_bytes(ids[:1])
             read += len(piece.encode())
             carried.feed(torch.frombuffer(ids, dtype=torch.int32))
             progress.to(read, f"{carried.loss.per_token:.4f} nats per token")
@@ -207,14 +202,9 @@ def score(
         "tokens": loss.tokens,
         "nats_per_token": loss.per_token,
         "perplexity": math.exp(loss.per_token),
-        "bits_per_byte": loss.nats / math.log(2) / scored if scored else math.nan,
+        "bits_per_byte": loss.nats / math.log(2) / (read - unscored),
     }
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-            print(f"{name.replace('_', ' '):<16}{shown}")
+    print(json.dumps(figures) if as_json else terminal.table(figures))
 
 
 @app.command()
@@ -274,7 +264,9 @@ def train(
     from engine.training.trainer import CURVE_FILE, Trainer
 
     recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
-    encoder = byte_level_tokenizer() if tokenizer is None else read_tokenizer(tokenizer)
+    encoder = (
+        byte_level_tokenizer() if tokenizer is None else terminal_text.read_tokenizer(tokenizer)
+    )
     config = ModelConfig(
         cell=cell,
         vocab_size=encoder.get_vocab_size(),
@@ -288,20 +280,23 @@ def train(
         eos_token_id=encoder.token_to_id(end_of_text),
         dtype=dtype,
     )
+    prompt = torch.tensor(encoder.encode(sample_prompt, add_special_tokens=False).ids)
+    if prompt.numel() == 0:
+        raise ConfigError("--sample-prompt is empty; allowed: at least one token")
     place = resolve_device(EngineConfig(device=device).device)
     torch.set_num_threads(EngineConfig(threads=threads).threads or usable_cpus())
-    ids = torch.frombuffer(encode_file(data, encoder), dtype=torch.int32).to(place)
+    ids = torch.frombuffer(terminal_text.encode_file(data, encoder), dtype=torch.int32).to(place)
     split = training_data.split(ids, window=window, vocab_size=config.vocab_size)
 
     if not (resume or overwrite) and any(
         (out / name).exists() for name in ("config.json", CURVE_FILE, FILE_NAME)
     ):
         raise ConfigError(f"{out} already holds a run: give --resume, --overwrite or another --out")
-    out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(config, recipe, split, out, place, compile_model=compile)
     if resume:
         trainer.resume()
     else:
+        out.mkdir(parents=True, exist_ok=True)
         (out / FILE_NAME).unlink(missing_ok=True)
         (out / CURVE_FILE).unlink(missing_ok=True)
     encoder.save(str(out / "tokenizer.json"))
@@ -323,18 +318,16 @@ def train(
             should_stop=lambda: interrupt.pressed,
         )
     if not finished:
-        again = shlex.join(["minserve", *(a for a in sys.argv[1:] if a != "--overwrite")])
-        again += "" if resume else " --resume"
+        again = terminal.command_to_resume()
         terminal.note(f"stopped at step {trainer.step:,}; the state is saved. To go on: {again}")
         raise typer.Exit(130)
     result = write_checkpoint(trainer)
-    prompt = torch.tensor(encoder.encode(sample_prompt, add_special_tokens=False).ids)
     drawn = sample_ids(result.model, prompt.to(place), 500, temperature=0.8, seed=seed)
     write_readme(
         trainer,
         result,
         data_name=data.name,
-        command=_command_without_folders(),
+        command=terminal.command_for_others(),
         prompt=sample_prompt,
         sample=encoder.decode(drawn.tolist()),
     )
@@ -342,13 +335,6 @@ def train(
         f"{out}: best at step {result.best_step:,}; test loss {result.windows.per_token:.4f} nats "
         f"per token in windows, {result.carried.per_token:.4f} with the state carried"
     )
-
-
-def _command_without_folders() -> str:
-    """This command as others may repeat it: absolute paths, true on this machine only, shrink to
-    their names."""
-    words = sys.argv[1:]
-    return shlex.join(["minserve", *(Path(w).name if w.startswith("/") else w for w in words)])
 
 
 @app.command()
@@ -368,7 +354,7 @@ def convert(
     from service.tokenizer import Tokenizer
 
     if tokenizer is not None:
-        read_tokenizer(tokenizer)
+        terminal_text.read_tokenizer(tokenizer)
     config = run(
         source,
         destination,
@@ -379,8 +365,12 @@ def convert(
     )
     if tokenizer is not None:
         shutil.copyfile(tokenizer, destination / "tokenizer.json")
-    if Tokenizer.load(destination, config.vocab_size) is None:
-        terminal.note("without a tokenizer.json the folder serves token ids only")
+    try:
+        if Tokenizer.load(destination, config.vocab_size) is None:
+            terminal.note("without a tokenizer.json the folder serves token ids only")
+    except EngineError:
+        shutil.rmtree(destination)
+        raise
     print(f"{destination}: {config.cell}, {config.n_layers} layers of width {config.d_model}")
 
 
@@ -401,7 +391,11 @@ def main(arguments: list[str] | None = None) -> int:
         code: Any = app(args=arguments, prog_name="minserve", standalone_mode=False)
     except _UsageError as usage:
         terminal.error(usage.format_message())  # type: ignore[attr-defined]
-    except (EngineError, TextError, ImportError) as problem:  # ImportError: no compiled operators
+    except (
+        EngineError,
+        terminal_text.TextError,
+        ImportError,
+    ) as problem:  # ImportError: no compiled operators
         terminal.error(str(problem))
     except OSError as problem:
         where = f"{problem.filename}: " if problem.filename else ""

@@ -6,10 +6,12 @@ file, CI) progress is one plain line now and then.
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
@@ -84,9 +86,6 @@ class Interrupt:
 
     pressed = False
 
-    def __bool__(self) -> bool:
-        return self.pressed
-
 
 @contextmanager
 def catch_interrupt() -> Iterator[Interrupt]:
@@ -102,3 +101,26 @@ def catch_interrupt() -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def command_to_resume() -> str:
+    """The command that goes on with what this command, `minserve train ...`, has begun."""
+    words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
+    return shlex.join(["minserve", *words, "--resume"])
+
+
+def command_for_others() -> str:
+    """This command as others may repeat it: absolute paths, which are true on this machine only,
+    shrink to their names."""
+    words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
+    return shlex.join(["minserve", *(re.sub("(^|=)/.*/(?=.)", r"\1", word) for word in words)])
+
+
+def table(figures: Mapping[str, float]) -> str:
+    """One line per figure: its name and its value."""
+    shown = {
+        name.replace("_", " "): f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        for name, value in figures.items()
+    }
+    width = max(map(len, shown))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())

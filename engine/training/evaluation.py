@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from engine.models.lm import LM
 
-CHUNK = 4096  # tokens that the carried loss reads at once: bounds its memory
+CHUNK = 1024  # tokens that the carried loss reads at once: bounds its memory
 
 
 @dataclass(frozen=True)

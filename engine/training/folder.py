@@ -81,7 +81,7 @@ def write_readme(
             ("state carried through the whole test text", result.carried),
         )
     }
-    text = f"""# {trainer.folder.name}
+    text = f"""# {trainer.folder.resolve().name}
 
 A {config.cell} language model of {data_name}, trained by minserve.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import ModelConfig
-from engine.errors import EngineError
+from engine.errors import DeviceError, EngineError
 from engine.models.lm import LM
 from engine.training.curve import Curve, Point
 from engine.training.data import Split, Windows
@@ -91,8 +91,8 @@ class Trainer:
         """Trains to the recipe's last step: True; or saves the state and stops early: False.
 
         `on_step` hears each step's number as it is queued, `on_point` each evaluation. Raises
-        EngineError where the loss is no longer finite, OSError where the folder cannot be
-        written to.
+        EngineError where the loss is no longer finite, DeviceError where the device's memory is
+        too small, OSError where the folder cannot be written to.
         """
         recipe = self.recipe
         begun, last_seconds, last_step = (
@@ -104,7 +104,13 @@ class Trainer:
             if should_stop():
                 self.save()
                 return False
-            self._update()
+            try:
+                self._update()
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"{self.device_name}: out of memory at batch {recipe.batch} x window "
+                    f"{recipe.window}; less of either needs less"
+                ) from error
             on_step(self.step)
             if self.step % recipe.evaluate_every == 0 or self.step == recipe.steps:
                 train_loss, test_loss = self._evaluate()
