@@ -40,9 +40,9 @@ def reference(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = Fa
     a, b = a.double(), b.double()
     h = a.new_zeros(a.shape[0], a.shape[2]) if h0 is None else h0.double()
     rows: list[Tensor] = []
-    order = range(a.shape[1] - 1, -1, -1) if reverse else range(a.shape[1])
-    for t in order:
-        h = a[:, t] * h + b[:, t]
+    steps = list(zip(a.unbind(1), b.unbind(1), strict=True))
+    for a_t, b_t in reversed(steps) if reverse else steps:
+        h = a_t * h + b_t
         rows.append(h)
     if not rows:
         return torch.zeros_like(a)

@@ -81,7 +81,7 @@ def gated_case(cell: str, options: tuple[bool, ...], length: int) -> tuple[Tenso
 
 
 def ragged(cell: str, seed: int = 0, channels: int = 37) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A batch with an empty sequence, a padding sequence, a free slot and a padding tail, float64."""
+    """A batch with an empty and a padding sequence, free slots and a padding tail, float64."""
     cu_seqlens = int32(0, 5, 5, 135, 200, 331)
     pre = exact(340, CELLS[cell] * channels, seed=seed, scale=2.0)
     state = exact(6, channels, seed=seed + 1)

@@ -105,7 +105,9 @@ def test_extreme_gates_stay_finite_and_right(device: str, cell: str, options: Op
     state = exact(1, channels, seed=6)
     wanted, _ = op(f"{cell}_step").reference(pre, state, int32(0), *options)
     given = state.float().to(device)
-    h = getattr(ops, f"{cell}_step")(pre.float().to(device), given, int32(0, device=device), *options)
+    h = getattr(ops, f"{cell}_step")(
+        pre.float().to(device), given, int32(0, device=device), *options
+    )
     assert h.isfinite().all()
     close(h, wanted, torch.float32)
 

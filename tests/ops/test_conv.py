@@ -70,9 +70,7 @@ def test_ragged_batches(device: str, dtype: torch.dtype, taps: int, with_bias: b
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @pytest.mark.parametrize("taps", [1, 2, 4])
-def test_stepping_equals_the_scan_bit_for_bit(
-    device: str, dtype: torch.dtype, taps: int
-) -> None:
+def test_stepping_equals_the_scan_bit_for_bit(device: str, dtype: torch.dtype, taps: int) -> None:
     length, batch = 12, 3
     x = exact(batch, length, 37, seed=9).to(device, dtype)
     weight, bias = exact(37, taps, seed=10).to(device, dtype), exact(37, seed=11).to(device, dtype)

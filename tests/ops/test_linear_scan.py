@@ -24,7 +24,9 @@ reference = op("linear_scan").reference
 
 
 @lru_cache(maxsize=32)
-def _case(length: int, reverse: bool, with_h0: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def _case(
+    length: int, reverse: bool, with_h0: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     channels = channels_for(length)
     a = exact(2, length, channels, seed=length).sigmoid().bfloat16().double()
     b = exact(2, length, channels, seed=length + 1)
@@ -92,7 +94,7 @@ def test_gradients_equal_those_of_the_reference(
     reference(*wanted, reverse).backward(seen)
     given = [v.to(device, dtype).requires_grad_() for v in values]
     linear_scan(*given, reverse).backward(seen.to(device, dtype))
-    for name, g, w in zip("a b h0".split(), given, wanted, strict=True):
+    for name, g, w in zip(["a", "b", "h0"], given, wanted, strict=True):
         assert g.grad is not None and w.grad is not None and g.grad.dtype == dtype, name
         # grad_a multiplies two numbers of which h was rounded to the dtype: one more rounding.
         close(g.grad, w.grad, dtype, factor=4.0)

@@ -1,0 +1,143 @@
+"""Bad arguments are refused: the message names them and what was given, nothing is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.helpers import DEVICES, int32, same_bits
+from tests.ops.test_contract import STATE_AT, arguments, call, copied
+
+
+def _with(name: str, device: str, index: int, value: Any) -> tuple[Any, ...]:
+    args = list(copied(arguments(name, device)))
+    args[index] = value.to(device) if isinstance(value, Tensor) else value
+    return tuple(args)
+
+
+# operator, index of the argument, bad value, what the message must say
+BAD_TENSORS = [
+    ("linear_scan", 0, torch.ones(2, 5), "a must be"),
+    ("linear_scan", 0, torch.ones(2, 70, 5, dtype=torch.int64), "a must be float32"),
+    ("linear_scan", 1, torch.ones(2, 70, 4), "b must be"),
+    ("linear_scan", 1, torch.ones(2, 70, 5, dtype=torch.float16), "b must be float32"),
+    ("linear_scan", 2, torch.ones(3, 5), "h0 must be"),
+    ("linear_scan", 2, torch.ones(2, 5, dtype=torch.float16), "h0 must have the dtype"),
+    ("linear_scan_backward", 0, torch.ones(2, 70, 4), "grad_h must be"),
+    ("linear_scan_backward", 2, torch.ones(2, 69, 5), "h must be"),
+    ("mingru_scan", 0, torch.ones(340, 11), "pre must be"),
+    ("mingru_scan", 0, torch.ones(340, 10, dtype=torch.float64), "pre must be float32"),
+    ("mingru_scan", 1, torch.zeros(6), "cu_seqlens must be int32"),
+    ("mingru_scan", 1, torch.zeros(6, dtype=torch.int64), "cu_seqlens must be int32"),
+    ("mingru_scan", 1, torch.zeros(0, dtype=torch.int32), "cu_seqlens must be"),
+    ("mingru_scan", 2, torch.ones(6, 4), "state must be"),
+    ("mingru_scan", 2, torch.ones(6, 5, dtype=torch.bfloat16), "state must be float32"),
+    ("mingru_scan", 2, torch.ones(5, 6).T, "last dimension must be contiguous"),
+    ("mingru_scan", 3, int32(0, 1), "slots must be"),
+    ("mingru_scan", 3, torch.zeros(5, dtype=torch.int64), "slots must be int32"),
+    ("minlstm_scan", 0, torch.ones(340, 16), "pre must be"),
+    ("minlstm_scan", 2, torch.ones(6, 4), "state must be"),
+    ("mingru_step", 0, torch.ones(5, 9), "pre must be"),
+    ("mingru_step", 1, torch.ones(6, 5, dtype=torch.float64), "state must be float32"),
+    ("mingru_step", 2, int32(0, 1), "slots must be"),
+    ("minlstm_step", 0, torch.ones(5, 10), "pre must be"),
+    ("mingru_scan_train", 2, torch.ones(5, 4), "h0 must be"),
+    ("mingru_scan_train", 2, torch.ones(5, 5, dtype=torch.bfloat16), "h0 must be float32"),
+    ("minlstm_scan_train", 0, torch.ones(340, 16), "pre must be"),
+    ("mingru_scan_train_backward", 0, torch.ones(340, 4), "grad_h must be"),
+    ("mingru_scan_train_backward", 1, torch.ones(4, 5), "grad_h_last must be"),
+    ("minlstm_scan_train_backward", 3, torch.ones(3, 5), "h must be"),
+    ("conv_scan", 0, torch.ones(12), "x must be"),
+    ("conv_scan", 0, torch.ones(12, 5, dtype=torch.float64), "x must be float32"),
+    ("conv_scan", 1, torch.ones(4, 4), "weight must be"),
+    ("conv_scan", 1, torch.ones(5, 0), "weight must have at least one tap"),
+    ("conv_scan", 2, torch.ones(4), "bias must be"),
+    ("conv_scan", 4, torch.ones(4, 2, 5), "state must be"),
+    ("conv_scan", 4, torch.ones(4, 5, 3).mT, "last dimension must be contiguous"),
+    ("conv_step", 3, torch.ones(4, 3, 5, dtype=torch.float16), "state must be float32"),
+    ("conv_step", 4, int32(0), "slots must be"),
+]
+# Values in index tensors, which only the CPU looks at.
+BAD_VALUES = [
+    ("mingru_scan", 1, int32(1, 5, 5, 135, 200, 331), "cu_seqlens must start at 0, got 1"),
+    ("mingru_scan", 1, int32(0, 5, 4, 135, 200, 331), "cu_seqlens must not fall, got 4 after 5"),
+    ("mingru_scan", 1, int32(0, 5, 5, 135, 200, 341), "cu_seqlens must end at or below the 340"),
+    ("mingru_scan", 3, int32(3, 0, 6, -1, 1), "slots must be below the 6 rows of state"),
+    ("minlstm_step", 2, int32(3, 0, 9, -1, 1), "slots must be below the 6 rows of state"),
+    ("mingru_scan_train", 1, int32(0, 341), "cu_seqlens must end at or below the 340"),
+    ("conv_scan", 5, int32(2, -1, 4), "slots must be below the 4 rows of state"),
+    ("conv_step", 4, int32(4, 0, 1), "slots must be below the 4 rows of state"),
+]
+
+
+def _refused(name: str, args: tuple[Any, ...], message: str) -> None:
+    before = copied(args)
+    with pytest.raises(RuntimeError) as raised:
+        call(name)(*args)
+    assert f"minserve::{name}: " in str(raised.value)
+    assert message in str(raised.value)
+    index = STATE_AT.get(name)
+    if index is not None:
+        same_bits(args[index], before[index])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "index", "value", "message"), BAD_TENSORS)
+def test_bad_tensors(device: str, name: str, index: int, value: Tensor, message: str) -> None:
+    _refused(name, _with(name, device, index, value), message)
+
+
+@pytest.mark.parametrize(("name", "index", "value", "message"), BAD_VALUES)
+def test_bad_index_values(name: str, index: int, value: Tensor, message: str) -> None:
+    _refused(name, _with(name, "cpu", index, value), message)
+
+
+def test_the_message_says_what_was_given() -> None:
+    with pytest.raises(RuntimeError, match=r"\[2, 70, 5\], got float32\[2, 70, 4\] on cpu"):
+        call("linear_scan")(torch.ones(2, 70, 5), torch.ones(2, 70, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "index", "argument"),
+    [
+        ("linear_scan", 1, "b"),
+        ("linear_scan", 2, "h0"),
+        ("mingru_scan", 1, "cu_seqlens"),
+        ("mingru_scan", 2, "state"),
+        ("minlstm_scan", 3, "slots"),
+        ("mingru_step", 1, "state"),
+        ("minlstm_scan_train", 2, "h0"),
+        ("conv_scan", 1, "weight"),
+        ("conv_step", 3, "state"),
+    ],
+)
+def test_tensors_on_two_devices(name: str, index: int, argument: str) -> None:
+    args = list(arguments(name, "cuda"))
+    args[index] = args[index].cpu()
+    _refused(name, tuple(args), f"{argument} must be on the device of")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mingru_scan", "minlstm_step", "conv_scan", "conv_step"])
+def test_slots_out_of_range_are_skipped_on_cuda(name: str) -> None:
+    """They cannot be refused without stalling the GPU; they must not write anywhere."""
+    args = list(arguments(name, "cuda"))
+    at = next(i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dtype == torch.int32)
+    at += name.endswith("_scan")  # cu_seqlens stands before the slots
+    if name == "conv_scan":
+        at = 5
+    args[at] = torch.full_like(args[at], 1000)
+    before = args[STATE_AT[name]].clone()
+    result = call(name)(*args)
+    torch.cuda.synchronize()
+    assert not result.any()
+    same_bits(args[STATE_AT[name]], before)
+
+
+def test_serving_operators_refuse_other_devices() -> None:
+    args = _with("mingru_step", "meta", 2, int32(0, 1, 2, 3, 4))
+    assert call("mingru_step")(*args).device.type == "meta"  # shapes only, nothing is computed
