@@ -26,6 +26,7 @@ class Piece:
 
     text: str
     offset: int  # characters of the text before this token
+    count: int  # tokens of the answer up to this piece
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None  # on the last piece
@@ -59,9 +60,9 @@ class Answer:
         for i, token in enumerate(update.tokens):
             logprobs = update.logprobs[i] if update.logprobs else None
             text = self._decoder.feed(token) if self._decoder else ""
-            piece = Piece(text, self._decoded, token, logprobs)
-            self._decoded += len(text)
             self.completion_tokens += 1
+            piece = Piece(text, self._decoded, self.completion_tokens, token, logprobs)
+            self._decoded += len(text)
             pieces.append(piece)
             if self._stop is not None:
                 piece.text = self._stop.feed(text)
@@ -69,7 +70,7 @@ class Answer:
                     self.finish_reason = piece.finish_reason = "stop"
                     return pieces
         if update.finished is not None:
-            last = pieces[-1] if pieces else Piece("", self._decoded)
+            last = pieces[-1] if pieces else Piece("", self._decoded, self.completion_tokens)
             last.text += self._end()
             if not pieces:
                 pieces.append(last)

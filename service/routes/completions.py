@@ -121,7 +121,8 @@ class _View:
         if body.echo and self._tokenizer:
             texts = [self._tokenizer.decode(task.prompt) for task in tasks[:: self._n]]
             self._echoes = [text for text in texts for _ in range(self._n)]
-        self._echoed: set[int] = set()  # choices whose prompt has been streamed
+        self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
+        self._begun: set[int] = set()  # choices that have had their first event
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -176,11 +177,12 @@ class _View:
         )
         if self._body.return_token_ids:
             choice["token_ids"] = [piece.token] if piece and piece.token is not None else []
-            if answer.completion_tokens <= 1 and (piece is None or not self._body.echo):
+            if index not in self._begun:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
+        self._begun.add(index)
         content = {**self._head, "choices": [choice]}
         if self._options.continuous_usage_stats:
-            content["usage"] = answer.usage()
+            content["usage"] = usage(answer.prompt_tokens, piece.count if piece else 0)
         elif self._options.include_usage:
             content["usage"] = None
         return event(content)

@@ -1,0 +1,243 @@
+"""POST /v1/completions: OpenAI's shapes, with its own client and with lm-eval's requests."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.service.harness import Service
+
+PATH = "/v1/completions"
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+
+
+async def test_plain(service: Service) -> None:
+    body = await service.post(PATH, {"prompt": "abc", "max_tokens": 3, "temperature": 0})
+    assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["model"] == "fake"
+    assert body["choices"] == [
+        {"index": 0, "text": "def", "logprobs": None, "finish_reason": "length"}
+    ]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+
+
+async def test_sixteen_tokens_unless_told(service: Service) -> None:
+    body = await service.post(PATH, {"prompt": "a", "temperature": 0, "max_tokens": None})
+    assert body["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["c"]),
+        (["ab", "x"], ["c", "y"]),
+        ([97, 98], ["c"]),
+        ([[97, 98], [120]], ["c", "y"]),
+    ],
+)
+async def test_the_four_kinds_of_prompt(service: Service, prompt: Any, texts: list[str]) -> None:
+    body = await service.post(PATH, {"prompt": prompt, "max_tokens": 1, "temperature": 0})
+    assert [choice["text"] for choice in body["choices"]] == texts
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(texts)))
+
+
+async def test_samples_of_one_prompt_share_its_reading(service: Service) -> None:
+    request = {"prompt": ["a" * 100, "b"], "n": 3, "max_tokens": 8, "seed": 5, "best_of": 3}
+    body = await service.post(PATH, request)
+    texts = [choice["text"] for choice in body["choices"]]
+    assert len(texts) == 6
+    assert len(set(texts[:3])) > 1  # each sample has draws of its own
+    assert body["usage"]["prompt_tokens"] == 101
+    assert await service.post(PATH, request) | {"id": 0, "created": 0} == body | {
+        "id": 0,
+        "created": 0,
+    }
+    metrics = (await service.http.get("/metrics")).text
+    hits = metrics.split("\nminserve_prefix_cache_hits_tokens_total ")[1].split("\n")[0]
+    assert float(hits) >= 99
+
+
+async def test_echo_with_logprobs_is_openais_arrays(service: Service) -> None:
+    body = await service.post(
+        PATH,
+        {"prompt": "abd", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1},
+    )
+    (choice,) = body["choices"]
+    assert choice["text"] == "abde"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "d", "e"],
+        "token_logprobs": [None, HALF, QUARTER, HALF],
+        "top_logprobs": [None, {"b": HALF}, {"c": HALF, "d": QUARTER}, {"e": HALF}],
+        "text_offset": [0, 1, 2, 3],
+    }
+
+
+async def test_echo_without_generation_scores(service: Service) -> None:
+    request = {"prompt": ["abd", "x"], "max_tokens": 0, "echo": True, "logprobs": 0}
+    body = await service.post(PATH, request)
+    first, second = body["choices"]
+    assert (first["text"], first["finish_reason"]) == ("abd", "length")
+    assert first["logprobs"]["token_logprobs"] == [None, HALF, QUARTER]
+    assert (second["text"], second["logprobs"]["token_logprobs"]) == ("x", [None])
+    assert body["usage"]["completion_tokens"] == 0
+    frames = await service.stream(PATH, {**request, "prompt": "abd"})
+    assert [frame["choices"][0]["text"] for frame in frames] == ["abd", ""]
+    assert frames[0]["choices"][0]["logprobs"] == first["logprobs"]
+    assert frames[1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_echo_counts_characters_not_bytes(service: Service) -> None:
+    body = await service.post(
+        PATH, {"prompt": "é", "max_tokens": 0, "echo": True, "logprobs": 0}
+    )
+    (choice,) = body["choices"]
+    assert choice["text"] == "é"
+    assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert choice["logprobs"]["text_offset"] == [0, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_what_lm_eval_sends(service: Service, max_tokens: int) -> None:
+    """local-completions: log-probabilities of a continuation after a context of 2 tokens."""
+    body = await service.post(
+        PATH,
+        {
+            "model": "fake",
+            "prompt": [[97, 98, 99, 101], [97, 98, 98]],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "logprobs": 1,
+            "seed": 1234,
+            "echo": True,
+        },
+    )
+    end = None if max_tokens == 0 else -1
+    found = []
+    for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
+        own = choice["logprobs"]["token_logprobs"][2:end]
+        tops = choice["logprobs"]["top_logprobs"][2:end]
+        greedy = all(one == max(top.values()) for one, top in zip(own, tops, strict=True))
+        found.append((sum(own), greedy))
+    assert found[0] == (HALF + QUARTER, False)
+    assert found[1][0] == pytest.approx(math.log(0.25 / 255))
+
+
+async def test_stream_and_usage_chunk(service: Service) -> None:
+    frames = await service.stream(
+        PATH,
+        {
+            "prompt": "ab",
+            "max_tokens": 3,
+            "temperature": 0,
+            "logprobs": 0,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    *chunks, last = frames
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["c", "d", "e"]
+    assert [chunk["usage"] for chunk in chunks] == [None] * 3
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2]]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert {frame["id"] for frame in frames} == {last["id"]}
+
+
+async def test_usage_on_every_chunk(service: Service) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "stream_options": options}
+    frames = await service.stream(PATH, request)
+    assert [frame["usage"]["total_tokens"] for frame in frames] == [3, 4, 4]
+
+
+async def test_token_ids_where_asked_for(service: Service) -> None:
+    request = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "return_token_ids": True}
+    (choice,) = (await service.post(PATH, request))["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [99, 100])
+    frames = await service.stream(PATH, request)
+    choices = [frame["choices"][0] for frame in frames]
+    assert [choice["token_ids"] for choice in choices] == [[99], [100]]
+    assert ["prompt_token_ids" in choice for choice in choices] == [True, False]
+    echoed = await service.stream(PATH, {**request, "echo": True})
+    choices = [frame["choices"][0] for frame in echoed]
+    assert [choice["text"] for choice in choices] == ["ab", "c", "d"]
+    assert ["prompt_token_ids" in choice for choice in choices] == [True, False, False]
+
+
+NEUTRAL = {
+    "best_of": 1,
+    "suffix": "",
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": None,
+    "user": "somebody",
+    "stop": None,
+    "logprobs": None,
+    "stream_options": None,
+    "n": 1,
+    "top_p": 1,
+    "echo": False,
+    "seed": None,
+    "stream": False,
+}
+
+
+async def test_every_openai_field_is_accepted(service: Service) -> None:
+    request = {"model": "fake", "prompt": "a", "max_tokens": 1, "temperature": 0, **NEUTRAL}
+    assert (await service.post(PATH, request))["choices"][0]["text"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("best_of", 2), ("suffix", "x"), ("stream_options", {})]
+)
+async def test_what_is_not_supported_says_so(service: Service, field: str, value: Any) -> None:
+    message = await service.refused(PATH, {"prompt": "a", field: value}, field)
+    assert "allowed" in message
+
+
+@pytest.fixture
+def client(service: Service) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+
+
+async def test_the_openai_client(service: Service, client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model="fake", prompt="ab", max_tokens=3, temperature=0, logprobs=1, echo=True
+    )
+    assert answer.choices[0].text == "abcde"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.token_logprobs == [None, HALF, HALF, HALF, HALF]
+    assert answer.usage is not None and answer.usage.total_tokens == 5
+    assert [model.id async for model in client.models.list()] == ["fake"]
+    assert (await client.models.retrieve("fake")).id == "fake"
+
+
+async def test_the_openai_client_streams(client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="fake",
+        prompt="ab",
+        max_tokens=3,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "cde"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 3
+
+
+async def test_the_openai_client_understands_errors(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.completions.create(model="fake", prompt="a", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.completions.create(model="gpt-4", prompt="a")
+    assert unknown.value.code == "model_not_found"
