@@ -57,7 +57,8 @@ class Runtime:
         """Raises the error that says why no request can be taken now."""
         match self.state:
             case "failed":
-                raise self.failure or EngineDead("the engine has ended")
+                reason = self.failure.message if self.failure else "the engine has ended"
+                raise EngineDead(reason)
             case "draining":
                 raise Draining("the server is shutting down and takes no new requests")
             case "loading":

@@ -32,6 +32,7 @@ class Service:
     app: FastAPI
     http: httpx.AsyncClient
     runner: FakeRunner
+    engine: Engine
 
     @property
     def runtime(self) -> Runtime:
@@ -88,11 +89,12 @@ async def running(
     runner: FakeRunner, *, ready: bool = True, on_failure: Any = None, **settings: Any
 ) -> AsyncIterator[Service]:
     """The application over `runner`, with its lifespan."""
-    client = EngineClient(InlineTransport(Engine(runner)))
+    engine = Engine(runner)
+    client = EngineClient(InlineTransport(engine))
     options = {"model": "fake", "max_waiting": runner.config.max_waiting, **settings}
     app = create_app(client, Settings(**options), on_failure)
     async with app.router.lifespan_context(app):
-        service = Service(app, http_client(app), runner)
+        service = Service(app, http_client(app), runner, engine)
         if ready:
             await until(lambda: service.runtime.state == "ready")
         async with service.http:

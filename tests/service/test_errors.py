@@ -1,0 +1,249 @@
+"""Bad input: a clear error in the one shape, and the service goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import errors
+from service.errors import from_engine, parameter_path
+from tests.service.harness import Service, error_message, fake_runner, running
+
+GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "prompts", "required"),
+        ({"prompts": []}, "prompts", "at least 1"),
+        ({"prompts": [""]}, "prompts[0]", "empty"),
+        ({"prompts": ["a", []]}, "prompts[1]", "empty"),
+        ({"prompts": "a"}, "prompts", "list"),
+        ({"prompts": [1]}, "prompts[0]", "string or a list of token ids"),
+        ({"prompts": [["a"]]}, "prompts[0][0]", "integer"),
+        ({"prompts": [[True]]}, "prompts[0][0]", "integer"),
+        ({"prompts": [[1, 257]]}, "prompts[0][1]", "0 to 256"),
+        ({"prompts": [[-1]]}, "prompts[0][0]", "greater than or equal to 0"),
+        ({"prompts": [[2**40]]}, "prompts[0][0]", "less than or equal to"),
+        ({"prompts": ["a"], "max_token": 3}, "max_token", "max_tokens"),
+        ({"prompts": ["a"], "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"prompts": ["a"], "max_tokens": "5"}, "max_tokens", "integer"),
+        ({"prompts": ["a"], "max_tokens": 1.5}, "max_tokens", "integer"),
+        ({"prompts": ["a"], "max_tokens": 10**9}, "max_tokens", "up to 1000000"),
+        ({"prompts": ["a"], "max_tokens": [1, 2]}, "max_tokens", "2 values for 1 prompts"),
+        ({"prompts": ["a", "b"], "max_tokens": [1, 0]}, "max_tokens[1]", "greater"),
+        ({"prompts": ["a"], "min_tokens": 20}, "min_tokens", "max_tokens (16)"),
+        ({"prompts": ["a"], "temperature": -0.1}, "temperature", "greater than or equal to 0"),
+        ({"prompts": ["a"], "temperature": True}, "temperature", "number"),
+        ({"prompts": ["a"], "top_p": 0}, "top_p", "greater than 0"),
+        ({"prompts": ["a"], "top_p": 1.1}, "top_p", "less than or equal to 1"),
+        ({"prompts": ["a"], "min_p": 2}, "min_p", "less than or equal to 1"),
+        ({"prompts": ["a"], "top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"prompts": ["a"], "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"prompts": ["a"], "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+        ({"prompts": ["a"], "logit_bias": {"257": 1}}, "logit_bias", "0 to 256"),
+        ({"prompts": ["a"], "logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
+        ({"prompts": ["a"], "logit_bias": {"1": 101}}, "logit_bias.1", "100"),
+        ({"prompts": ["a"], "seed": 2**63}, "seed", "less than"),
+        ({"prompts": ["a"], "stop": ""}, "stop", "at least 1"),
+        ({"prompts": ["a"], "stop": ["x", ""]}, "stop[1]", "at least 1"),
+        ({"prompts": ["a"], "stop": 5}, "stop", "string"),
+        ({"prompts": ["a"], "stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"prompts": ["a"], "stop": "x" * 1025}, "stop", "at most 1024"),
+        ({"prompts": ["a"], "stop_token_ids": [300]}, "stop_token_ids", "0 to 256"),
+        ({"prompts": ["a"], "logprobs": 21}, "logprobs", "up to 20"),
+        ({"prompts": ["a"], "timeout": 0}, "timeout", "greater than 0"),
+        ({"prompts": ["a"], "timeout": 10**6}, "timeout", "up to 3600"),
+        ({"prompts": ["a"], "stream": 1}, "stream", "boolean"),
+        ({"prompts": ["a"] * 1025}, "prompts", "at most 1024"),
+        ([1], None, "JSON object"),
+    ],
+)
+async def test_generate(service: Service, body: Any, param: str | None, words: str) -> None:
+    assert words in await service.refused(GENERATE, body, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
+        ({"prompt": [[1], [300]]}, "prompt[1][0]", "0 to 256"),
+        ({"prompt": {"a": 1}}, "prompt", "must be a string"),
+        ({"prompt": [1, "a"]}, "prompt[1]", "integer"),
+        ({"prompt": ["a", 1]}, "prompt[1]", "must be a string"),
+        ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+        ({"prompt": "a", "n": 129}, "n", "at most 128"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense", "allowed: model, prompt"),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"usage": True}},
+            "stream_options.usage",
+            "include_usage",
+        ),
+    ],
+)
+async def test_completions(service: Service, body: Any, param: str, words: str) -> None:
+    assert words in await service.refused(COMPLETIONS, body, param)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompts": ["a"], "temperature": NaN}',
+        b'{"prompts": ["a"], "temperature": Infinity}',
+        b'{"prompts": ["a"], "temperature": -Infinity}',
+        b'{"prompts": ["a"], "temperature": 1e999}',
+        b'{"prompts": ["a"]',
+        b'{"prompts": ["\xff\xfe"]}',
+        b'{"prompts": ["\\ud800"]}',
+        b"[" * 100_000,
+        b"not json",
+        b"",
+    ],
+)
+async def test_a_body_that_is_no_json(service: Service, raw: bytes) -> None:
+    for content_type in ("application/json", "application/x-www-form-urlencoded"):
+        response = await service.http.post(
+            GENERATE, content=raw, headers={"content-type": content_type}
+        )
+        assert response.status_code == 400, response.text
+        error_message(response.json(), response.json()["error"]["param"])
+
+
+async def test_integers_of_any_size(service: Service) -> None:
+    raw = b'{"prompts": ["a"], "max_tokens": 1' + b"0" * 5000 + b"}"
+    response = await service.http.post(GENERATE, content=raw)
+    assert response.status_code == 400
+    raw = b'{"prompts": ["a"], "temperature": 1' + b"0" * 400 + b"}"
+    response = await service.http.post(GENERATE, content=raw)
+    assert response.status_code == 400
+
+
+async def test_unknown_model(service: Service) -> None:
+    for path, body in (
+        (GENERATE, {"prompts": ["a"]}),
+        (COMPLETIONS, {"prompt": "a"}),
+        ("/v1/score", {"texts": ["ab"]}),
+    ):
+        message = await service.refused(path, {**body, "model": "gpt-4"}, "model", status=404)
+        assert "'fake'" in message
+    response = await service.http.get("/v1/models/gpt-4")
+    assert response.status_code == 404
+
+
+async def test_an_alias_is_the_models_name(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder), model_name="bard") as service:
+        body = await service.post(GENERATE, {"prompts": ["a"], "model": "bard"})
+        assert body["model"] == "bard"
+        models = (await service.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == ["bard"]
+
+
+async def test_unknown_paths_and_methods(service: Service) -> None:
+    response = await service.http.get("/v1/nonsense")
+    assert response.status_code == 404
+    assert "/v1/nonsense" in error_message(response.json(), None)
+    response = await service.http.get(GENERATE)
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert "POST" in error_message(response.json(), None)
+
+
+async def test_an_unexpected_error_is_no_traceback(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("service.routes.generate.gather", fail)
+    response = await service.http.post(GENERATE, json={"prompts": ["a"]})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    error_message(response.json(), None)
+
+
+async def test_after_every_error_it_still_serves(service: Service) -> None:
+    for body in ({}, {"prompts": [[999]]}, {"prompts": ["a"], "top_p": 0}):
+        assert (await service.http.post(GENERATE, json=body)).status_code == 400
+    body = await service.post(GENERATE, {"prompts": ["a"], "max_tokens": 1, "temperature": 0})
+    assert body["results"][0]["text"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (errors.InvalidRequest("m", param="p"), 400, "invalid_request_error"),
+        (errors.QueueFull("m", retry_after=2.1), 429, "rate_limit_error"),
+        (errors.Draining("m"), 503, "service_unavailable_error"),
+        (errors.EngineLoading("m"), 503, "service_unavailable_error"),
+        (errors.EngineDead("m"), 503, "service_unavailable_error"),
+        (errors.StepFailed("m"), 500, "server_error"),
+        (errors.EngineError("m"), 500, "server_error"),
+    ],
+)
+def test_the_table(error: errors.EngineError, status: int, kind: str) -> None:
+    api = from_engine(error)
+    assert api.status_code == status
+    assert api.body["error"] == {
+        "message": "m",
+        "type": kind,
+        "param": error.param,
+        "code": error.code,
+    }
+    assert (dict(api.headers or {}).get("Retry-After") is not None) == (status in (429, 503))
+    if status == 429:
+        assert dict(api.headers or {})["Retry-After"] == "3"
+
+
+def test_every_engine_error_has_a_place() -> None:
+    for kind in errors.BY_CODE.values():
+        assert from_engine(kind("m")).status_code >= 400
+
+
+def test_parameter_paths() -> None:
+    assert parameter_path(("body", "prompts", 3, "<ids>", 7)) == "prompts[3][7]"
+    assert parameter_path(("body", "stream_options", "x")) == "stream_options.x"
+    assert parameter_path(("body",)) == ""
+
+
+# Size
+
+
+async def _chunks(count: int, size: int, sent: list[int]) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        sent.append(size)
+        yield b"x" * size
+
+
+async def test_a_large_body_is_refused_before_it_is_read(service: Service) -> None:
+    sent: list[int] = []
+    headers = {"content-length": str(100 * 2**20), "content-type": "application/json"}
+    response = await service.http.post(
+        GENERATE, content=_chunks(100, 2**20, sent), headers=headers
+    )
+    assert response.status_code == 413
+    assert "16777216" in error_message(response.json(), None)
+    assert sent == []
+
+
+async def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Service) -> None:
+    sent: list[int] = []
+    response = await service.http.post(
+        GENERATE, content=_chunks(100, 2**20, sent), headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 413
+    error_message(response.json(), None)
+    assert sum(sent) <= 17 * 2**20
+
+
+async def test_the_limit_is_inclusive(byte_folder: Path) -> None:
+    raw = json.dumps({"prompts": ["a"], "max_tokens": 1}).encode()
+    async with running(fake_runner(byte_folder), max_body_bytes=len(raw)) as service:
+        assert (await service.http.post(GENERATE, content=raw)).status_code == 200
+        assert (await service.http.post(GENERATE, content=raw + b" ")).status_code == 413
