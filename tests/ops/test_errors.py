@@ -127,9 +127,8 @@ def test_slots_out_of_range_are_skipped_on_cuda(name: str) -> None:
     """They cannot be refused without stalling the GPU; they must not write anywhere."""
     args = list(arguments(name, "cuda"))
     at = next(i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dtype == torch.int32)
-    at += name.endswith("_scan")  # cu_seqlens stands before the slots
-    if name == "conv_scan":
-        at = 5
+    if name.endswith("_scan"):
+        at += 2  # that was cu_seqlens; the state stands between it and the slots
     args[at] = torch.full_like(args[at], 1000)
     before = args[STATE_AT[name]].clone()
     result = call(name)(*args)
