@@ -77,8 +77,7 @@ def serve(
 ) -> None:
     """Serves a model over HTTP.
 
-    Every setting, and some finer ones, can also be given as an environment variable: MINSERVE_PORT
-    for --port; options win.
+    Environment variables set the same, and finer things: MINSERVE_PORT for --port. Options win.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     from pydantic import ValidationError
@@ -89,10 +88,7 @@ def serve(
     try:
         settings = Settings(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        where = f"--{name.replace('_', '-')} (MINSERVE_{name.upper()})"
-        raise ConfigError(f"{where} is {first['input']!r}: {first['msg']}") from error
+        raise ConfigError(options.describe(error.errors()[0])) from error
     raise typer.Exit(run(settings))
 
 
@@ -146,18 +142,13 @@ def generate(
     encoder = terminal_text.load_tokenizer(folder, load_config(folder).vocab_size)
     client = EngineClient(InlineTransport(Engine.load(config)))
     if echo:
-        _write(text)
+        terminal.write(text)
     try:
-        asyncio.run(generate_text(client, encoder, text, sampling, stop or [], _write))
+        asyncio.run(generate_text(client, encoder, text, sampling, stop or [], terminal.write))
     except KeyboardInterrupt:
-        _write("\n")
+        terminal.write("\n")
         raise
-    _write("\n")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    terminal.write("\n")
 
 
 @app.command()
@@ -193,7 +184,8 @@ def score(
             if read == 0:
                 unscored = tokenizer.count_bytes(ids[:1])
             read += len(piece.encode())
-            carried.feed(torch.frombuffer(ids, dtype=torch.int32))
+            if ids:
+                carried.feed(torch.frombuffer(ids, dtype=torch.int32))
             progress.to(read, f"{carried.loss.per_token:.4f} nats per token")
     loss = carried.loss
     if loss.tokens == 0:
@@ -288,9 +280,8 @@ def train(
     ids = torch.frombuffer(terminal_text.encode_file(data, encoder), dtype=torch.int32).to(place)
     split = training_data.split(ids, window=window, vocab_size=config.vocab_size)
 
-    if not (resume or overwrite) and any(
-        (out / name).exists() for name in ("config.json", CURVE_FILE, FILE_NAME)
-    ):
+    traces = ("config.json", CURVE_FILE, FILE_NAME)
+    if not (resume or overwrite) and any((out / name).exists() for name in traces):
         raise ConfigError(f"{out} already holds a run: give --resume, --overwrite or another --out")
     trainer = Trainer(config, recipe, split, out, place, compile_model=compile)
     if resume:
@@ -354,7 +345,7 @@ def convert(
     from service.tokenizer import Tokenizer
 
     if tokenizer is not None:
-        terminal_text.read_tokenizer(tokenizer)
+        terminal_text.read_tokenizer(tokenizer)  # refused before anything is written
     config = run(
         source,
         destination,

@@ -29,6 +29,12 @@ def note(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def write(text: str) -> None:
+    """A result's next piece, on stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 class Progress(Protocol):
     """How far some work is. `note` is shown beside the bar."""
 

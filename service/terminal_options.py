@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -88,3 +89,10 @@ NormEps = Annotated[float | None, Option(help="Of the norms [what the project us
 ConvertedTokenizer = Annotated[Path | None, Option(help="A tokenizer.json to go with it.")]
 EosTokenId = Annotated[int | None, Option(help="The id that ends a text [none].")]
 ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights [as they are].")]
+
+
+def describe(error: Mapping[str, Any]) -> str:
+    """One of pydantic's error details about a setting, named as an option and as a variable."""
+    name = str(error["loc"][0])
+    where = f"--{name.replace('_', '-')} (MINSERVE_{name.upper()})"
+    return f"{where} is {error['input']!r}: {error['msg']}"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import CellName, ModelConfig
+from engine.models.lm import LM
+from engine.training import evaluation
+from engine.training.evaluation import (
+    CarriedLoss,
+    carried_loss,
+    covering_windows,
+    windows_loss,
+)
+
+
+def model(cell: CellName, conv_kernel: int = 4, learned: bool = False) -> LM:
+    torch.manual_seed(5)
+    config = ModelConfig(
+        cell=cell,
+        vocab_size=11,
+        d_model=8,
+        n_layers=2,
+        conv_kernel=conv_kernel,
+        learned_initial_state=learned,
+    )
+    return LM(config).eval()
+
+
+def text(tokens: int) -> Tensor:
+    return torch.randint(11, (tokens,), generator=torch.Generator().manual_seed(tokens))
+
+
+def nats_from_initial_state(lm: LM, ids: Tensor) -> list[float]:
+    """-log p of ids[1:], stepping token by token from the initial state."""
+    state, slots = lm.new_state(1), torch.zeros(1, dtype=torch.int32)
+    nats = []
+    for token, target in pairwise(ids):
+        logits = lm.logits(lm.step(token.view(1), state, slots))[0]
+        nats.append(-float(logits.double().log_softmax(-1)[target].detach()))
+    return nats
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 8, 9, 10, 16, 17, 41])
+def test_windows_predict_every_token_but_the_first_once(tokens: int) -> None:
+    ids = torch.arange(tokens)
+    seen = list(covering_windows(ids, window=8, batch=2))
+    assert torch.equal(torch.cat([targets.flatten() for _, targets in seen]), ids[1:])
+    assert all(torch.equal(inputs + 1, targets) for inputs, targets in seen)
+    assert all(inputs.shape[0] <= 2 and inputs.shape[1] <= 8 for inputs, _ in seen)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("tokens", [17, 29])
+def test_windows_loss_is_that_of_each_window_read_from_the_initial_state(
+    cell: CellName, tokens: int
+) -> None:
+    lm, ids = model(cell), text(tokens)
+    naive = [
+        nat
+        for start in range(0, tokens - 1, 8)
+        for nat in nats_from_initial_state(lm, ids[start : start + 9])
+    ]
+    loss = windows_loss(lm, ids.int(), window=8, batch=2)
+    assert loss.tokens == len(naive) == tokens - 1
+    assert loss.nats == pytest.approx(sum(naive), rel=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize(("conv_kernel", "learned"), [(0, False), (4, False), (2, True)])
+def test_carried_loss_is_that_of_stepping_through_the_text(
+    cell: CellName, conv_kernel: int, learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "CHUNK", 7)
+    lm, ids = model(cell, conv_kernel, learned), text(40)
+    naive = nats_from_initial_state(lm, ids)
+    loss = carried_loss(lm, ids)
+    assert loss.tokens == 39
+    assert loss.nats == pytest.approx(sum(naive), rel=1e-5)
+    assert loss.per_token == pytest.approx(sum(naive) / 39, rel=1e-5)
+
+
+def test_pieces_of_a_text_score_as_the_whole() -> None:
+    lm, ids = model("mingru"), text(40)
+    pieces = CarriedLoss(lm, torch.device("cpu"))
+    for piece in ids.split([1, 2, 0, 30, 7]):
+        pieces.feed(piece)
+    whole = carried_loss(lm, ids)
+    assert pieces.loss.tokens == whole.tokens
+    assert pieces.loss.nats == pytest.approx(whole.nats, rel=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_nothing_to_score_is_no_loss(tokens: int) -> None:
+    loss = carried_loss(model("mingru"), text(tokens) if tokens else torch.empty(0))
+    assert loss.tokens == 0
+    assert math.isnan(loss.per_token)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint import load_model
+from engine.config import CellName
+from engine.errors import CheckpointError, ConfigError, EngineError
+from engine.training.curve import Point
+from engine.training.evaluation import windows_loss
+from engine.training.folder import write_checkpoint, write_readme
+from engine.training.sample import sample_ids
+from engine.training.state import FILE_NAME
+from engine.training.trainer import Trainer
+from tests.training.conftest import TEXT, MakeTrainer
+
+
+def stop_after(steps: int, trainer: Trainer) -> None:
+    assert not trainer.run(should_stop=lambda: trainer.step == steps)
+    assert trainer.step == steps
+
+
+def outcome(trainer: Trainer) -> tuple[list[tuple[int, float, float]], list[torch.Tensor]]:
+    points = [(p.step, p.train_loss, p.test_loss) for p in trainer.curve.points()]
+    return points, [parameter.detach() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+def test_the_losses_go_down_and_the_best_evaluation_is_kept(
+    make_trainer: MakeTrainer, cell: CellName
+) -> None:
+    trainer = make_trainer(
+        config={"cell": cell}, steps=120, evaluate_every=20, learning_rate=1e-2, dropout=0.0
+    )
+    heard: list[Point] = []
+    steps: list[int] = []
+    assert trainer.run(on_step=steps.append, on_point=heard.append)
+    assert steps == list(range(1, 121))
+    assert heard == trainer.curve.points()
+    assert [p.step for p in heard] == [20, 40, 60, 80, 100, 120]
+    assert heard[-1].train_loss < heard[0].train_loss - 1
+    assert heard[-1].test_loss < heard[0].test_loss - 1
+    best = min(heard, key=lambda p: p.test_loss)
+    assert trainer.best is not None
+    assert (trainer.best.step, trainer.best.loss) == (best.step, best.test_loss)
+    assert heard[-1].tokens == 120 * 4 * 32
+
+
+def test_the_last_step_is_evaluated_also_out_of_turn(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(steps=10, evaluate_every=8)
+    trainer.run()
+    assert [p.step for p in trainer.curve.points()] == [8, 10]
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("at", [8, 13])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    make_trainer: MakeTrainer, cell: CellName, at: int
+) -> None:
+    changes = {"config": {"cell": cell}, "ema": 0.9, "schedule": "cosine", "warmup": 3}
+    whole = make_trainer("whole", **changes)
+    assert whole.run()
+    stop_after(at, make_trainer("parts", **changes))
+    torch.manual_seed(999)  # what the process did meanwhile must not matter
+    torch.rand(7)
+    resumed = make_trainer("parts", **changes)
+    resumed.resume()
+    assert resumed.step == at
+    assert resumed.run()
+    points, weights = outcome(whole)
+    resumed_points, resumed_weights = outcome(resumed)
+    assert resumed_points == points
+    assert all(map(torch.equal, weights, resumed_weights))
+    assert whole.best is not None and resumed.best is not None
+    assert resumed.best.step == whole.best.step
+    assert all(
+        torch.equal(weight, resumed.best.weights[name])
+        for name, weight in whole.best.weights.items()
+    )
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_save(make_trainer: MakeTrainer) -> None:
+    whole = make_trainer("whole", save_every=10)
+    whole.run()
+    killed = make_trainer("killed", save_every=10)
+    with pytest.raises(RuntimeError, match="killed"):
+        killed.run(on_step=lambda step: _die_at(step, 17))
+    resumed = make_trainer("killed", save_every=10)
+    resumed.resume()
+    assert resumed.step == 10
+    resumed.run()
+    assert outcome(resumed)[0] == outcome(whole)[0]
+
+
+def _die_at(step: int, last: int) -> None:
+    if step == last:
+        raise RuntimeError("killed")
+
+
+def test_there_must_be_something_to_resume(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(CheckpointError, match="no unfinished run"):
+        make_trainer().resume()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 truncated"])
+def test_a_damaged_state_is_refused(make_trainer: MakeTrainer, content: bytes) -> None:
+    trainer = make_trainer()
+    (trainer.folder / FILE_NAME).write_bytes(content)
+    with pytest.raises(CheckpointError, match=FILE_NAME):
+        trainer.resume()
+
+
+def test_a_state_that_would_run_code_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    torch.save({"step": _die_at}, trainer.folder / FILE_NAME)
+    with pytest.raises(CheckpointError, match=FILE_NAME):
+        trainer.resume()
+
+
+def test_a_run_is_resumed_with_its_own_options_only(make_trainer: MakeTrainer) -> None:
+    stop_after(3, make_trainer())
+    with pytest.raises(ConfigError, match="dropout") as caught:
+        make_trainer(dropout=0.5).resume()
+    assert caught.value.param == "dropout"
+    with pytest.raises(ConfigError, match="minlstm"):
+        make_trainer(config={"cell": "minlstm"}).resume()
+
+
+def test_a_run_is_resumed_on_its_own_data_only(make_trainer: MakeTrainer) -> None:
+    stop_after(3, make_trainer())
+    other = make_trainer()
+    other.data = dataclasses.replace(other.data, test=other.data.train[:100])
+    with pytest.raises(ConfigError, match="data"):
+        other.resume()
+
+
+def test_the_average_is_what_is_evaluated(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(ema=0.5, dtype="float32", steps=3, evaluate_every=3, learning_rate=1e-2)
+    expected = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+    def follow(step: int) -> None:
+        decay = min(0.5, (1 + step) / (10 + step))
+        for average, weight in zip(expected, trainer.model.parameters(), strict=True):
+            average.mul_(decay).add_(weight.detach(), alpha=1 - decay)
+
+    trainer.run(on_step=follow)
+    kept = list(trainer.best_model().parameters())
+    for average, weight, raw in zip(expected, kept, trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, average)
+        assert not torch.equal(weight, raw)
+
+
+def test_only_matrices_decay(make_trainer: MakeTrainer) -> None:
+    one_step = {"learning_rate": 1e-2, "steps": 1, "dropout": 0.0}
+    trainer = make_trainer(weight_decay=0.5, **one_step)
+    twin = make_trainer("twin", weight_decay=0.0, **one_step)
+    before = {name: weight.detach().clone() for name, weight in twin.model.named_parameters()}
+    trainer.run()
+    twin.run()
+    with_decay = dict(trainer.model.named_parameters())
+    for name, without in twin.model.named_parameters():
+        shrink = 0.5 * 1e-2 * before[name] if without.ndim >= 2 else 0.0
+        torch.testing.assert_close(with_decay[name], without - shrink)
+
+
+def test_a_run_that_diverges_says_so(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(clip=0.0)
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(float("nan"))
+    with pytest.raises(EngineError, match="learning rate"):
+        trainer.run()
+
+
+def test_a_run_without_an_evaluation_has_no_best_model(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(EngineError, match="no evaluation"):
+        make_trainer().best_model()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_losses_reported_are_those_of_the_files(make_trainer: MakeTrainer, dtype: str) -> None:
+    trainer = make_trainer(steps=24, dtype=dtype)
+    trainer.run()
+    trainer.save()
+    result = write_checkpoint(trainer)
+    write_readme(
+        trainer, result, data_name="a text", command="minserve train", prompt="\n", sample="To be"
+    )
+    assert trainer.best is not None
+    assert result.windows.per_token == pytest.approx(trainer.best.loss, abs=1e-12)
+    model, config = load_model(trainer.folder, "cpu", "float32")
+    assert config.dtype == dtype
+    assert windows_loss(model, trainer.data.test, window=32, batch=4) == result.windows
+    assert result.windows.tokens == result.carried.tokens == trainer.data.test.numel() - 1
+    readme = (trainer.folder / "README.md").read_text()
+    for fact in (f"{result.windows.per_token:.4f}", f"{result.carried.per_token:.4f}", "To be"):
+        assert fact in readme
+    assert sorted(path.name for path in trainer.folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "curve.jsonl",
+        "curve.png",
+        "model.safetensors",
+    ]
+
+
+def test_a_folder_that_cannot_be_written_to_raises(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.folder = Path("/proc/nowhere")
+    with pytest.raises((OSError, RuntimeError)):
+        trainer.save()
+
+
+def test_samples_are_in_the_vocabulary_and_follow_from_the_seed(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(steps=60, learning_rate=1e-2, dropout=0.0)
+    trainer.run()
+    model, prompt = trainer.best_model(), torch.tensor(list(TEXT[:8]))
+    first, again, other = (
+        sample_ids(model, prompt, 30, temperature=5.0, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first.shape == (30,)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    cold = sample_ids(model, prompt, 5, temperature=1e-4, seed=1)
+    greedy = list(TEXT[:8])
+    for _ in range(5):
+        greedy.append(int(model(torch.tensor([greedy]))[0, -1].argmax()))
+    assert cold.tolist() == greedy[8:]
