@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -137,6 +138,8 @@ def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -
     partial = folder / f".{CONFIG}.partial"
     dataclasses.replace(config, dtype=dtype).save(partial)
     os.replace(partial, folder / CONFIG)
+    # safetensors makes its file private; whoever may read the config may read the weights.
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
 def fingerprint(folder: Path) -> str:
