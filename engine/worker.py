@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import operator
 import os
 import signal
 import sys
@@ -175,7 +176,7 @@ def _load_failure(error: Exception) -> LoadFailed:
 
 def _factory(path: str) -> EngineFactory:
     module, _, name = path.partition(":")
-    return cast(EngineFactory, getattr(importlib.import_module(module), name))
+    return cast(EngineFactory, operator.attrgetter(name)(importlib.import_module(module)))
 
 
 def main(arguments: list[str]) -> int:
