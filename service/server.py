@@ -62,8 +62,8 @@ class Server(uvicorn.Server):
 
 
 def run(settings: Settings) -> int:
-    """Serves until a signal ends it. Returns the exit code: 2 when the socket, the checkpoint or the
-    device cannot be used, 1 when the engine died, else 0. Raises ConfigError."""
+    """Serves until a signal ends it. Returns the exit code: 2 when the socket, the checkpoint or
+    the device cannot be used, 1 when the engine died, else 0. Raises ConfigError."""
     from service.app import create_app
 
     logging.basicConfig(

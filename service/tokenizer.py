@@ -137,15 +137,14 @@ class Tokenizer:
             return None
         value = {character: byte for byte, character in enumerate(_byte_alphabet())}
         vocabulary = self._library.get_vocab()
-        added = self._library.get_added_tokens_decoder()
         table = [b""] * (1 + max(vocabulary.values(), default=-1))
         for name, token in vocabulary.items():
             if token in self._special:
                 continue
-            if token in added or not all(character in value for character in name):
-                table[token] = name.encode()
-            else:
+            if all(character in value for character in name):
                 table[token] = bytes(value[character] for character in name)
+            else:  # an added token
+                table[token] = name.encode()
         return table
 
     def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
@@ -11,7 +11,7 @@ from service.schemas.common import ErrorBody
 from service.wire import JSONResponse
 
 router = APIRouter(tags=["operation"])
-UNAVAILABLE = {503: {"model": ErrorBody}}
+UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
 
 
 @router.get("/health", responses=UNAVAILABLE)

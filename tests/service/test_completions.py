@@ -93,9 +93,7 @@ async def test_echo_without_generation_scores(service: Service) -> None:
 
 
 async def test_echo_counts_characters_not_bytes(service: Service) -> None:
-    body = await service.post(
-        PATH, {"prompt": "é", "max_tokens": 0, "echo": True, "logprobs": 0}
-    )
+    body = await service.post(PATH, {"prompt": "é", "max_tokens": 0, "echo": True, "logprobs": 0})
     (choice,) = body["choices"]
     assert choice["text"] == "é"
     assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]

@@ -224,9 +224,7 @@ async def _chunks(count: int, size: int, sent: list[int]) -> AsyncIterator[bytes
 async def test_a_large_body_is_refused_before_it_is_read(service: Service) -> None:
     sent: list[int] = []
     headers = {"content-length": str(100 * 2**20), "content-type": "application/json"}
-    response = await service.http.post(
-        GENERATE, content=_chunks(100, 2**20, sent), headers=headers
-    )
+    response = await service.http.post(GENERATE, content=_chunks(100, 2**20, sent), headers=headers)
     assert response.status_code == 413
     assert "16777216" in error_message(response.json(), None)
     assert sent == []

@@ -32,7 +32,7 @@ async def test_end_of_text_stops_and_is_no_text(service: Service) -> None:
     (result,) = body["results"]
     assert result["finish_reason"] == "stop"
     assert result["text"] == "yz"
-    assert result["token_ids"][:2] == [121, 122]
+    assert result["token_ids"] == [121, 122]
 
 
 async def test_values_for_all_and_lists_for_each(service: Service) -> None:
@@ -112,7 +112,9 @@ async def test_a_character_is_never_split(service: Service) -> None:
     request = {"prompts": [[0x41]], "logit_bias": {"195": 100}, "max_tokens": 1, "temperature": 0}
     (result,) = (await service.post(PATH, request))["results"]
     assert result["text"] == "\ufffd"  # the first byte of a character that never ended
-    frames = await service.stream(PATH, {**request, "prompts": [[0xC2]], "logit_bias": {"169": 100}})
+    frames = await service.stream(
+        PATH, {**request, "prompts": [[0xC2]], "logit_bias": {"169": 100}}
+    )
     assert [frame["text"] for frame in frames] == ["©"]  # the prompt's last byte begins it
     request = {"prompts": ["a"], "max_tokens": 2, "temperature": 0, "logprobs": 0}
     bias = {"logit_bias": {"195": 100, "196": 0}}

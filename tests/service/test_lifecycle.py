@@ -90,9 +90,7 @@ async def test_loading_is_bounded(byte_folder: Path, monkeypatch: pytest.MonkeyP
 async def test_a_broken_tokenizer_is_a_failed_start(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     failures: list[EngineError] = []
-    async with running(
-        fake_runner(tmp_path), ready=False, on_failure=failures.append
-    ) as service:
+    async with running(fake_runner(tmp_path), ready=False, on_failure=failures.append) as service:
         await until(lambda: failures)
         assert isinstance(failures[0], CheckpointError)
         response = await service.http.get("/health")
@@ -179,9 +177,7 @@ async def test_engine_death(byte_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     runner = fake_runner(byte_folder, step_seconds=0.005)
     async with running(runner, on_failure=failures.append) as service:
         streams = [
-            asyncio.create_task(
-                service.http.post(path, json={**prompt, **LONG, "stream": True})
-            )
+            asyncio.create_task(service.http.post(path, json={**prompt, **LONG, "stream": True}))
             for path, prompt in (
                 (GENERATE, {"prompts": ["a", "b"]}),
                 (COMPLETIONS, {"prompt": "a"}),
@@ -319,4 +315,3 @@ async def test_a_slow_reader_gets_merged_writes_with_one_event_per_token(
     assert frames.pop() == "[DONE]"
     assert [len(frame["token_ids"]) for frame in frames] == [1] * 400
     assert len(chunks) < 50
-
