@@ -53,7 +53,8 @@ class RunState:
     def save(self, folder: Path) -> None:
         """Writes the state file. Raises OSError."""
         part = folder / (FILE_NAME + ".part")
-        torch.save({field.name: getattr(self, field.name) for field in fields(self)}, part)
+        with part.open("wb") as file:
+            torch.save({field.name: getattr(self, field.name) for field in fields(self)}, file)
         os.replace(part, folder / FILE_NAME)
 
     @classmethod

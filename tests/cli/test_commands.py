@@ -1,0 +1,228 @@
+"""The commands that do things, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from engine.checkpoint import load_model
+from engine.training.evaluation import carried_loss
+from tests.cli.conftest import TEXT, TINY, Minserve, command, environment
+
+
+def test_train_writes_a_folder_with_everything(trained: Path) -> None:
+    assert sorted(path.name for path in trained.iterdir()) == [
+        "README.md",
+        "config.json",
+        "curve.jsonl",
+        "curve.png",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    config = json.loads((trained / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"]) == (257, 256)
+    readme = (trained / "README.md").read_text()
+    assert "minserve train --data text.txt --out tiny --layers 1" in readme
+    assert str(trained.parent) not in readme
+
+
+def test_train_replaces_a_run_only_when_told_to(
+    minserve: Minserve, trained: Path, text_file: Path
+) -> None:
+    before = (trained / "curve.jsonl").read_text()
+    done = minserve("train", "--data", text_file, "--out", trained, *TINY)
+    assert done.returncode == 2
+    assert "--overwrite" in done.stderr
+    assert (trained / "curve.jsonl").read_text() == before
+
+
+def test_an_interrupted_run_says_how_to_resume_and_does(
+    minserve: Minserve, text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    long = ["--data", str(text_file), "--out", str(out), *TINY, "--steps", "1000000"]
+    process = subprocess.Popen(
+        command("train", *long), stderr=subprocess.PIPE, env=environment(), text=True
+    )
+    while not (out / "curve.jsonl").exists():
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert stderr.rstrip().endswith("--resume")
+    stopped_at = int(stderr.split("stopped at step ")[1].split(";")[0].replace(",", ""))
+
+    process = subprocess.Popen(
+        command("train", *long, "--resume"), stderr=subprocess.PIPE, env=environment(), text=True
+    )
+    points = (out / "curve.jsonl").read_text().count("\n")
+    while (out / "curve.jsonl").read_text().count("\n") <= points:
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    steps = [json.loads(line)["step"] for line in (out / "curve.jsonl").read_text().splitlines()]
+    assert steps == list(range(3, steps[-1] + 1, 3))
+    assert steps[-1] > stopped_at
+
+
+def test_train_takes_another_tokenizer(minserve: Minserve, text_file: Path, tmp_path: Path) -> None:
+    letters = {letter: id for id, letter in enumerate(sorted(set(TEXT)))}
+    letters["<end>"] = len(letters)
+    library = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    library.save(str(tmp_path / "letters.json"))
+    done = minserve(
+        *("train", "--data", text_file, "--out", tmp_path / "out", *TINY),
+        *("--tokenizer", tmp_path / "letters.json", "--end-of-text", "<end>"),
+    )
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == len(letters)
+    assert config["eos_token_id"] == letters["<end>"]
+
+
+def test_score_is_the_carried_loss_of_the_text(
+    minserve: Minserve, trained: Path, text_file: Path
+) -> None:
+    done = minserve("score", text_file, "--model", trained, "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    model, _ = load_model(trained, "cpu", "float32")
+    expected = carried_loss(model, torch.tensor(list(TEXT.encode())))
+    assert figures["tokens"] == expected.tokens == len(TEXT) - 1
+    assert figures["nats_per_token"] == pytest.approx(expected.per_token, abs=1e-6)
+    assert figures["perplexity"] == pytest.approx(math.exp(expected.per_token), rel=1e-6)
+    assert figures["bits_per_byte"] == pytest.approx(expected.per_token / math.log(2), rel=1e-6)
+
+
+def test_score_reads_stdin_and_prints_for_people(minserve: Minserve, trained: Path) -> None:
+    done = minserve("score", "-", "--model", trained, "--device", "cpu", stdin=TEXT.encode())
+    assert done.returncode == 0, done.stderr
+    assert f"{len(TEXT) - 1:,}" in done.stdout
+    assert "bits per byte" in done.stdout
+
+
+def test_generate_writes_as_many_tokens_as_asked_for(minserve: Minserve, trained: Path) -> None:
+    arguments = ["--model", str(trained), "--device", "cpu", "--max-tokens", "20"]
+    first, again, other = (
+        minserve("generate", "To be", *arguments, "--temperature", "3", "--seed", seed)
+        for seed in ("1", "1", "2")
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.endswith("\n")
+    assert first.stdout == again.stdout != other.stdout
+    assert first.stderr == ""
+
+
+def test_generate_reads_stdin_and_echoes(minserve: Minserve, trained: Path) -> None:
+    arguments = ["--model", trained, "--device", "cpu", "--temperature", "0", "--max-tokens", "5"]
+    piped = minserve("generate", "-", "--echo", *arguments, stdin="Grüße".encode())
+    given = minserve("generate", "Grüße", *arguments)
+    assert piped.returncode == given.returncode == 0, piped.stderr
+    assert piped.stdout == "Grüße" + given.stdout
+
+
+def test_generate_stops_before_a_stop_string(minserve: Minserve, trained: Path) -> None:
+    arguments = ["--model", trained, "--device", "cpu", "--temperature", "0", "--max-tokens", "30"]
+    whole = minserve("generate", "To be", *arguments).stdout.removesuffix("\n")
+    stop = whole[10:12]
+    stopped = minserve("generate", "To be", *arguments, "--stop", stop)
+    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stdout == whole[: whole.index(stop)] + "\n"
+
+
+def test_generate_ends_quietly_on_ctrl_c(trained: Path) -> None:
+    process = subprocess.Popen(
+        command(
+            *("generate", "To be", "--model", trained, "--device", "cpu", "--ignore-eos"),
+            *("--max-tokens", "100000000"),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout.endswith(b"\n")
+    assert stderr == b""
+
+
+def test_generate_ends_quietly_when_its_reader_is_gone(trained: Path) -> None:
+    process = subprocess.Popen(
+        command(
+            *("generate", "To be", "--model", trained, "--device", "cpu", "--ignore-eos"),
+            *("--max-tokens", "100000000"),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 1
+
+
+def test_convert_writes_a_folder_that_scores_the_same(
+    minserve: Minserve, trained: Path, text_file: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    done = minserve("convert", trained, copy, "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    assert "mingru" in done.stdout
+    scores = [
+        json.loads(minserve("score", text_file, "--json", "--device", "cpu", "--model", it).stdout)
+        for it in (trained, copy)
+    ]
+    assert scores[0] == scores[1]
+
+
+def test_convert_refuses_a_tokenizer_that_is_too_large_and_leaves_nothing(
+    minserve: Minserve, trained: Path, tmp_path: Path
+) -> None:
+    large = Tokenizer(models.BPE(vocab={chr(256 + id): id for id in range(300)}, merges=[]))
+    large.save(str(tmp_path / "large.json"))
+    done = minserve("convert", trained, tmp_path / "copy", "--tokenizer", tmp_path / "large.json")
+    assert done.returncode == 2
+    assert "299" in done.stderr
+    assert not (tmp_path / "copy").exists()
+
+
+def test_progress_is_a_bar_on_a_terminal(text_file: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command("train", "--data", text_file, "--out", tmp_path / "out", *TINY, "--steps", "40"),
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        env={**environment(), "TERM": "xterm", "COLUMNS": "160"},
+    )
+    os.close(theirs)
+    shown: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while piece := os.read(ours, 4096):
+                shown.append(piece)
+        except OSError:  # how Linux says that the other side is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert process.wait(timeout=120) == 0
+    reader.join(timeout=60)
+    os.close(ours)
+    assert b"tokens/s" in b"".join(shown)
+    assert b"test " in b"".join(shown)

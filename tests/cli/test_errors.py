@@ -1,0 +1,216 @@
+"""What goes wrong is told in one line on stderr, with exit code 2 and without a traceback."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service import cli
+from service.settings import Settings
+from tests.cli.conftest import ROOT, TINY, Minserve, environment
+
+COMMANDS = ["serve", "generate", "score", "train", "convert", "bench"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line of a command that must fail."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("minserve: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("command", COMMANDS[:-1])
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Usage: minserve {command}")
+    assert "--" in shown
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+def test_bench_has_help(minserve: Minserve) -> None:
+    done = minserve("bench", "--help")
+    assert done.returncode == 0
+    assert "--concurrency" in done.stdout
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"minserve {version('minserve')}\n"
+
+
+def test_help_loads_neither_torch_nor_the_service() -> None:
+    code = (
+        "import sys; from service import cli; cli.main(['train', '--help']);"
+        "heavy = {'torch', 'fastapi', 'numpy', 'tokenizers'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_option_of_serve_is_a_setting() -> None:
+    import inspect
+
+    options = inspect.signature(cli.serve).parameters
+    assert set(options) <= set(Settings.model_fields)
+    assert all(option.default is None for option in options.values())
+
+
+def test_every_number_of_the_recipe_is_an_option_with_its_default() -> None:
+    import inspect
+
+    from engine.training.recipe import Recipe
+
+    options = inspect.signature(cli.train).parameters
+    for field in dataclasses.fields(Recipe):
+        assert options[field.name].default == field.default
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["frobnicate"], "frobnicate"),
+        (["train", "--frobnicate"], "--frobnicate"),
+        (["train"], "--data"),
+        (["generate"], "prompt"),
+        (["serve", "--port", "many"], "--port"),
+        (["serve", "--port", "65536"], "MINSERVE_PORT"),
+        (["serve", "--max-slots", "0"], "max_slots"),
+        (["serve", "--device", "tpu"], "device"),
+        (["generate", "x", "--model", "/nonexistent/model"], "/nonexistent/model"),
+        (["generate", "x", "--stop", ""], "--stop"),
+        (["score", "/nonexistent/file"], "/nonexistent/file"),
+        (["convert", "/nonexistent/file", "/nonexistent/folder"], "/nonexistent/file"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], says: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[0] == "score":
+        arguments = [*arguments, "--model", str(trained)]
+    assert says in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--cell", "gru"], "mingru"),
+        (["--dropout", "1"], "dropout"),
+        (["--learning-rate", "nan"], "learning_rate"),
+        (["--d-model", "0"], "d_model"),
+        (["--conv-kernel", "1"], "conv_kernel"),
+        (["--window", "100000"], "100000"),
+        (["--sample-prompt", ""], "--sample-prompt"),
+        (["--device", "tpu"], "device"),
+        (["--threads", "0"], "threads"),
+        (["--resume"], "no unfinished run"),
+        (["--tokenizer", "/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
+        (["--data", "/nonexistent/text"], "/nonexistent/text"),
+        (["--data", "/"], "directory"),
+        (["--out", "/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_train_refuses_before_it_begins(
+    options: list[str],
+    says: str,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["train", "--data", text_file, "--out", out, *TINY, *options]
+    assert says in refused(capsys, *arguments)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty"),
+        (b"too short", "at least"),
+        (b"fine until \xff here", "not UTF-8 text: invalid start byte at byte 11"),
+    ],
+)
+def test_a_text_that_cannot_be_trained_on(
+    content: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_bytes(content)
+    arguments = ["train", "--data", tmp_path / "text", "--out", tmp_path / "out", *TINY]
+    assert says in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "nothing to score"), (b"x", "nothing"), (b"\xc3", "not UTF-8")]
+)
+def test_a_text_that_cannot_be_scored(
+    content: bytes,
+    says: str,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "text").write_bytes(content)
+    assert says in refused(capsys, "score", tmp_path / "text", "--model", trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--max-tokens", "-1"], "max_tokens"),
+        (["--seed", "-1"], "seed"),
+    ],
+)
+def test_sampling_parameters_out_of_range(
+    options: list[str], says: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "x", "--model", trained, "--device", "cpu", *options]
+    assert says in refused(capsys, *arguments)
+
+
+def test_an_empty_prompt(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "empty" in refused(capsys, "generate", "", "--model", trained, "--device", "cpu")
+
+
+def test_text_needs_a_tokenizer(
+    trained: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", str(trained), str(tmp_path / "copy")]) == 0
+    (tmp_path / "copy" / "tokenizer.json").unlink()
+    capsys.readouterr()
+    for arguments in (["generate", "x"], ["score", str(text_file)]):
+        assert "tokenizer.json" in refused(capsys, *arguments, "--model", tmp_path / "copy")
+
+
+def test_cuda_without_a_usable_gpu_says_the_mend(
+    trained: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from engine.device import resolve_device
+    from engine.errors import DeviceError
+
+    try:
+        resolve_device("cuda")
+    except DeviceError:
+        pass
+    else:
+        pytest.skip("this machine has a usable GPU")
+    line = refused(capsys, "score", text_file, "--model", trained, "--device", "cuda")
+    assert "'cuda' cannot be used: " in line
