@@ -58,11 +58,12 @@ class Flight:
         """All that arrives, several requests' updates at once where they came together, until
         every request has ended. One update per request waits at most: what comes meanwhile is
         merged into the request's next one."""
+        if len(self._deliveries) == 1:
+            async for arrival in self._arrivals_of(0):
+                yield [arrival]
+            return
         queue: asyncio.Queue[Arrival] = asyncio.Queue(maxsize=len(self._deliveries))
-        pumps = [
-            asyncio.create_task(self._pump(i, delivery, queue))
-            for i, delivery in enumerate(self._deliveries)
-        ]
+        pumps = [asyncio.create_task(self._pump(i, queue)) for i in range(len(self._deliveries))]
         try:
             left = len(pumps)
             while left:
@@ -77,20 +78,24 @@ class Flight:
             for pump in pumps:
                 pump.cancel()
 
-    async def _pump(self, which: int, delivery: Delivery, queue: asyncio.Queue[Arrival]) -> None:
-        last = None
+    async def _pump(self, which: int, queue: asyncio.Queue[Arrival]) -> None:
+        async for arrival in self._arrivals_of(which):
+            await queue.put(arrival)
+
+    async def _arrivals_of(self, which: int) -> AsyncIterator[Arrival]:
+        delivery, last = self._deliveries[which], None
         try:
             async for update in delivery:
                 last = self._observe(update, last)
                 if update.finished is not None:
                     self._open.discard(delivery.id)
-                await queue.put((which, update))
+                yield which, update
         except EngineError as error:
             self._open.discard(delivery.id)
-            await queue.put((which, error))
+            yield which, error
         except Exception:  # whoever waits for arrivals must hear of the end
             logger.exception("unexpected error in a delivery")
-            await queue.put((which, EngineError("internal error")))
+            yield which, EngineError("internal error")
 
     def _observe(self, update: Update, last: float | None) -> float | None:
         """Times a stream's tokens; `last` is when the tokens before came."""

@@ -5,6 +5,8 @@ Every application has a registry of its own. Gauges are read when they are scrap
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -98,7 +100,7 @@ class Metrics:
             ("state_slots_total", "State slots.", "slots_total"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
-            gauge.set_function(lambda field=field: getattr(client.stats, field))
+            gauge.set_function(partial(_stat, client, field))
         state = Gauge(
             "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
         )
@@ -172,3 +174,8 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self.registry)
+
+
+def _stat(client: EngineClient, field: str) -> float:
+    value: int = getattr(client.stats, field)
+    return value
