@@ -11,8 +11,8 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -63,8 +63,8 @@ def _read_torch(path: Path) -> object:
         # As the checkpoints that BorealisAI/minRNNs' training script writes (attrdict's AttrDict).
         if match := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"holds Python objects besides tensors ({match[1]}), which are never unpickled; where"
-                " you trust the file, save its weights alone:"
+                f"holds Python objects besides tensors ({match[1]}), which are never unpickled;"
+                " where you trust the file, save its weights alone:"
                 " torch.save(dict(checkpoint['model']), 'weights.pt')"
             ) from error
         raise CheckpointError(

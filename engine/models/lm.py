@@ -86,10 +86,10 @@ class LM(nn.Module):
 
     `dropout` is the training probability on the embedding and on every residual branch.
 
-    Initial values are torch's defaults, with which the paper's results were obtained by the public
-    implementations: linear maps uniform within 1 / sqrt(inputs), embeddings N(0, 1). A tied
-    embedding is also the head, and N(0, 1) there would start with logits of deviation
-    sqrt(d_model); it is drawn from N(0, 1 / d_model), which makes that 1.
+    Initial values are torch's defaults, as in the public implementations of the paper: linear maps
+    uniform within 1 / sqrt(inputs), embeddings N(0, 1). A tied embedding is also the head, where
+    N(0, 1) would start training with logits of deviation sqrt(d_model); it is drawn from
+    N(0, 1 / d_model), which makes that 1.
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
@@ -149,7 +149,7 @@ class LM(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         if weight.dtype in (torch.float32, torch.float64):
             logits = functional.linear(hidden, weight).to(weight.dtype)  # autocast may round it
-        elif weight.is_cuda:
+        elif weight.is_cuda and not torch.is_grad_enabled():  # this form of mm has no gradient
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         else:
             logits = functional.linear(hidden.float(), weight.float())

@@ -215,6 +215,23 @@ def test_every_parameter_learns(options: dict[str, object], device: str) -> None
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+def test_sixteen_bit_weights_have_gradients(cell: str, device: str) -> None:
+    model = build({"cell": cell, "conv_kernel": 3}, device).to(torch.bfloat16)
+    exact = build({"cell": cell, "conv_kernel": 3}, device)
+    exact.load_state_dict({n: t.float() for n, t in model.state_dict().items()})
+    tokens = random_tokens(model, 2, 20)
+    for each in (model, exact):
+        functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()).backward()
+    for (name, rounded), parameter in zip(
+        model.named_parameters(), exact.parameters(), strict=True
+    ):
+        assert rounded.grad is not None and parameter.grad is not None
+        error = (rounded.grad.float() - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 0.1, name  # what rounding every activation to 2^-9 leaves
+
+
 def test_dropout_acts_in_training_alone() -> None:
     config = config_of({"cell": "mingru", "conv_kernel": 3})
     torch.manual_seed(0)
