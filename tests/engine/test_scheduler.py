@@ -46,6 +46,20 @@ def run(scheduler: Scheduler, token: int = 2, now: float = 0.0) -> Plan:
     return plan
 
 
+def finish(scheduler: Scheduler, log: Log | None = None) -> list[Plan]:
+    """Steps until everything has ended; the plans of these steps."""
+    plans = []
+    for _ in range(1000):
+        if not scheduler.has_work:
+            return plans
+        plans.append(run(scheduler))
+        if log is None:
+            scheduler.events()
+        else:
+            log.read()
+    raise AssertionError("the scheduler does not come to an end")
+
+
 def lengths(plan: Plan) -> dict[int, int]:
     return {chunk.key: len(chunk.tokens) for chunk in plan.prefill}
 
@@ -259,9 +273,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     assert 0 < (waits[0] or 0) < (waits[1] or 0), "those refused do not all come back at once"
     run(scheduler)
     scheduler.add("c", ask(7, max_tokens=1), 0)
-    while scheduler.has_work:
-        run(scheduler)
-        log.read()
+    finish(scheduler, log)
     assert [log.reason(id) for id in (0, 1, 2, 3, 4, 7)] == ["length"] * 6
 
 
@@ -297,9 +309,7 @@ def test_drain_refuses_the_new_and_serves_the_rest() -> None:
     run(scheduler)
     scheduler.drain()
     scheduler.add("c", ask(2), 0)
-    while scheduler.has_work:
-        run(scheduler)
-        log.read()
+    finish(scheduler, log)
     assert [log.reason(id) for id in range(3)] == ["length", "length", "draining"]
 
 
@@ -332,9 +342,7 @@ def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
     assert 0 in plan.release
     scheduler.fail(plan, StepFailed("boom"))
     assert log.read().reason(1) == "step_failed"
-    while scheduler.has_work:
-        run(scheduler)
-        log.read()
+    finish(scheduler, log)
     assert log.reason(2) == "length", "who waited for a prefix reads it when its reader failed"
 
 
@@ -450,10 +458,11 @@ def test_chunks_count_from_the_mark_on_a_miss_and_on_a_hit() -> None:
     scheduler = make(slots=1, max_step_tokens=256)
     for id in range(2):
         scheduler.add("c", ask(id, length=800, max_tokens=1, share_at=(300,)), 0)
-    read = []
-    while scheduler.has_work:
-        read += [(chunk.key, chunk.start, len(chunk.tokens)) for chunk in run(scheduler).prefill]
-        scheduler.events()
+    read = [
+        (chunk.key, chunk.start, len(chunk.tokens))
+        for plan in finish(scheduler)
+        for chunk in plan.prefill
+    ]
     miss = [(0, 0, 256), (0, 256, 44), (0, 300, 256), (0, 556, 244)]
     assert read == [*miss, (1, 300, 256), (1, 556, 244)]
 
@@ -482,9 +491,7 @@ def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
 def test_how_much_a_hit_may_cover(fields: dict[str, int], cached: int | None) -> None:
     scheduler = make()
     scheduler.add("c", ask(0, length=350, share_at=(300,), max_tokens=1), 0)
-    while scheduler.has_work:
-        run(scheduler)
-        scheduler.events()
+    finish(scheduler)
     scheduler.add("c", ask(1, **fields), 0)  # type: ignore[arg-type]
     (admission,) = scheduler.plan(0).admit
     assert admission.cached_tokens == (cached or 0)
@@ -497,9 +504,7 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
     def serve(id: int, length: int, **fields: object) -> int:
         scheduler.add("c", ask(id, length=length, max_tokens=1, **fields), 0)
         plan = run(scheduler)
-        while scheduler.has_work:
-            run(scheduler)
-            scheduler.events()
+        finish(scheduler)
         return plan.admit[0].cached_tokens
 
     assert serve(0, 100, share_at=(20, 40)) == 0
@@ -525,11 +530,25 @@ def test_more_marks_in_a_step_than_rows() -> None:
     for id in range(6):
         token = id % 3
         scheduler.add("c", ask(id, length=60, token=token, share_at=(50,), max_tokens=1), 0)
-    while scheduler.has_work:
-        targets = [copy.target for copy in run(scheduler).after]
-        assert len(targets) == len(set(targets))
-        log.read()
+    for plan in finish(scheduler, log):
+        assert len(plan.after) <= 1
     assert set(log.ends) == set(range(6))
+
+
+@pytest.mark.parametrize("how", ["fails", "is aborted"])
+def test_a_row_comes_back_when_its_snapshot_does_not_stand(how: str) -> None:
+    scheduler = make(share_slots=1)
+    scheduler.add("c", ask(0, length=60, share_at=(50,)), 0)
+    plan = scheduler.plan(0)
+    assert [copy.target for copy in plan.after] == [4]
+    if how == "fails":
+        scheduler.fail(plan, StepFailed("boom"))
+    else:
+        scheduler.abort("c", [0], "abort", 0)
+        scheduler.commit(plan, StepResult(), 0)
+    scheduler.add("c", ask(1, length=60, share_at=(50,)), 0)
+    plan = scheduler.plan(0)
+    assert plan.admit[0].source is None and [copy.target for copy in plan.after] == [4]
 
 
 def test_slots_are_never_freed_twice() -> None:
