@@ -1,14 +1,19 @@
-"""Runs commands as a user does, and a small trained folder to run them on."""
+"""Runs commands, in this process or as a user does, and a small trained folder to run them on."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from service import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "To be, or not to be: that is the question.\n" * 60
@@ -16,8 +21,6 @@ TINY = [
     *("--layers", "1", "--d-model", "16", "--batch", "4", "--window", "32", "--steps", "6"),
     *("--evaluate-every", "3", "--device", "cpu", "--threads", "1"),
 ]
-
-Minserve = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -28,19 +31,39 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def minserve() -> Minserve:
-    """Runs one command in a process of its own, without a terminal."""
+@dataclass(frozen=True)
+class Done:
+    """What a command left."""
 
-    def run(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            command(*arguments), input=stdin, capture_output=True, env=environment(), timeout=120
-        )
-        return subprocess.CompletedProcess(
-            done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
-        )
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Minserve = Callable[..., Done]
+
+
+@pytest.fixture
+def minserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Minserve:
+    """Runs one command in this process, where torch is loaded already."""
+
+    def run(*arguments: str | Path, stdin: bytes = b"") -> Done:
+        words = [str(argument) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", ["minserve", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        code = cli.main(words)
+        return Done(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Commands choose how many threads torch uses; the next test must not notice."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -51,9 +74,15 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(minserve: Minserve, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder that `minserve train` wrote."""
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder that `minserve train` wrote, in a process of its own."""
     folder = tmp_path_factory.mktemp("trained") / "tiny"
-    done = minserve("train", "--data", text_file, "--out", folder, *TINY)
+    done = subprocess.run(
+        command("train", "--data", text_file, "--out", folder, *TINY),
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
     return folder

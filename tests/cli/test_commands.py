@@ -1,4 +1,4 @@
-"""The commands that do things, each in a process of its own."""
+"""The commands that do things; what a signal or a terminal changes in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pty
 import signal
 import subprocess
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,35 @@ from tokenizers import Tokenizer, models
 from engine.checkpoint import load_model
 from engine.training.evaluation import carried_loss
 from tests.cli.conftest import TEXT, TINY, Minserve, command, environment
+
+
+@contextmanager
+def started(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A running command, which does not outlive the test."""
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def interrupted_after_line(curve: Path, lines: int, *arguments: str | Path) -> str:
+    """What `minserve train` says when Ctrl-C comes after its curve has so many lines."""
+    with started("train", *arguments) as process:
+        while not curve.exists() or curve.read_text().count("\n") < lines:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        stderr = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    return stderr
 
 
 def test_train_writes_a_folder_with_everything(trained: Path) -> None:
@@ -46,32 +78,16 @@ def test_train_replaces_a_run_only_when_told_to(
     assert (trained / "curve.jsonl").read_text() == before
 
 
-def test_an_interrupted_run_says_how_to_resume_and_does(
-    minserve: Minserve, text_file: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    long = ["--data", str(text_file), "--out", str(out), *TINY, "--steps", "1000000"]
-    process = subprocess.Popen(
-        command("train", *long), stderr=subprocess.PIPE, env=environment(), text=True
-    )
-    while not (out / "curve.jsonl").exists():
-        assert process.poll() is None, process.communicate()[1]
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
+def test_an_interrupted_run_says_how_to_resume_and_does(text_file: Path, tmp_path: Path) -> None:
+    curve = tmp_path / "out" / "curve.jsonl"
+    long = ["--data", text_file, "--out", tmp_path / "out", *TINY, "--steps", "1000000"]
+    stderr = interrupted_after_line(curve, 1, *long)
     assert stderr.rstrip().endswith("--resume")
     stopped_at = int(stderr.split("stopped at step ")[1].split(";")[0].replace(",", ""))
 
-    process = subprocess.Popen(
-        command("train", *long, "--resume"), stderr=subprocess.PIPE, env=environment(), text=True
-    )
-    points = (out / "curve.jsonl").read_text().count("\n")
-    while (out / "curve.jsonl").read_text().count("\n") <= points:
-        assert process.poll() is None, process.communicate()[1]
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    steps = [json.loads(line)["step"] for line in (out / "curve.jsonl").read_text().splitlines()]
+    lines = curve.read_text().count("\n")
+    interrupted_after_line(curve, lines + 2, *long, "--resume")
+    steps = [json.loads(line)["step"] for line in curve.read_text().splitlines()]
     assert steps == list(range(3, steps[-1] + 1, 3))
     assert steps[-1] > stopped_at
 
@@ -141,39 +157,27 @@ def test_generate_stops_before_a_stop_string(minserve: Minserve, trained: Path) 
     assert stopped.stdout == whole[: whole.index(stop)] + "\n"
 
 
+ENDLESS = ["--device", "cpu", "--ignore-eos", "--max-tokens", "100000000"]
+
+
 def test_generate_ends_quietly_on_ctrl_c(trained: Path) -> None:
-    process = subprocess.Popen(
-        command(
-            *("generate", "To be", "--model", trained, "--device", "cpu", "--ignore-eos"),
-            *("--max-tokens", "100000000"),
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-    assert process.stdout is not None and process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    with started("generate", "To be", "--model", trained, *ENDLESS) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stdout.endswith(b"\n")
     assert stderr == b""
 
 
 def test_generate_ends_quietly_when_its_reader_is_gone(trained: Path) -> None:
-    process = subprocess.Popen(
-        command(
-            *("generate", "To be", "--model", trained, "--device", "cpu", "--ignore-eos"),
-            *("--max-tokens", "100000000"),
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-    assert process.stdout is not None and process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 1
+    with started("generate", "To be", "--model", trained, *ENDLESS) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.stdout.close()
+        process.stdout = None
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr == b""
 
 
 def test_convert_writes_a_folder_that_scores_the_same(

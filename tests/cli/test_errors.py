@@ -11,7 +11,7 @@ import pytest
 
 from service import cli
 from service.settings import Settings
-from tests.cli.conftest import ROOT, TINY, Minserve, environment
+from tests.cli.conftest import ROOT, TINY, environment
 
 COMMANDS = ["serve", "generate", "score", "train", "convert", "bench"]
 
@@ -40,10 +40,11 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"\n  {command} " in shown for command in COMMANDS)
 
 
-def test_bench_has_help(minserve: Minserve) -> None:
-    done = minserve("bench", "--help")
-    assert done.returncode == 0
-    assert "--concurrency" in done.stdout
+def test_bench_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("loadtest.http.main", lambda argv: seen.append(argv) or 3)
+    assert cli.main(["bench", "--url", "http://x", "--help"]) == 3
+    assert seen == [["--url", "http://x", "--help"]]
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
