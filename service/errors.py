@@ -104,6 +104,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         param = f"{param}.{field}" if param else field
     elif param is None and first["type"] in ("missing", "model_attributes_type", "dict_type"):
         message = "the body must be a JSON object"
+        if isinstance(first.get("input"), bytes):
+            message += ", sent with the header content-type: application/json"
     if param:
         message = f"{param}: {message}"
     if len(errors) > 1:

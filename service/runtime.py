@@ -121,6 +121,10 @@ class Runtime:
         deadline = asyncio.get_running_loop().time() + timeout
         while self.flights and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends everything in flight with what it has."""
         for flight in list(self.flights):
             flight.abort()
 

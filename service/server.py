@@ -1,13 +1,15 @@
 """Running the application: the socket, the signals and the exit code.
 
 SIGTERM and SIGINT drain: the socket stays open, so that /ready and new requests get their 503,
-until everything in flight has ended or `drain_timeout` is over. A second signal ends at once.
+until everything in flight has ended or `drain_timeout` is over. A second SIGINT does not wait; a
+second SIGTERM changes nothing, for supervisors may signal a process and its group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 from types import FrameType
@@ -43,18 +45,19 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in a signal handler, so it only leaves a note for the event loop."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._on_signal)
+        self._loop.call_soon_threadsafe(self._on_signal, sig)
 
     def stop(self) -> None:
         """Ends when the responses under way are written."""
         self.should_exit = True
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, sig: int) -> None:
         if self._drain is None:
             logger.info("shutting down: finishing what is in flight")
             self._drain = asyncio.create_task(self._drain_and_stop())
-        else:
-            self.should_exit = self.force_exit = True
+        elif sig == signal.SIGINT:
+            self._runtime.cut()
+            self.stop()
 
     async def _drain_and_stop(self) -> None:
         await self._runtime.drain(self._runtime.settings.drain_timeout)

@@ -116,6 +116,16 @@ async def test_a_body_that_is_no_json(service: Service, raw: bytes) -> None:
         error_message(response.json(), response.json()["error"]["param"])
 
 
+async def test_a_body_sent_as_something_else(service: Service) -> None:
+    raw = b'{"prompts": ["a"]}'
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    response = await service.http.post(GENERATE, content=raw, headers=form)
+    assert response.status_code == 400
+    assert "content-type: application/json" in error_message(response.json(), None)
+    response = await service.http.post(GENERATE, content=raw)  # no type at all is taken as JSON
+    assert response.status_code == 200
+
+
 async def test_integers_of_any_size(service: Service) -> None:
     raw = b'{"prompts": ["a"], "max_tokens": 1' + b"0" * 5000 + b"}"
     response = await service.http.post(GENERATE, content=raw)

@@ -94,6 +94,7 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
                 assert next(lines).startswith("data: ")
                 process.popen.send_signal(signal.SIGTERM)
                 process.said("shutting down")
+                process.popen.send_signal(signal.SIGTERM)  # said twice is said once
                 # The socket stays open while it drains, for an honest 503.
                 with httpx.Client(base_url=process.url, timeout=60) as other:
                     answer = other.get("/ready")
@@ -101,6 +102,25 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
             assert answer.status_code == 503
             assert (len(rest), rest[-1]) == (5000, "data: [DONE]")
         assert process.exit_code() == 0
+        assert not any("Traceback" in line for line in process.lines)
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    with serving() as process:
+        process.said("ready: fake")
+        with httpx.Client(base_url=process.url, timeout=60) as client:
+            body = {"prompts": [[97]], "max_tokens": 10**6, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/generate", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.popen.send_signal(signal.SIGINT)
+                process.said("shutting down")
+                process.popen.send_signal(signal.SIGINT)
+                *_, last, done = [line for line in lines if line]
+        assert '"finish_reason":"abort"' in last
+        assert done == "data: [DONE]"
+        assert process.exit_code() == 0
+        assert not any("Traceback" in line for line in process.lines)
 
 
 def test_a_port_in_use_is_one_line_and_code_2() -> None:
