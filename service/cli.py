@@ -19,7 +19,7 @@ import typer
 
 from engine.config import CellName, DtypeName, EngineConfig
 from engine.errors import ConfigError, EngineError
-from engine.training.recipe import Recipe
+from engine.training.recipe import Precision, Recipe, Schedule
 from service import terminal, terminal_text
 from service import terminal_options as options
 
@@ -215,7 +215,7 @@ def train(
     batch: options.Batch = Recipe.batch,
     window: options.Window = Recipe.window,
     learning_rate: float = Recipe.learning_rate,
-    schedule: options.LearningRateSchedule = Recipe.schedule,
+    schedule: Annotated[Schedule, typer.Option(help="After the warm-up.")] = Recipe.schedule,
     warmup: options.Warmup = Recipe.warmup,
     final_learning_rate: options.FinalLearningRate = Recipe.final_learning_rate,
     beta1: float = Recipe.beta1,
@@ -227,7 +227,7 @@ def train(
     evaluate_every: options.EverySteps = Recipe.evaluate_every,
     save_every: options.EverySteps = Recipe.save_every,
     seed: int = Recipe.seed,
-    precision: options.GpuPrecision = Recipe.precision,
+    precision: Annotated[Precision, typer.Option(help="Of products on a GPU.")] = Recipe.precision,
     dtype: options.WrittenDtype = Recipe.dtype,
     tokenizer: options.TrainingTokenizer = None,
     end_of_text: options.EndOfText = "<|endoftext|>",

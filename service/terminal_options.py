@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from typer import Option
 
 from engine.config import DtypeName
-from engine.training.recipe import Precision, Schedule
 
 # Of several commands
 Model = Annotated[str, Option(help="A bundled name, a folder or a Hugging Face repo id.")]
@@ -65,14 +64,12 @@ TieEmbeddings = Annotated[bool, Option("--tie-embeddings", help="The head is the
 LearnedInitialState = Annotated[bool, Option("--learned-initial-state", help="h_0 is trained.")]
 Batch = Annotated[int, Option(help="Windows per step.")]
 Window = Annotated[int, Option(help="Tokens per window.")]
-LearningRateSchedule = Annotated[Schedule, Option(help="After the warm-up.")]
 Warmup = Annotated[int, Option(help="Steps in which the learning rate rises from 0.")]
 FinalLearningRate = Annotated[float, Option(help="Where the cosine ends.")]
 WeightDecay = Annotated[float, Option(help="Of matrices.")]
 Clip = Annotated[float, Option(help="Of the gradient's norm; 0 = off.")]
 Ema = Annotated[float, Option(help="Decay of averaged weights, which are then kept; 0 = off.")]
 EverySteps = Annotated[int, Option(help="Steps.")]
-GpuPrecision = Annotated[Precision, Option(help="Of matrix products on a GPU.")]
 WrittenDtype = Annotated[DtypeName, Option(help="Of the written weights.")]
 TrainingTokenizer = Annotated[
     Path | None, Option(help="A tokenizer.json; without it, a token is a byte.")
