@@ -154,8 +154,8 @@ def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int
         engine = load(config)
     except Exception as error:
         failure = _load_failure(error)
-        # The client tells it to the user; here it would be said twice.
-        log.debug("the model cannot be loaded", exc_info=True)
+        log.error("the model cannot be loaded: %s", failure.message)
+        log.debug("how it came to that", exc_info=True)
         desk.close(await_client=True)
         for client in desk.clients:
             mailbox.send(client, failure)
