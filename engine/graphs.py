@@ -63,7 +63,7 @@ class DecodeGraphs:
 
     def _warm_up(self, size: int) -> None:
         # Libraries choose and load their kernels at first use, which a capture does not allow.
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run(size)

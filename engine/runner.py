@@ -220,7 +220,7 @@ class _Mark:
     def __init__(self, where: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if where.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
         self._time = time.perf_counter()
 

@@ -76,7 +76,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--url", default="http://127.0.0.1:8000")
     options.add_argument("--data", type=Path, help="text file that prompts are cut from")
     options.add_argument("--clients", type=int, default=64)

@@ -14,12 +14,12 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from engine import checkpoint
-from engine.config import EngineConfig
+from engine.config import DtypeName, EngineConfig
 from engine.messages import Request, SamplingParams, pack_ids
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
 from engine.runner import Runner
@@ -88,7 +88,9 @@ def measure_prefill(runner: Runner, length: int, repeat: int) -> float:
 def measure_peer(runner: Runner, batch: int, repeat: int) -> float:
     """Median seconds of the same step in plain PyTorch, its greedy tokens on the host."""
     device = torch.device(runner.info.device)
-    model, _ = checkpoint.load_model(Path(runner.info.folder), device, runner.config.dtype)  # type: ignore[arg-type]
+    model, _ = checkpoint.load_model(
+        Path(runner.info.folder), device, cast(DtypeName, runner.config.dtype)
+    )
     step = decode_step(model, batch)
     tokens = torch.zeros(batch, dtype=torch.int64, device=device)
     if device.type != "cuda":
@@ -115,7 +117,7 @@ def measure_peer(runner: Runner, batch: int, repeat: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--model", default="shakespeare-mingru", help="bundled name or folder")
     options.add_argument("--device", default="auto")
     options.add_argument("--dtype", default="auto")

@@ -142,7 +142,9 @@ def summarize(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(prog="minserve bench", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    options = argparse.ArgumentParser(
+        prog="minserve bench", description=(__doc__ or "").splitlines()[0]
+    )
     options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
     options.add_argument("--endpoint", choices=("generate", "score"), default="generate")
     options.add_argument("--requests", type=int, default=200, help="how many to send")

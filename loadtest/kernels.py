@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def _error(found: Tensor, a: Tensor, b: Tensor) -> float:
     return float((found[..., :64].double() - exact).norm() / exact.norm())
 
 
-def measure_linear(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> dict:  # type: ignore[type-arg]
+def measure_linear(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Seconds, bytes and error of `linear_scan` and of every peer at one shape."""
     traffic = 3 * shape[0] * shape[1] * shape[2] * dtype.itemsize
     sets = 1 + (200 * 2**20 // traffic if device.type == "cuda" else 0)
@@ -51,7 +54,7 @@ def measure_linear(shape: tuple[int, int, int], dtype: torch.dtype, device: torc
     found: dict[str, Any] = {"bytes": traffic, "scans": {}}
     candidates: dict[str, scans.Scan] = {"minserve": linear_scan, **scans.available(device)}
     for name, scan in candidates.items():
-        calls: list[Callable[[], object]] = [lambda s=scan, i=pair: s(*i) for pair in inputs]
+        calls: list[Callable[[], object]] = [partial(scan, *pair) for pair in inputs]
         try:
             seconds = seconds_per_call(calls, device)
             check = shape[0] * shape[1] <= 65536 and name != "torch.add"
@@ -63,7 +66,9 @@ def measure_linear(shape: tuple[int, int, int], dtype: torch.dtype, device: torc
     return found
 
 
-def measure_fused(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> dict:  # type: ignore[type-arg]
+def measure_fused(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Seconds and bytes of the serving scans, which fuse the gates with the recurrence."""
     sequences, time, channels = shape
     tokens = sequences * time
@@ -78,13 +83,13 @@ def measure_fused(shape: tuple[int, int, int], dtype: torch.dtype, device: torch
             torch.randn(tokens, gates * channels, device=device, dtype=dtype)
             for _ in range(min(sets, 6))
         ]
-        calls = [lambda s=scan, pre=x: s(pre, cu_seqlens, state, slots) for x in inputs]
+        calls = [partial(scan, pre, cu_seqlens, state, slots) for pre in inputs]
         found[name] = {"bytes": traffic, "seconds": seconds_per_call(calls, device)}
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     options.add_argument("--json", type=Path)

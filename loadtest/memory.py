@@ -40,7 +40,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--url", default="http://127.0.0.1:8000")
     options.add_argument("--pid", type=int, required=True, help="the server's process id")
     options.add_argument("--data", type=Path)

@@ -95,15 +95,16 @@ class LM(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        weight = torch.empty(config.vocab_size, config.d_model)
+        if not weight.is_meta:  # drawing there imports torch's compiler: a second of every start
+            nn.init.normal_(weight, std=config.d_model**-0.5 if config.tie_embeddings else 1.0)
+        self.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Layer(config, dropout) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.head: nn.Linear | None = None
         self.head_bias: nn.Parameter | None = None
-        if config.tie_embeddings:
-            nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
-        else:
+        if not config.tie_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))

@@ -47,7 +47,7 @@ def find_library() -> Path:
 def _load() -> Path:
     path = find_library()
     try:
-        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(path))
     except OSError as error:
         raise LibraryMissingError(
             f"{path} does not load into torch {torch.__version__} ({error}): {MEND}"

@@ -143,7 +143,7 @@ class Trainer:
             logits = self._forward(inputs)  # [batch, window, vocab]
         loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if self.recipe.clip:
             nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip)
         self._optimizer.step()

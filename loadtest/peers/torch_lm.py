@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.lm import LM
+from engine.models.lm import LM, Layer
 
 
 def _g(x: Tensor) -> Tensor:
@@ -35,10 +36,12 @@ def decode_step(model: LM, batch: int) -> Callable[[Tensor], Tensor]:
         config.n_layers, taps, batch, config.d_model, device=weight.device, dtype=weight.dtype
     )
 
+    layers = cast("Iterable[Layer]", model.layers)
+
     @torch.inference_mode()
     def step(tokens: Tensor) -> Tensor:
         x = functional.embedding(tokens, weight)
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(layers):
             if layer.conv is not None:
                 window = torch.cat((inputs[index], x[None]))  # [kernel, batch, d_model]
                 mixed = (window * layer.conv.weight.t()[:, None]).sum(0)
@@ -50,7 +53,7 @@ def decode_step(model: LM, batch: int) -> Callable[[Tensor], Tensor]:
             hidden[index] = _cell(gates, hidden[index], config.cell)
             x = x + layer.cell.out(hidden[index].to(x.dtype))
             if layer.mlp is not None:
-                x = x + layer.mlp(layer.mlp_norm(x))
-        return model.logits(model.norm(x)).argmax(-1)
+                x = x + layer.mlp(x)
+        return model.logits(cast("Tensor", model.norm(x))).argmax(-1)
 
     return step
