@@ -259,12 +259,13 @@ class EngineClient:
         Whatever is unfinished then fails with EngineDead. Idempotent.
         """
         if self._closing is None:
+            if self._state == "ready" and drain_timeout > 0:
+                self._state = "draining"
             self._closing = asyncio.create_task(self._close(drain_timeout))
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_timeout: float) -> None:
-        if self._state == "ready" and drain_timeout > 0:
-            self._state = "draining"
+        if self._state == "draining":
             with contextlib.suppress(EngineDead, TimeoutError):
                 self._transport.send(Shutdown(drain=True))
                 await asyncio.wait_for(self._dead.wait(), drain_timeout)

@@ -60,6 +60,7 @@ class ProcessTransport:
     def __init__(self, config: EngineConfig, engine: str | None = None) -> None:
         self._config = config
         self._engine = engine
+        self.address: str | None = None  # the worker's, while there is one
         self._folder: str | None = None  # private to this user: it holds the socket
         self._process: asyncio.subprocess.Process | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -76,7 +77,7 @@ class ProcessTransport:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        address = self._make_address()
+        self.address = address = self._make_address()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -158,7 +159,9 @@ class ProcessTransport:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._dead = self._dead or EngineDead("the engine process has been closed")
-        self._folder = self._socket = self._context = self._process = self._watcher = None
+        self.address = self._folder = self._socket = self._context = self._process = (
+            self._watcher
+        ) = None
 
 
 async def _ends(task: asyncio.Task[None]) -> bool:

@@ -154,9 +154,10 @@ def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int
         engine = load(config)
     except Exception as error:
         failure = _load_failure(error)
-        log.error("the model cannot be loaded: %s", failure.message)
-        log.debug("how it came to that", exc_info=True)
         desk.close(await_client=True)
+        if not desk.clients:  # else they tell it, and once is enough
+            log.error("the model cannot be loaded: %s", failure.message)
+        log.debug("how it came to that", exc_info=True)
         for client in desk.clients:
             mailbox.send(client, failure)
         return 2

@@ -19,9 +19,11 @@ import random
 import time
 from array import array
 from functools import lru_cache
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import CheckpointError
 from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
 from engine.plan import Plan, Sampled, Scored, StepResult
 
@@ -220,13 +222,45 @@ class FakeRunner:
         return Sampled(key, token, logprobs)
 
 
-def fake_engine(config: EngineConfig) -> Engine:
-    """For `engine.worker --engine tests.engine.fake:fake_engine`."""
-    return Engine(
-        FakeRunner(
-            slots=config.max_slots,
-            share_slots=config.share_slots,
-            max_step_tokens=config.max_step_tokens or 256,
-            max_waiting=config.max_waiting,
-        )
+def _runner(config: EngineConfig, **options: Any) -> FakeRunner:
+    return FakeRunner(
+        slots=config.max_slots,
+        share_slots=config.share_slots,
+        max_step_tokens=config.max_step_tokens or 256,
+        max_waiting=config.max_waiting,
+        **options,
     )
+
+
+# For `engine.worker --engine tests.engine.fake:...`.
+
+
+def fake_engine(config: EngineConfig) -> Engine:
+    """A sound engine."""
+    return Engine(_runner(config))
+
+
+def slow_engine(config: EngineConfig) -> Engine:
+    """An engine whose every step takes 10 ms."""
+    return Engine(_runner(config, step_seconds=0.01))
+
+
+def cuda_error_engine(config: EngineConfig) -> Engine:
+    """An engine whose first step ends in a CUDA error."""
+    return Engine(_runner(config, failures=[RuntimeError("CUDA error: device-side assert")]))
+
+
+def stuck_engine(config: EngineConfig) -> Engine:
+    """An engine whose model takes a minute to load."""
+    time.sleep(60)
+    return Engine(_runner(config))
+
+
+def missing_engine(config: EngineConfig) -> Engine:
+    """An engine whose checkpoint is not there."""
+    raise CheckpointError(f"{config.model}: no such folder")
+
+
+def crashing_engine(config: EngineConfig) -> Engine:
+    """An engine with an unforeseen failure while it loads."""
+    raise KeyError("weights")

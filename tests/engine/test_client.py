@@ -1,0 +1,376 @@
+"""EngineClient over an in-line engine, and over a transport that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine.client import Delivery, EngineClient, Update
+from engine.engine import Engine
+from engine.errors import (
+    CheckpointError,
+    Draining,
+    EngineDead,
+    EngineError,
+    EngineLoading,
+    EngineUnavailable,
+    InvalidRequest,
+    StepFailed,
+)
+from engine.messages import (
+    Failed,
+    Finished,
+    FromEngine,
+    LoadFailed,
+    Pong,
+    Ready,
+    Request,
+    SamplingParams,
+    Scores,
+    StepEvents,
+    ToEngine,
+    TokenLogprobs,
+    pack_ids,
+)
+from engine.transport import InlineTransport
+from tests.engine.fake import FakeRunner, log_probabilities, recite
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def ask(client: EngineClient, prompt: bytes = b"abc", **fields: object) -> Request:
+    fields.setdefault("sampling", GREEDY)
+    return Request(id=client.new_id(), prompt=pack_ids(prompt), **fields)  # type: ignore[arg-type]
+
+
+async def read_all(delivery: Delivery) -> Update:
+    """Every update of a request in one."""
+    whole = Update()
+    async for update in delivery:
+        whole.tokens += update.tokens
+        whole.logprobs += update.logprobs
+        whole.scores += update.scores
+        whole.finished = update.finished
+    return whole
+
+
+@contextlib.asynccontextmanager
+async def serving(runner: FakeRunner | None = None) -> AsyncIterator[EngineClient]:
+    client = EngineClient(InlineTransport(Engine(runner or FakeRunner())))
+    await client.start()
+    try:
+        await client.ready(10)
+        yield client
+    finally:
+        await client.close()
+
+
+class ScriptedTransport:
+    """Says what it is told to say; None ends the engine."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[FromEngine | None] = asyncio.Queue()
+        self.sent: list[ToEngine] = []
+        self.closed = False
+
+    async def start(self) -> None:
+        pass
+
+    def send(self, message: ToEngine) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> FromEngine:
+        message = await self.said.get()
+        if message is None:
+            raise EngineDead("it was killed")
+        return message
+
+    async def close(self) -> None:
+        self.closed = True
+        self.said.put_nowait(None)
+
+    async def say(self, *messages: FromEngine | None) -> None:
+        """Returns when the client has taken it all in."""
+        for message in messages:
+            self.said.put_nowait(message)
+        for _ in range(3 * len(messages) + 3):
+            await asyncio.sleep(0)
+
+
+READY = Ready(FakeRunner().info)
+
+
+@contextlib.asynccontextmanager
+async def scripted(*first: FromEngine) -> AsyncIterator[tuple[EngineClient, ScriptedTransport]]:
+    transport = ScriptedTransport()
+    client = EngineClient(transport)
+    await client.start()
+    await transport.say(*first)
+    try:
+        yield client, transport
+    finally:
+        await client.close()
+
+
+def finished(request: int, *tokens: int) -> Finished:
+    return Finished(request, "length", 1, 0, len(tokens), tokens=list(tokens))
+
+
+# Against an in-line engine.
+
+
+async def test_many_requests_each_get_their_own_answer() -> None:
+    async with serving() as client:
+        prompts = [bytes([start]) * 3 for start in range(20)]
+        deliveries = [
+            client.submit(ask(client, prompt, stream=start % 2 == 0))
+            for start, prompt in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*map(read_all, deliveries))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == recite(prompt, 8)
+            assert answer.finished is not None and answer.finished.reason == "length"
+        assert client.info is not None and client.info.vocab_size == 257
+        assert client.stats.slots_total == 8
+
+
+async def test_logprobs_run_beside_tokens_streamed_or_not() -> None:
+    async with serving() as client:
+        asking = SamplingParams(temperature=0, max_tokens=3, logprobs=1)
+        plain = client.submit(ask(client))
+        for stream in (True, False):
+            answer = await read_all(client.submit(ask(client, sampling=asking, stream=stream)))
+            assert [one.top_ids for one in answer.logprobs if one] == [[100], [101], [102]]
+        assert (await read_all(plain)).logprobs == []
+
+
+async def test_scores_of_a_prompt() -> None:
+    async with serving() as client:
+        request = ask(client, b"ab" * 300, sampling=SamplingParams(max_tokens=0), score=True)
+        answer = await read_all(client.submit(request))
+        row, back = log_probabilities(ord("a")), log_probabilities(ord("b"))
+        expected = [row[ord("b")], back[ord("a")]] * 300
+        assert [one.logprob for one in answer.scores] == expected[:599]
+        assert answer.tokens == []
+
+
+async def test_refusals_come_from_the_delivery() -> None:
+    async with serving() as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.submit(ask(client, b"")).next()
+        assert caught.value.param == "prompt"
+
+
+async def test_a_failed_step_is_raised_and_the_next_request_is_served() -> None:
+    runner = FakeRunner(failures=[RuntimeError("boom")])
+    async with serving(runner) as client:
+        with pytest.raises(StepFailed, match="boom"):
+            await client.submit(ask(client)).next()
+        assert (await read_all(client.submit(ask(client)))).tokens == recite(b"abc", 8)
+        assert client.state == "ready"
+
+
+async def test_abort_ends_with_its_reason() -> None:
+    async with serving(FakeRunner(step_seconds=0.001)) as client:
+        endless = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
+        delivery = client.submit(ask(client, sampling=endless))
+        await delivery.next()
+        client.abort([delivery.id, 12345], "stop")
+        end = (await read_all(delivery)).finished
+        assert end is not None and end.reason == "stop"
+        client.abort([delivery.id])  # ended already: nothing happens
+        await client.ping(10)
+
+
+async def test_drain_finishes_what_is_in_flight_and_refuses_the_new() -> None:
+    async with serving(FakeRunner(slots=1, step_seconds=0.001)) as client:
+        deliveries = [client.submit(ask(client)) for _ in range(3)]
+        closing = asyncio.create_task(client.close(drain_timeout=30))
+        await asyncio.sleep(0)
+        assert client.state == "draining"
+        with pytest.raises(Draining):
+            client.submit(ask(client))
+        answers = [await read_all(delivery) for delivery in deliveries]
+        assert [answer.tokens for answer in answers] == [recite(b"abc", 8)] * 3
+        await closing
+        assert client.state == "dead"
+
+
+async def test_close_without_drain_leaves_nobody_waiting() -> None:
+    async with serving(FakeRunner(step_seconds=0.001)) as client:
+        endless = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
+        reading = asyncio.create_task(read_all(client.submit(ask(client, sampling=endless))))
+        await asyncio.sleep(0)
+        await client.close()
+        end = (await reading).finished
+        assert end is not None and end.reason == "abort"
+        with pytest.raises(EngineDead):
+            client.submit(ask(client))
+
+
+async def test_an_engine_that_breaks_fails_everybody() -> None:
+    runner = FakeRunner(slots=1, failures=[RuntimeError("CUDA error: gone")])
+    async with serving(runner) as client:
+        deliveries = [client.submit(ask(client)) for _ in range(2)]
+        for delivery in deliveries:
+            with pytest.raises(EngineUnavailable, match="gone"):
+                await delivery.next()
+        await asyncio.wait_for(client.wait_dead(), 10)
+        assert client.state == "dead"
+
+
+# Against a script.
+
+
+async def test_updates_merge_until_they_are_read() -> None:
+    async with scripted(READY) as (client, transport):
+        delivery = client.submit(ask(client))
+        await transport.say(
+            StepEvents(requests=[0], tokens=[7]),
+            StepEvents(requests=[0], tokens=[8]),
+            StepEvents(scores=[Scores(0, 1, [TokenLogprobs(-1.0)])]),
+        )
+        update = await delivery.next()
+        assert (update.tokens, len(update.scores), update.finished) == ([7, 8], 1, None)
+        await transport.say(StepEvents(requests=[0], tokens=[9], finished=[finished(0)]))
+        assert [update.tokens async for update in delivery] == [[9]]
+        with pytest.raises(RuntimeError, match="has ended"):
+            await delivery.next()
+
+
+async def test_what_came_before_a_failure_is_read_first() -> None:
+    async with scripted(READY) as (client, transport):
+        delivery = client.submit(ask(client))
+        await transport.say(
+            StepEvents(requests=[0], tokens=[7]),
+            StepEvents(failed=[Failed(0, "step_failed", "boom")]),
+        )
+        assert (await delivery.next()).tokens == [7]
+        for _ in range(2):
+            with pytest.raises(StepFailed, match="boom"):
+                await delivery.next()
+
+
+async def test_an_update_for_a_cancelled_reader_harms_nobody() -> None:
+    async with scripted(READY) as (client, transport):
+        cancelled, other = client.submit(ask(client)), client.submit(ask(client))
+        reading = asyncio.create_task(cancelled.next())
+        await asyncio.sleep(0)
+        # Both in one turn of the loop: the waiter is cancelled before its task has noticed.
+        transport.said.put_nowait(StepEvents(requests=[0, 1], tokens=[7, 8]))
+        reading.cancel()
+        assert (await other.next()).tokens == [8]
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert (await cancelled.next()).tokens == [7]
+        assert client.state == "ready"
+
+
+async def test_a_raising_listener_does_not_cut_the_link() -> None:
+    async with scripted(READY) as (client, transport):
+        seen = []
+
+        def listener(events: StepEvents) -> None:
+            seen.append(events)
+            raise ValueError("a bug in the metrics")
+
+        client.on_step(listener)
+        delivery = client.submit(ask(client))
+        await transport.say(
+            StepEvents(requests=[0], tokens=[7]), StepEvents(finished=[finished(0, 8)])
+        )
+        assert (await read_all(delivery)).tokens == [7, 8]
+        assert len(seen) == 2
+
+
+async def test_events_of_unknown_requests_are_ignored() -> None:
+    async with scripted(READY) as (client, transport):
+        delivery = client.submit(ask(client))
+        await transport.say(
+            StepEvents(requests=[5], tokens=[1], finished=[finished(6)]),
+            Pong(99),
+            StepEvents(failed=[Failed(7, "no such code", "?")]),
+            StepEvents(finished=[finished(0, 3)]),
+        )
+        assert (await read_all(delivery)).tokens == [3]
+
+
+async def test_two_readers_of_one_delivery_are_a_mistake() -> None:
+    async with scripted(READY) as (client, _):
+        delivery = client.submit(ask(client))
+        reading = asyncio.create_task(delivery.next())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="another task"):
+            await delivery.next()
+        reading.cancel()
+
+
+async def test_ids_are_not_used_twice() -> None:
+    async with scripted(READY) as (client, _):
+        request = ask(client)
+        client.submit(request)
+        with pytest.raises(ValueError, match="in flight"):
+            client.submit(request)
+
+
+async def test_nothing_is_taken_before_the_model_is_loaded() -> None:
+    async with scripted() as (client, transport):
+        with pytest.raises(EngineLoading):
+            client.submit(ask(client))
+        with pytest.raises(EngineLoading):
+            await client.ready(timeout=0.01)
+        assert client.state == "loading" and client.info is None
+        await transport.say(READY)
+        assert (await client.ready()) == READY.info and client.state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("checkpoint_error", CheckpointError), ("engine_error", EngineError), ("?", EngineError)],
+)
+async def test_a_failed_load_says_why(code: str, error: type[EngineError]) -> None:
+    async with scripted(LoadFailed(code, "no weights"), None) as (client, _):  # type: ignore[arg-type]
+        with pytest.raises(error, match="no weights"):
+            await client.ready()
+        with pytest.raises(EngineDead, match="no weights"):
+            client.submit(ask(client))
+        assert client.state == "dead"
+
+
+async def test_death_fails_everything_at_once() -> None:
+    async with scripted(READY) as (client, transport):
+        deliveries = [client.submit(ask(client)) for _ in range(3)]
+        reading = asyncio.create_task(deliveries[0].next())
+        pinging = asyncio.create_task(client.ping(30))
+        await transport.say(StepEvents(requests=[1], tokens=[7]), None)
+        for waiting in (reading, pinging):
+            with pytest.raises(EngineDead, match="killed"):
+                await waiting
+        assert (await deliveries[1].next()).tokens == [7]
+        for delivery in deliveries[1:]:
+            with pytest.raises(EngineDead, match="killed"):
+                await delivery.next()
+        await asyncio.wait_for(client.wait_dead(), 1)
+        for call in (client.ready(), client.ping(1)):
+            with pytest.raises(EngineDead):
+                await call
+        client.abort([0])
+
+
+async def test_a_silent_engine_fails_the_ping() -> None:
+    async with scripted(READY) as (client, transport):
+        with pytest.raises(EngineUnavailable, match="has not answered"):
+            await client.ping(0.01)
+        ping = transport.sent[-1]
+        await transport.say(Pong(ping.nonce))  # type: ignore[union-attr]
+        assert client.state == "ready", "an answer that comes too late is no error"
+
+
+async def test_close_twice_and_without_start() -> None:
+    client = EngineClient(InlineTransport(Engine(FakeRunner())))
+    await client.close()
+    await client.close()
+    assert client.state == "dead"
