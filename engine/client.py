@@ -178,7 +178,11 @@ class EngineClient:
 
     async def start(self) -> None:
         """Starts the engine; it loads its model in the background. Raises EngineDead."""
-        await self._transport.start()
+        try:
+            await self._transport.start()
+        except EngineDead as error:
+            self._die(error)
+            raise
         self._reader = asyncio.create_task(self._read())
 
     async def ready(self, timeout: float | None = None) -> ModelInfo:

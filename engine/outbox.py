@@ -43,7 +43,8 @@ class Outbox:
         events.requests.append(request)
         events.tokens.append(token)
         events.logprobs.append(logprobs)
-        events.has_logprobs |= logprobs is not None
+        if logprobs is not None:
+            events.has_logprobs = True
 
     def scores(self, client: Hashable, scores: Scores) -> None:
         """The next run of scored prompt tokens."""

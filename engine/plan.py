@@ -2,13 +2,16 @@
 
 The runner carries a plan out in this order: `release`, `admit`, then `prefill` and `decode`, then
 `after`. Slots are rows of the state pool; shared prefixes live in rows of the same pool, so
-that forking a state is a copy of one row.
+that forking a state is a copy of one row. What a step has one of per running sequence is a
+msgspec.Struct, which is made several times faster than a frozen dataclass.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.messages import Request, TokenLogprobs
 
@@ -46,8 +49,7 @@ class PrefillChunk:
     sample: bool  # the chunk ends the prompt and a token is to be drawn after it
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence's next token."""
 
     key: int
@@ -73,8 +75,7 @@ class Plan:
         return not (self.prefill or self.decode)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """One drawn token, with its log-probabilities where its request asks for them."""
 
     key: int

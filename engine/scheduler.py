@@ -300,7 +300,7 @@ class Scheduler:
                 tokens=sequence.prompt_slice(start, stop),
                 targets=sequence.targets(start, stop),
                 score_top=sequence.request.score_top,
-                sample=stop == sequence.prompt_tokens and sequence.request.sampling.max_tokens > 0,
+                sample=stop == sequence.prompt_tokens and sequence.max_tokens > 0,
             )
         )
         if stop in sequence.marks:
@@ -324,7 +324,7 @@ class Scheduler:
             self._prefixes.keep(prefix, sequence.key)
             self._waiting.resume(prefix)
         if position == sequence.prompt_tokens:
-            if sequence.request.sampling.max_tokens == 0:
+            if sequence.max_tokens == 0:
                 self._finish(sequence, "length", now)
             else:
                 del self._prefilling[sequence.key]
@@ -337,10 +337,9 @@ class Scheduler:
             self._finish(sequence, "stop", now)
             return 0
         sequence.append(sampled.token, sampled.logprobs, now)
-        if sequence.request.stream:
-            self._outbox.token(
-                sequence.client, sequence.request.id, sampled.token, sampled.logprobs
-            )
+        request = sequence.request
+        if request.stream:
+            self._outbox.token(sequence.client, request.id, sampled.token, sampled.logprobs)
         if verdict is not None:
             self._finish(sequence, verdict, now)
         return 1

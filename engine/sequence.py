@@ -34,6 +34,8 @@ class Sequence:
         "last_token_at",
         "logprobs",
         "marks",
+        "max_tokens",
+        "min_tokens",
         "position",
         "prompt_tokens",
         "request",
@@ -51,6 +53,8 @@ class Sequence:
         self.request = request
         self.prompt_tokens = len(request.prompt) // ID_BYTES
         self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
+        self.max_tokens = request.sampling.max_tokens
+        self.min_tokens = request.sampling.min_tokens
         stop_ids = set(request.sampling.stop_token_ids)
         if eos_token_id is not None and not request.sampling.ignore_eos:
             stop_ids.add(eos_token_id)
@@ -120,10 +124,9 @@ class Sequence:
 
         "stop" leaves the token out of the answer, "length" includes it.
         """
-        params = self.request.sampling
-        if token in self.stop_ids and self.drawn >= params.min_tokens:
+        if token in self.stop_ids and self.drawn >= self.min_tokens:
             return "stop"
-        return "length" if self.drawn + 1 >= params.max_tokens else None
+        return "length" if self.drawn + 1 >= self.max_tokens else None
 
     def append(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Takes a drawn token into the answer."""

@@ -19,6 +19,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+import engine.transport as transport_module
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import (
@@ -215,9 +216,34 @@ async def test_malformed_messages_harm_nobody_and_a_second_client_is_served() ->
         assert await reading == recite(b"abc", 8)
 
 
+async def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    client = EngineClient(ProcessTransport(EngineConfig()))
+    with pytest.raises(EngineDead, match="cannot be started"):
+        await client.start()
+    assert client.state == "dead"
+    await client.close()
+
+
+async def test_a_worker_that_does_not_listen_is_ended_by_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport_module, "STOP_SECONDS", 0.1)
+    async with working() as (client, transport):
+        pid = transport.pid
+        assert pid is not None
+        reading = asyncio.create_task(answer(client, ask(client, ENDLESS)))
+        os.kill(pid, signal.SIGSTOP)  # now it hears neither Shutdown nor SIGTERM
+        await client.close()
+        with pytest.raises(EngineDead):
+            await reading
+    assert not is_alive(pid)
+
+
 def test_the_worker_does_not_outlive_its_parent() -> None:
     code = """
 import asyncio
+import engine.transport as transport_module
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.transport import ProcessTransport
