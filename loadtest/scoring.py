@@ -1,0 +1,53 @@
+"""Does `/v1/score` say what the trainer says? The last tenth of a text, scored both ways.
+
+python -m loadtest.scoring --data tinyshakespeare.txt --model shakespeare-mingru
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import httpx
+import torch
+
+from engine.checkpoint import load_model, resolve
+from engine.training.evaluation import carried_loss
+from loadtest.report import print_environment, save_json
+
+ALLOWED = 1e-3  # nats per scored token
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 1 where the two differ by more than ALLOWED."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--url", default="http://127.0.0.1:8000")
+    options.add_argument("--data", type=Path, required=True, help="the text that was trained on")
+    options.add_argument("--model", default="shakespeare-mingru", help="what the server serves")
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    text = args.data.read_text(encoding="utf-8")
+    text = text[int(len(text) * 0.9) :]
+
+    begin = time.perf_counter()
+    response = httpx.post(f"{args.url}/v1/score", json={"texts": [text]}, timeout=600)
+    response.raise_for_status()
+    seconds = time.perf_counter() - begin
+    result = response.json()["results"][0]
+    served = -result["total_logprob"] / result["num_scored_tokens"]
+
+    model, _ = load_model(resolve(args.model), torch.device("cpu"), "float32")
+    ids = torch.tensor(result["token_ids"], dtype=torch.int32)
+    trained = carried_loss(model, ids).per_token
+    print_environment()
+    print(
+        f"{result['num_scored_tokens']} tokens: {served:.6f} nats per token through /v1/score "
+        f"({seconds:.1f} s), {trained:.6f} by the trainer, state carried"
+    )
+    save_json(args.json, {"served": served, "trained": trained, "seconds": seconds})
+    return 0 if abs(served - trained) <= ALLOWED else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
