@@ -1,4 +1,4 @@
-"""create_app: the HTTP application around one engine. `serve` runs it (service.server)."""
+"""create_app: the HTTP application around one engine; `service.server` runs it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,3 @@ def create_app(
     app.add_middleware(HttpMetrics, metrics=runtime.metrics)
     app.add_middleware(RequestIds)
     return app
-
-
-def serve(settings: Settings) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code (see service.server.run)."""
-    from service.server import run
-
-    return run(settings)

@@ -82,7 +82,7 @@ def serve(
     given = {name: value for name, value in locals().items() if value is not None}
     from pydantic import ValidationError
 
-    from service.app import serve as run
+    from service.server import serve as run
     from service.settings import Settings
 
     try:

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from engine.client import EngineClient
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
+from service.app import create_app
 from service.runtime import Runtime
 from service.settings import Settings
 
@@ -64,11 +65,9 @@ class Server(uvicorn.Server):
         self.stop()
 
 
-def run(settings: Settings) -> int:
+def serve(settings: Settings) -> int:
     """Serves until a signal ends it. Returns the exit code: 2 when the socket, the checkpoint or
     the device cannot be used, 1 when the engine died, else 0. Raises ConfigError."""
-    from service.app import create_app
-
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )

@@ -23,7 +23,7 @@ PROGRAM = """
 import sys
 from engine.client import EngineClient
 from engine.transport import ProcessTransport
-from service.app import serve
+from service.server import serve
 from service.settings import Settings
 EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
 sys.exit(serve(Settings(port=PORT, max_slots=4)))
