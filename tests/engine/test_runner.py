@@ -173,34 +173,43 @@ def test_prefill_and_decode_share_a_step(runner: Runner) -> None:
     assert {1: answer, 2: [both.sampled[0].token]} == expected
 
 
+def test_every_position_draws_anew(runner: Runner) -> None:
+    """So hot that the logits hardly matter: what is left is the position's own number."""
+    request = request_of(1, random_prompt(5, 1), temperature=1e4)
+    assert len(set(generate(runner, [request], steps=30)[1])) > 10
+
+
 def test_a_forked_prefix_is_as_good_as_reading_it(runner: Runner) -> None:
     """Rows behind the slots hold what `after` copied; they survive the sequence and serve many."""
-    prefix = random_prompt(SCAN_CHUNK, 0)
-    prompts = [prefix + random_prompt(9, seed) for seed in (1, 2)]
-    expected = [
-        generate(runner, [request_of(0, prompt)], steps=1, cuts=[SCAN_CHUNK])[0]
-        for prompt in prompts
-    ]
-    request = request_of(5, prompts[0])
+    prefix, row = random_prompt(SCAN_CHUNK, 0), SLOTS + 3
+    requests = [request_of(key, [*prefix, key], logprobs=VOCAB) for key in (7, 8)]
+    prompts = [list(unpack_ids(request.prompt)) for request in requests]
+    slots = (2, 0)
+
+    def first_draws(start: int, source: int | None) -> list[TokenLogprobs]:
+        plan = Plan(release=[5, 6, 7, 8])
+        for request, prompt, slot in zip(requests, prompts, slots, strict=True):
+            plan.admit.append(Admission(request, request.id, slot, source, start))
+            plan.prefill.append(chunk_of(request.id, slot, prompt, start, len(prompt)))
+        draws = [sampled.logprobs for sampled in runner.run(plan).sampled]
+        return [logprobs for logprobs in draws if logprobs is not None]
+
+    read_whole = first_draws(0, None)
+    without_prefix = first_draws(SCAN_CHUNK, None)
     runner.run(
         Plan(
-            admit=[Admission(request, 5, 2, None, 0)],
+            release=[7, 8],
+            admit=[Admission(request_of(5, prompts[0]), 5, 2, None, 0)],
             prefill=[chunk_of(5, 2, prompts[0], 0, SCAN_CHUNK)],
-            after=[Copy(2, SLOTS + 3)],
+            after=[Copy(2, row)],
         )
     )
     generate(runner, [request_of(6, random_prompt(30, 6))], steps=2, slots=[2])
-    for _ in range(2):
-        admit = [
-            Admission(request_of(key, prompt), key, slot, SLOTS + 3, SCAN_CHUNK)
-            for key, slot, prompt in zip((7, 8), (2, 0), prompts, strict=True)
-        ]
-        chunks = [
-            chunk_of(one.key, one.slot, prompt, SCAN_CHUNK, len(prompt))
-            for one, prompt in zip(admit, prompts, strict=True)
-        ]
-        result = runner.run(Plan(release=[5, 7, 8], admit=admit, prefill=chunks))
-        assert [[sampled.token] for sampled in result.sampled] == expected
+    for forked in (first_draws(SCAN_CHUNK, row), first_draws(SCAN_CHUNK, row)):
+        for own, whole, other in zip(forked, read_whole, without_prefix, strict=True):
+            assert own.top_ids[0] == whole.top_ids[0]
+            assert own.top_logprobs == pytest.approx(whole.top_logprobs, abs=2e-5)
+            assert own.top_logprobs != pytest.approx(other.top_logprobs, abs=2e-3)
 
 
 def direct_logprobs(folder: Path, prompt: list[int]) -> torch.Tensor:
