@@ -235,6 +235,7 @@ class TestResolve:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(checkpoint, "BUNDLED", folder.parent)
+        monkeypatch.chdir(folder)  # what lies around elsewhere must not decide
         for name in ("modle", "./no/such/folder", "/no/such", "a/b/c", "../x"):
             with pytest.raises(CheckpointError, match=r"bundled model \(these are: model\)"):
                 resolve(name)
