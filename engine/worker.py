@@ -188,8 +188,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True, help="ends when this process does")
     parser.add_argument("--engine", default="engine.engine:Engine.load", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    # Ctrl-C reaches the whole process group; the parent decides how to shut down.
+    # Ctrl-C and a supervisor's SIGTERM reach the whole process group; the parent decides how to
+    # shut down, and what it has in flight must find this process alive.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.json.decode(options.config, type=EngineConfig)
     mailbox = ZmqMailbox(options.address, options.parent)
