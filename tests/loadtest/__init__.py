@@ -1,0 +1,1 @@
+"""The measuring scripts: what they compute and report, never how fast."""
