@@ -6,13 +6,11 @@ saved output: with bfloat16 or float16 that is the rounded h, which saves a pass
 costs one rounding.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.gates import accumulation_dtype, minlstm_coefficients, train_reference
+from engine.ops.gates import minlstm_coefficients, train_reference
+from engine.ops.scan_train import register_scan
 
 
 def minlstm_scan_train(
@@ -58,51 +56,4 @@ def reference(
     return train_reference(a, b, cu_seqlens, h0)
 
 
-def _fake(
-    pre: Tensor,
-    cu_seqlens: Tensor,
-    h0: Tensor | None = None,
-    linear_candidate: bool = False,
-    normalize_gates: bool = True,
-) -> tuple[Tensor, Tensor]:
-    channels = pre.shape[1] // 3
-    last_shape = (cu_seqlens.shape[0] - 1, channels)
-    h_last = pre.new_empty(last_shape, dtype=accumulation_dtype(pre.dtype))
-    return pre.new_empty((pre.shape[0], channels)), h_last
-
-
-torch.library.register_fake("minserve::minlstm_scan_train", _fake)
-
-
-def _fake_backward(
-    grad_h: Tensor,
-    grad_h_last: Tensor | None,
-    pre: Tensor,
-    h: Tensor,
-    cu_seqlens: Tensor,
-    h0: Tensor | None,
-    linear_candidate: bool,
-    normalize_gates: bool,
-) -> tuple[Tensor, Tensor]:
-    last_shape = (cu_seqlens.shape[0] - 1, h.shape[1])
-    grad_h0 = pre.new_empty(last_shape, dtype=accumulation_dtype(pre.dtype))
-    return pre.new_empty(pre.shape), grad_h0
-
-
-torch.library.register_fake("minserve::minlstm_scan_train_backward", _fake_backward)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    pre, cu_seqlens, h0, *ctx.flags = inputs
-    ctx.save_for_backward(pre, output[0], cu_seqlens, h0)
-
-
-def _backward(ctx: Any, grad_h: Tensor, grad_h_last: Tensor) -> tuple[Tensor | None, ...]:
-    pre, h, cu_seqlens, h0 = ctx.saved_tensors
-    grad_pre, grad_h0 = torch.ops.minserve.minlstm_scan_train_backward(
-        grad_h, grad_h_last, pre, h, cu_seqlens, h0, *ctx.flags
-    )
-    return grad_pre, None, None if h0 is None else grad_h0, *(None for _ in ctx.flags)
-
-
-torch.library.register_autograd("minserve::minlstm_scan_train", _backward, setup_context=_setup)
+register_scan("minlstm_scan_train", gates=3)
