@@ -1,124 +1,132 @@
-"""The operators against the memory limit: GB/s of the ideal traffic, error against float64, peers.
+"""The operators against the memory limit, all through `engine.ops`.
 
-The ideal traffic counts each input once and each output once. The limits, a large copy and
-`torch.add`, are measured in the same run.
+    python -m loadtest.kernels                                     # a GPU where there is one
+    python -m loadtest.kernels --device cpu --quick
+    python -m loadtest.kernels --cases fused steps --dtype bfloat16 --shapes 1x65536x768 16x768
+    python -m loadtest.kernels --json kernels.json --png kernels.png
 
-    python -m loadtest.kernels --device cuda --dtype float32 bfloat16
+Each row counts an operator's ideal bytes: every input once, every output once. The limits are
+measured in the same run: a large copy (the copy ceiling) and element-wise kernels of the same
+bytes (`torch.add`: two reads and a write, `torch.addcmul`: three reads and a write). Inputs are
+random and rotate past the caches; outputs are overwritten with NaN before a check that all of them
+are finite after it; times are medians, on a GPU of CUDA graphs of many calls. A row that cannot run
+says why and ends nothing else.
+
+The error is against a float64 recurrence from the same inputs, over all tokens of 16 channels: the
+relative 2-norm, of everything or of the last 1,024 tokens, whichever is larger.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine.ops import linear_scan, mingru_scan, minlstm_scan
-from loadtest.peers import scans
-from loadtest.report import print_environment, print_table, save_json
-from loadtest.timing import copy_bandwidth, seconds_per_call
+from engine import device as machine
+from loadtest.operators.fused import measure_fused
+from loadtest.operators.fused_cpu import measure_fused_cpu
+from loadtest.operators.limits import Limits
+from loadtest.operators.linear import measure_backward, measure_linear
+from loadtest.operators.rows import Row, print_rows
+from loadtest.operators.shapes import select
+from loadtest.operators.steps import measure_steps
+from loadtest.operators.versus import measure_peers
+from loadtest.report import environment, print_environment, roofline_png, save_json
+from loadtest.timing import keep_freed_memory, last_level_cache, release_memory
 
-CUDA_SHAPES = [(8, 4096, 2048), (1, 65536, 768), (64, 1024, 1024), (1, 8192, 2048)]
-CPU_SHAPES = [(8, 512, 512), (1, 8192, 768)]
-
-
-def _error(found: Tensor, a: Tensor, b: Tensor) -> float:
-    """Relative error in the 2-norm against the float64 recurrence, on the first 64 channels."""
-    a64, b64 = a[..., :64].double(), b[..., :64].double()
-    h = torch.zeros_like(b64[:, 0])
-    rows = []
-    for step in range(a64.shape[1]):
-        h = a64[:, step] * h + b64[:, step]
-        rows.append(h)
-    exact = torch.stack(rows, dim=1)
-    return float((found[..., :64].double() - exact).norm() / exact.norm())
-
-
-def measure_linear(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Seconds, bytes and error of `linear_scan` and of every peer at one shape."""
-    traffic = 3 * shape[0] * shape[1] * shape[2] * dtype.itemsize
-    sets = 1 + (200 * 2**20 // traffic if device.type == "cuda" else 0)
-    inputs = [
-        (
-            torch.rand(shape, device=device, dtype=dtype) * 0.98 + 0.01,
-            torch.rand(shape, device=device, dtype=dtype) + 0.01,
-        )
-        for _ in range(min(sets, 6))
-    ]
-    found: dict[str, Any] = {"bytes": traffic, "scans": {}}
-    candidates: dict[str, scans.Scan] = {"minserve": linear_scan, **scans.available(device)}
-    for name, scan in candidates.items():
-        calls: list[Callable[[], object]] = [partial(scan, *pair) for pair in inputs]
-        try:
-            seconds = seconds_per_call(calls, device)
-            check = shape[0] * shape[1] <= 65536 and name != "torch.add"
-            error = _error(scan(*inputs[0]), *inputs[0]) if check else None
-        except RuntimeError as failure:  # a peer that cannot run here is reported, not fatal
-            found["scans"][name] = {"failed": str(failure).splitlines()[0][:80]}
-            continue
-        found["scans"][name] = {"seconds": seconds, "error": error}
-    return found
+TITLES = {
+    "fused": "serving scans, gates fused (prefill)",
+    "linear": "linear_scan forward (element-wise: torch.add)",
+    "backward": "backward passes",
+    "steps": "decode steps beside a copy of the same bytes",
+    "peers": "linear recurrences by others at the same shapes",
+}
 
 
-def measure_fused(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Seconds and bytes of the serving scans, which fuse the gates with the recurrence."""
-    sequences, time, channels = shape
-    tokens = sequences * time
-    cu_seqlens = torch.arange(0, tokens + 1, time, dtype=torch.int32, device=device)
-    slots = torch.arange(sequences, dtype=torch.int32, device=device)
-    state = torch.zeros(sequences, channels, device=device)
-    found: dict[str, Any] = {}
-    for name, scan, gates in (("mingru_scan", mingru_scan, 2), ("minlstm_scan", minlstm_scan, 3)):
-        traffic = (gates + 1) * tokens * channels * dtype.itemsize
-        sets = 1 + (200 * 2**20 // traffic if device.type == "cuda" else 0)
-        inputs = [
-            torch.randn(tokens, gates * channels, device=device, dtype=dtype)
-            for _ in range(min(sets, 6))
-        ]
-        calls = [partial(scan, pre, cu_seqlens, state, slots) for pre in inputs]
-        found[name] = {"bytes": traffic, "seconds": seconds_per_call(calls, device)}
-    return found
+def _options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m loadtest.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--cases", nargs="+", choices=list(TITLES), default=list(TITLES))
+    options.add_argument("--shapes", nargs="+", help="8x4096x2048, varlen128x8192x2048; 16x768")
+    options.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float32", "bfloat16", "float16"],
+        help="by default float32 and bfloat16, for steps bfloat16 alone",
+    )
+    options.add_argument("--quick", action="store_true", help="smaller shapes on the CPU")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
+    options.add_argument("--png", type=Path, help="draw the roofline picture to this file")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    options.add_argument("--json", type=Path)
+    options = _options()
     args = options.parse_args(argv)
     device = torch.device(args.device)
-    ceiling = copy_bandwidth(device, 2**30 if device.type == "cuda" else 2**28)
+    try:
+        shapes = select(args.shapes, device, args.quick)
+    except ValueError as error:
+        options.error(str(error))
+    dtypes = [getattr(torch, name) for name in args.dtype or ["float32", "bfloat16"]]
+    step_dtypes = [getattr(torch, name) for name in args.dtype or ["bfloat16"]]
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    gc.freeze()  # what is imported lives for the whole run; each case ends with a collection
+    start = time.perf_counter()
     print_environment()
-    print(f"copy ceiling {ceiling / 1e9:.0f} GB/s")
-    data: dict[str, Any] = {"copy_bytes_per_second": ceiling, "shapes": []}
-    rows = []
-    for dtype_name in args.dtype:
-        dtype = getattr(torch, dtype_name)
-        for shape in CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES:
-            linear = measure_linear(shape, dtype, device)
-            fused = measure_fused(shape, dtype, device)
-            data["shapes"].append({"shape": shape, "dtype": dtype_name, **linear, **fused})
-            label = f"{'x'.join(map(str, shape))} {dtype_name}"
-            for name, figures in linear["scans"].items():
-                if "failed" in figures:
-                    rows.append([label, name, figures["failed"], "", ""])
-                    continue
-                rate = linear["bytes"] / figures["seconds"]
-                error = "" if figures["error"] is None else f"{figures['error']:.1e}"
-                rows.append([label, name, f"{rate / 1e9:.0f}", f"{rate / ceiling:.0%}", error])
-            for name, figures in fused.items():
-                rate = figures["bytes"] / figures["seconds"]
-                rows.append([label, name, f"{rate / 1e9:.0f}", f"{rate / ceiling:.0%}", ""])
-    print_table("scans", ["shape", "scan", "GB/s", "of copy", "error"], rows)
-    save_json(args.json, data)
+    small = args.quick or args.shapes is not None
+    if device.type == "cuda":
+        limits = Limits(device, copy_bytes=2**30)
+    else:
+        kept = keep_freed_memory()
+        limits = Limits(device, copy_bytes=2**26 if small else 2**28)
+        print(
+            f"last-level cache {last_level_cache() / 2**20:.0f} MiB, {torch.get_num_threads()} "
+            "threads; freed memory " + ("stays with the process" if kept else "goes back")
+        )
+    release_memory(device)
+    print(f"copy ceiling {limits.ceiling / 1e9:,.1f} GB/s, read and written bytes")
+    measures: dict[str, Callable[[], list[Row]]] = {
+        "fused": lambda: (measure_fused if device.type == "cuda" else measure_fused_cpu)(
+            shapes.scans, dtypes, limits
+        ),
+        "linear": lambda: measure_linear(shapes.scans, shapes.time_scans, dtypes, limits),
+        "backward": lambda: measure_backward(shapes.scans, dtypes, limits),
+        "steps": lambda: measure_steps(shapes.steps, step_dtypes, limits),
+        "peers": lambda: measure_peers(shapes.scans, dtypes, limits),
+    }
+    data: dict[str, Any] = {
+        "environment": environment(),
+        "device": machine.describe(device),
+        "copy_bytes_per_second": limits.ceiling,
+        "rows": [],
+    }
+    for case in args.cases:
+        rows = measures[case]()
+        if rows:
+            print_rows(TITLES[case], rows)
+        data["rows"] += [row.as_json() for row in rows]
+        save_json(args.json, data)  # after every case: what follows may take the process down
+    passed, short = (
+        sum(row["verdict"] == verdict for row in data["rows"]) for verdict in ("pass", "short")
+    )
+    failed = sum(row["timing"] is None for row in data["rows"])
+    print(
+        f"{passed} rows pass their bar, {short} fall short, {failed} without a figure; "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+    if args.png is not None:
+        roofline_png(args.png, data)
     return 0
 
 

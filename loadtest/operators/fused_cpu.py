@@ -1,0 +1,104 @@
+"""The serving scans on the CPU: against a copy, the arithmetic alone, and plain PyTorch.
+
+The bar is 80 % of what a threaded copy moves, or of the rate at which the operator works on data
+that stays in the caches (the arithmetic limit) where that is lower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loadtest.operators.fused import CELLS, Cell, fused_calls, fused_error
+from loadtest.operators.limits import Limits
+from loadtest.operators.rows import Bar, Row, dtype_name, reported
+from loadtest.operators.shapes import ScanShape
+from loadtest.peers.scans import fused_log_space, fused_loop
+from loadtest.timing import graph_seconds_per_call, last_level_cache, rotation, seconds_per_call
+
+# Traffic per thread of the two cases behind the arithmetic limit: both fit in a core's L2 cache.
+IN_CACHE = (64 * 2**10, 256 * 2**10)
+CACHE_CHANNELS = 256
+
+
+def measure_fused_cpu(
+    shapes: tuple[ScanShape, ...], dtypes: list[torch.dtype], limits: Limits
+) -> list[Row]:
+    """One row per shape, type and cell."""
+    rows = []
+    for dtype in dtypes:
+        in_cache = {cell.name: arithmetic_rate(cell, dtype) for cell in CELLS}
+        for shape in shapes:
+            for cell in CELLS:
+                traffic = cell.traffic(shape, dtype)
+                row = Row("fused", cell.name, shape.label, dtype_name(dtype), traffic)
+                row.arithmetic = in_cache[cell.name]
+                rows.append(row)
+                with reported(row, limits.device):
+                    _fill(row, cell, shape, dtype, limits)
+    return rows
+
+
+def _fill(row: Row, cell: Cell, shape: ScanShape, dtype: torch.dtype, limits: Limits) -> None:
+    device = limits.device
+    row.ceiling = limits.ceiling
+    row.elementwise = limits.elementwise(cell.gates, shape.elements, dtype)
+    if row.bytes >= 3 * last_level_cache():
+        row.bar = Bar("copy or arithmetic", 0.80)
+    else:
+        row.note = "no bar: not out of cache"
+    calls = fused_calls(cell, shape, dtype, device, rotation(row.bytes, device))
+    row.error = fused_error(cell, calls[0], shape)
+    row.timing = graph_seconds_per_call(calls, device)
+    if shape.packed:
+        return
+    pre = calls[0].args[0].view(*shape.uniform[:2], -1)
+    peers: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "log-space": fused_log_space,
+        "loop": fused_loop,
+    }
+    for name, peer in peers.items():
+        seconds = _seconds_within(partial(peer, pre, cell.gates), budget=2.0)
+        row.times[name] = seconds / row.timing.seconds
+
+
+def _seconds_within(call: Callable[[], object], budget: float) -> float:
+    """Median seconds of as many calls as the budget allows, after one, or of that one."""
+    start = time.perf_counter()
+    call()
+    first = time.perf_counter() - start
+    if first > budget / 2:
+        return first
+    repeat = max(1, min(20, int(budget / first)))
+    return seconds_per_call([call], torch.device("cpu"), repeat=repeat, warm=0)
+
+
+def arithmetic_rate(cell: Cell, dtype: torch.dtype) -> float | None:
+    """Ideal bytes per second on data that stays in each core's L2 cache: what one of two sizes
+    takes longer than the other, so that the fixed cost of a call is not counted. Of many runs the
+    fastest, since a limit must not be lowered by noise. None where the difference is lost in it."""
+    threads = torch.get_num_threads()
+    found = []
+    for per_thread in IN_CACHE:
+        per_step = (cell.gates + 1) * CACHE_CHANNELS * dtype.itemsize
+        lengths = (max(1, per_thread // per_step),) * threads
+        shape = ScanShape("", lengths, CACHE_CHANNELS, packed=False)
+        (call,) = fused_calls(cell, shape, dtype, torch.device("cpu"), sets=1)
+        found.append((cell.traffic(shape, dtype), _fastest(call)))
+    (less, short), (more, long) = found
+    return (more - less) / (long - short) if long > short else None
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Seconds of one call, in the fastest of 50 runs of 20 calls."""
+    samples = []
+    for _ in range(50):
+        start = time.perf_counter()
+        for _ in range(20):
+            call()
+        samples.append((time.perf_counter() - start) / 20)
+    return min(samples)

@@ -1,0 +1,117 @@
+"""The shapes that are measured, and how they are written on the command line.
+
+`8x4096x2048` is sequences x tokens x channels; `varlen128x8192x2048` is 128 packed sequences with
+lengths drawn from 1 to 8,192 by a fixed seed; `16x768` is the batch x width of a step.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+CUDA_SHAPES = [
+    "8x4096x2048",
+    "1x65536x768",
+    "64x1024x1024",
+    "1x8192x2048",
+    "1x1048576x768",
+    "varlen128x8192x2048",
+]
+# 10 GB of traffic in float32, measured with time contiguous only. The other shape at which time-
+# contiguous scans are published, 768 rows of 65,536, is 1x65536x768.
+CUDA_TIME_SHAPES = ["1x65536x13200"]
+CPU_SHAPES = ["64x1024x1024", "1x65536x768", "varlen32x4096x1024"]
+CPU_QUICK_SHAPES = ["16x1024x1024", "1x32768x768"]
+STEP_BATCHES = [1, 16, 64, 256, 1024, 4096]
+STEP_WIDTHS = [768, 2048, 8192]
+CPU_STEP_BATCHES = [1, 64, 1024]
+CPU_STEP_WIDTHS = [768, 2048]
+
+
+@dataclass(frozen=True)
+class ScanShape:
+    """Sequences of given lengths, packed one after the other, and the channels of each token."""
+
+    label: str
+    lengths: tuple[int, ...]
+    channels: int
+    packed: bool  # lengths differ: no [batch, time, channels] tensor holds them
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def elements(self) -> int:
+        """Numbers in one [tokens, channels] tensor."""
+        return self.tokens * self.channels
+
+    @property
+    def uniform(self) -> tuple[int, int, int]:
+        """(batch, time, channels) of a shape that is not packed."""
+        return len(self.lengths), self.lengths[0], self.channels
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        edges = list(accumulate(self.lengths, initial=0))
+        return torch.tensor(edges, dtype=torch.int32, device=device)
+
+
+def parse_scan(label: str) -> ScanShape | None:
+    """The scan shape that `label` names; None if it names a step."""
+    match = re.fullmatch(r"(varlen)?(\d+)x(\d+)x(\d+)", label)
+    if match is None:
+        return None
+    sequences, time, channels = (int(part) for part in match.groups()[1:])
+    if match[1] is None:
+        return ScanShape(label, (time,) * sequences, channels, packed=False)
+    draw = random.Random(0)
+    lengths = tuple(draw.randint(1, time) for _ in range(sequences))
+    return ScanShape(label, lengths, channels, packed=True)
+
+
+def parse_step(label: str) -> tuple[int, int] | None:
+    """(batch, width) that `label` names; None if it names a scan."""
+    match = re.fullmatch(r"(\d+)x(\d+)", label)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to measure: scans in both layouts, scans only with time contiguous, and steps."""
+
+    scans: tuple[ScanShape, ...]
+    time_scans: tuple[ScanShape, ...]
+    steps: tuple[tuple[int, int], ...]
+
+
+def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
+    """The shapes named, or the default ones. Raises ValueError for a label of neither form."""
+    if labels is None:
+        if device.type == "cuda":
+            scan_labels, time_labels = CUDA_SHAPES, CUDA_TIME_SHAPES
+            batches, widths = STEP_BATCHES, STEP_WIDTHS
+        else:
+            scan_labels, time_labels = CPU_QUICK_SHAPES if quick else CPU_SHAPES, []
+            batches, widths = CPU_STEP_BATCHES, CPU_STEP_WIDTHS
+        step_labels = [f"{batch}x{width}" for width in widths for batch in batches]
+        labels = [*scan_labels, *step_labels]
+    else:
+        time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
+        labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
+    scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
+    for label, scan, step in scans:
+        if scan is None and step is None:
+            raise ValueError(
+                f"shape {label!r} is neither 8x4096x2048 nor varlen128x8192x2048"
+                " (scans) nor 16x768 (steps)"
+            )
+    return Selection(
+        tuple(scan for _, scan, _ in scans if scan is not None),
+        tuple(scan for scan in map(parse_scan, time_labels) if scan is not None),
+        tuple(step for _, _, step in scans if step is not None),
+    )
