@@ -33,7 +33,7 @@ from loadtest.operators.fused_cpu import measure_fused_cpu
 from loadtest.operators.limits import Limits
 from loadtest.operators.linear import measure_backward, measure_linear
 from loadtest.operators.rows import Row, print_rows
-from loadtest.operators.shapes import select
+from loadtest.operators.shapes import Selection, select
 from loadtest.operators.steps import measure_steps
 from loadtest.operators.versus import measure_peers
 from loadtest.report import environment, print_environment, roofline_png, save_json
@@ -77,9 +77,14 @@ def main(argv: list[str] | None = None) -> int:
         shapes = select(args.shapes, device, args.quick)
     except ValueError as error:
         options.error(str(error))
+    with torch.no_grad():
+        return _measure(args, device, shapes)
+
+
+def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) -> int:
+    """Measures and prints what the options name."""
     dtypes = [getattr(torch, name) for name in args.dtype or ["float32", "bfloat16"]]
     step_dtypes = [getattr(torch, name) for name in args.dtype or ["bfloat16"]]
-    torch.set_grad_enabled(False)
     torch.manual_seed(0)
     gc.freeze()  # what is imported lives for the whole run; each case ends with a collection
     start = time.perf_counter()

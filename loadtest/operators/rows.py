@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -96,7 +96,8 @@ def reported(row: Row, device: torch.device) -> Iterator[None]:
     except Exception as failure:  # a peer may raise anything, and costs only its own row
         first_line = (str(failure).strip() or "no message").splitlines()[0]
         row.note = f"{type(failure).__name__}: {first_line}"[:100]
-    release_memory(device)
+    with suppress(RuntimeError):  # a fault of the GPU itself comes back at every later call
+        release_memory(device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
