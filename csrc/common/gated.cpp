@@ -14,7 +14,9 @@ std::int64_t check_pre(const Check& check, const Gated& cell, const Tensor& pre)
 ScanArgs gate_args(const Gated& cell, const Layout& layout, const Tensor& pre) {
   ScanArgs args;
   args.layout = layout;
-  args.pre = pre.const_data_ptr();
+  for (std::int64_t gate = 0; gate < cell.gates; ++gate) {
+    args.inputs[gate] = input_stream(pre, gate * layout.channels);
+  }
   args.linear_candidate = cell.linear_candidate;
   args.normalize_gates = cell.normalize_gates;
   return args;
@@ -47,7 +49,7 @@ Tensor gated_scan(const char* op, const Gated& cell, const Tensor& pre_given,
       gate_args(cell, packed_layout(check, cu, &slots, state.size(0), pre.size(0), channels), pre);
   use_state(args, state);
   Tensor out = torch::stable::new_empty(pre, {pre.size(0), channels});
-  args.out = out.mutable_data_ptr();
+  args.outputs[0] = output_stream(out);
   run_scan(args, cell.recurrence, dtype, false, pre);
   return out;
 }
@@ -64,7 +66,7 @@ Tensor gated_step(const char* op, const Gated& cell, const Tensor& pre_given, co
       gate_args(cell, step_layout(check, slots, state.size(0), pre.size(0), channels), pre);
   use_state(args, state);
   Tensor out = torch::stable::new_empty(pre, {pre.size(0), channels});
-  args.out = out.mutable_data_ptr();
+  args.outputs[0] = output_stream(out);
   run_scan(args, cell.recurrence, dtype, false, pre);
   return out;
 }
@@ -84,7 +86,7 @@ std::tuple<Tensor, Tensor> gated_train(const char* op, const Gated& cell, const 
   args.initial = h0 ? h0->const_data_ptr() : nullptr;
   args.last = last.mutable_data_ptr();
   args.initial_stride = args.last_stride = channels;
-  args.out = out.mutable_data_ptr();
+  args.outputs[0] = output_stream(out);
   run_scan(args, cell.recurrence, dtype, false, pre);
   return {out, last};
 }
@@ -112,13 +114,15 @@ std::tuple<Tensor, Tensor> gated_train_backward(const char* op, const Gated& cel
       rows_per_sequence(check, grad_last_given, "grad_h_last", type, sequences, channels);
   Tensor grad_pre = torch::stable::new_empty(pre, pre.sizes());
   Tensor grad_h0 = torch::stable::new_empty(pre, {sequences, channels}, type);
-  args.h = h.const_data_ptr();
-  args.grad_h = grad.const_data_ptr();
+  args.inputs[cell.gates] = input_stream(grad);
+  args.inputs[cell.gates + 1] = input_stream(h);
   args.h0 = h0 ? h0->const_data_ptr() : nullptr;
   args.initial = grad_last ? grad_last->const_data_ptr() : nullptr;
   args.last = grad_h0.mutable_data_ptr();
   args.initial_stride = args.last_stride = channels;
-  args.out = grad_pre.mutable_data_ptr();
+  for (std::int64_t gate = 0; gate < cell.gates; ++gate) {
+    args.outputs[gate] = output_stream(grad_pre, gate * channels);
+  }
   run_scan(args, cell.recurrence, dtype, true, pre);
   return {grad_pre, grad_h0};
 }

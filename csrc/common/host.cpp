@@ -92,7 +92,7 @@ ScanFn scan_kernel(Recurrence recurrence, Dtype dtype, bool backward) {
 // Elements under which another thread costs more than it brings.
 constexpr std::int64_t kGrainElements = 8192;
 
-void run_scan_cpu(const ScanArgs& args, ScanFn kernel, bool split) {
+void run_phases(const ScanArgs& args, ScanFn kernel, bool split) {
   const Layout& lay = args.layout;
   const std::int64_t blocks = (lay.channels + kChannelBlock - 1) / kChannelBlock;
   const auto phase = [&](Phase which, std::int64_t count) {
@@ -192,6 +192,30 @@ void Check::tensor(const Tensor& t, const char* name, ScalarType type,
   same_device(t, name);
 }
 
+namespace {
+std::int64_t bytes_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double:
+      return 8;
+    case ScalarType::Float:
+      return 4;
+    default:
+      return 2;
+  }
+}
+}  // namespace
+
+Stream input_stream(const Tensor& matrix, std::int64_t first) {
+  // Only ever read: Stream has one pointer type for both directions.
+  char* data = static_cast<char*>(const_cast<void*>(matrix.const_data_ptr()));
+  return {data + first * bytes_of(matrix), matrix.size(matrix.dim() - 1)};
+}
+
+Stream output_stream(const Tensor& matrix, std::int64_t first) {
+  char* data = static_cast<char*>(matrix.mutable_data_ptr());
+  return {data + first * bytes_of(matrix), matrix.size(matrix.dim() - 1)};
+}
+
 ScalarType accumulation_type(Dtype dtype) {
   return dtype == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
 }
@@ -251,39 +275,43 @@ void check_state(const Check& check, const Tensor& state, std::int64_t channels)
       state.stride(0), ", ", state.stride(1), "]");
 }
 
+namespace {
+
+void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
+                  const Tensor& like) {
+  const Layout& lay = args.layout;
+  const std::int64_t threads = torch::stable::get_num_threads();
+  const std::int64_t items = (lay.channels + kChannelBlock - 1) / kChannelBlock * lay.sequences;
+  const bool split = 2 * items <= threads && lay.tokens >= 8 * kScanChunk;
+  Tensor workspace;
+  if (split) {
+    workspace = torch::stable::new_empty(like, {2, lay.chunk_bound(), lay.channels},
+                                         accumulation_type(dtype));
+    args.workspace = workspace.mutable_data_ptr();
+  }
+  run_phases(args, scan_kernel(recurrence, dtype, backward), split);
+}
+
+}  // namespace
+
 void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
               const Tensor& like) {
   const Layout& lay = args.layout;
   if (lay.channels == 0 || lay.sequences + lay.tokens == 0) return;
-  const bool uniform_step = !lay.cu_seqlens && lay.time <= kScanChunk;
-  bool split = false;
-  if (like.is_cpu()) {
-    const std::int64_t threads = torch::stable::get_num_threads();
-    const std::int64_t items = (lay.channels + kChannelBlock - 1) / kChannelBlock * lay.sequences;
-    split = 2 * items <= threads && lay.tokens >= 8 * kScanChunk;
-  } else {
-    // With fewer (sequence, channel) pairs than this a GPU is not filled by threads serial in time.
-    split = !uniform_step && lay.sequences * lay.channels < 65536 && lay.tokens > kScanChunk;
-  }
-  Tensor workspace;
-  if (split) {
-    const std::int64_t rows = lay.chunk_bound();
-    workspace = torch::stable::new_empty(like, {2, rows, lay.channels}, accumulation_type(dtype));
-    args.chunk_a = workspace.mutable_data_ptr();
-    args.chunk_b =
-        static_cast<char*>(args.chunk_a) + rows * lay.channels * (dtype == Dtype::f64 ? 8 : 4);
-  }
-  if (like.is_cpu()) return run_scan_cpu(args, scan_kernel(recurrence, dtype, backward), split);
+  if (like.is_cpu()) return run_scan_cpu(args, recurrence, dtype, backward, like);
 #ifdef MINSERVE_CUDA
   const int device = like.get_device_index();
   void* stream = current_stream(device);
+  const Tensor workspace =
+      torch::stable::new_empty(like, {cuda::scan_workspace_bytes(lay, dtype)}, ScalarType::Byte);
+  args.workspace = workspace.mutable_data_ptr();
   switch (recurrence) {
     case Recurrence::linear:
-      return cuda::linear_scan(args, dtype, backward, split, device, stream);
+      return cuda::linear_scan(args, dtype, backward, device, stream);
     case Recurrence::mingru:
-      return cuda::mingru(args, dtype, backward, split, device, stream);
+      return cuda::mingru(args, dtype, backward, device, stream);
     case Recurrence::minlstm:
-      return cuda::minlstm(args, dtype, backward, split, device, stream);
+      return cuda::minlstm(args, dtype, backward, device, stream);
   }
 #else
   no_cuda();

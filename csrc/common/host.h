@@ -51,6 +51,10 @@ class Check {
 // The accumulation type: float64 for float64, else float32.
 ScalarType accumulation_type(Dtype dtype);
 
+// The columns of a contiguous tensor from one on, rows being its last dimension.
+Stream input_stream(const Tensor& matrix, std::int64_t first = 0);
+Stream output_stream(const Tensor& matrix, std::int64_t first = 0);
+
 // cu_seqlens and slots, checked; on the CPU their values as well. The tensors are made contiguous
 // and kept alive by the caller.
 Layout packed_layout(const Check& check, const Tensor& cu_seqlens, const Tensor* slots,

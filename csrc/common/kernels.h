@@ -19,13 +19,13 @@ MS_DECLARE_KERNELS(avx512)
 #undef MS_DECLARE_KERNELS
 
 #ifdef MINSERVE_CUDA
-// Enqueue on the stream. split: cut time into chunks that run side by side (needs the workspace).
+// All enqueue on the stream.
 namespace cuda {
-void linear_scan(const ScanArgs& args, Dtype dtype, bool backward, bool split, int device,
-                 void* stream);
-void mingru(const ScanArgs& args, Dtype dtype, bool backward, bool split, int device, void* stream);
-void minlstm(const ScanArgs& args, Dtype dtype, bool backward, bool split, int device,
-             void* stream);
+// What a scan needs as ScanArgs::workspace.
+std::int64_t scan_workspace_bytes(const Layout& layout, Dtype dtype);
+void linear_scan(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
+void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
+void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void conv(const ConvArgs& args, Dtype dtype, int device, void* stream);
 }  // namespace cuda
 #endif

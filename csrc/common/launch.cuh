@@ -48,5 +48,20 @@ inline dim3 grid_of(long long rows, long long channels) {
   return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(blocks));
 }
 
+// Blocks of a kernel that the current device runs at once. Also asks for the kernel's shared
+// memory.
+inline long long resident_blocks(const void* kernel, int threads, int shared_bytes) {
+  int device = 0, processors = 0, each = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        "shared memory of a scan");
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        "number of multiprocessors");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads,
+                                                      static_cast<std::size_t>(shared_bytes)),
+        "occupancy of a scan");
+  return static_cast<long long>(each < 1 ? 1 : each) * processors;
+}
+
 }  // namespace cuda
 }  // namespace minserve

@@ -21,11 +21,11 @@ struct f16 {
 
 enum class Dtype { f32, f64, bf16, f16 };
 
-// Time is cut here, counted from the sequence's start in scan order. A chunk's outputs are computed
-// serially from its carry-in, and the carry handed on is A * h + B with the chunk's aggregate (A,
-// B). Every regime does exactly this, so results do not depend on batch, threads or chunk-multiple
-// splits.
-constexpr std::int64_t kScanChunk = 64;
+// Time is cut here, counted from the sequence's start in scan order. The carry handed on by a chunk
+// is A * h + B with the chunk's aggregate (A, B); inside a chunk every value is formed in one fixed
+// way from the carry-in. Every regime does exactly this, so results do not depend on batch, threads
+// or chunk-multiple splits.
+constexpr std::int64_t kScanChunk = 128;
 
 // Work on the CPU is handed out in blocks of this many channels: one cache line of floats.
 constexpr std::int64_t kChannelBlock = 16;
@@ -77,26 +77,38 @@ struct Layout {
   }
 };
 
-// One struct for all scans: each cell reads the fields it knows.
+// One array that a scan reads or writes once: element (row, channel) is at row * stride + channel.
+struct Stream {
+  void* data = nullptr;
+  std::int64_t stride = 0;
+};
+
+constexpr int kMaxInputs = 5;
+constexpr int kMaxOutputs = 3;
+
+// One struct for all scans. What the streams mean is the cell's business (<operator>/cell.h); all
+// have the operator's dtype.
 struct ScanArgs {
   Layout layout;
-  const void* pre = nullptr;     // gate pre-activations [tokens, gates * channels]
-  const void* a = nullptr;       // linear scan: coefficients [tokens, channels]
-  const void* b = nullptr;       // linear scan: inputs
-  const void* h = nullptr;       // backward: saved outputs
-  const void* grad_h = nullptr;  // backward: their gradient
-  const void* h0 =
-      nullptr;  // backward: initial state rows [sequences, channels], accumulation type
-  const void* initial = nullptr;  // carry into the first chunk; null: zero
+  Stream inputs[kMaxInputs];
+  Stream outputs[kMaxOutputs];
+  // State before the first element, for backward cells that read the previous state: rows
+  // [sequences, channels], accumulation type; null: zero.
+  const void* h0 = nullptr;
+  // Carry into the first chunk (null: zero) and out of the last (null: not wanted), by slot.
+  const void* initial = nullptr;
   std::int64_t initial_stride = 0;
-  void* last = nullptr;  // carry out of the last chunk; null: not wanted
+  void* last = nullptr;
   std::int64_t last_stride = 0;
-  void* out = nullptr;         // forward: h; backward: grad_pre or grad_a
-  void* out_second = nullptr;  // backward of the linear scan: grad_b
   bool linear_candidate = false;
   bool normalize_gates = true;
-  void* chunk_a = nullptr;  // workspace [chunk_bound, channels], accumulation type
-  void* chunk_b = nullptr;
+  // Whether all streams, and the rows of initial and last, allow 16-byte accesses; set by
+  // launchers.
+  bool aligned = false;
+  bool aligned_state = false;
+  // Workspace: on the CPU two arrays [chunk_bound, channels] of the accumulation type, on CUDA the
+  // words described in scan.cuh.
+  void* workspace = nullptr;
 };
 
 enum class Phase { serial, aggregate, carry, output };

@@ -88,23 +88,49 @@ __device__ __forceinline__ float fmadd(float x, float y, float z) {
 __device__ __forceinline__ double fmadd(double x, double y, double z) {
   return __fma_rn(x, y, z);
 }
-// exp of x <= 0
-__device__ __forceinline__ float exp_neg(float x) {
-  return expf(x);
+// The special-function unit's own forms: 2 ulp and 1 ulp, subnormals flushed.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
-__device__ __forceinline__ double exp_neg(double x) {
-  return exp(x);
+__device__ __forceinline__ double exp2_of(double x) {
+  return exp2(x);
 }
-// 1 / x for x in [1, 4]
 __device__ __forceinline__ float reciprocal(float x) {
-  return __fdividef(1.0f, x);
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 __device__ __forceinline__ double reciprocal(double x) {
   return 1.0 / x;
 }
+__device__ __forceinline__ float absolute(float x) {
+  return fabsf(x);
+}
+__device__ __forceinline__ double absolute(double x) {
+  return fabs(x);
+}
+// min and max that pass NaN on, in one instruction
+__device__ __forceinline__ float minimum(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float maximum(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ double minimum(double x, double y) {
+  return x > y ? y : x;
+}
+__device__ __forceinline__ double maximum(double x, double y) {
+  return x < y ? y : x;
+}
 template <class V>
-__device__ __forceinline__ V splat(float x) {
-  return x;
+__device__ __forceinline__ V splat(double x) {
+  return static_cast<V>(x);
 }
 
 #define MS_CELL __device__ __forceinline__
@@ -149,13 +175,13 @@ MS_CELL To bit_cast(From x) {
   return y;
 }
 template <class V>
-MS_CELL V splat(float x);
+MS_CELL V splat(double x);
 template <>
-MS_CELL VF splat<VF>(float x) {
-  return x - VF{};
+MS_CELL VF splat<VF>(double x) {
+  return static_cast<float>(x) - VF{};
 }
 template <>
-MS_CELL double splat<double>(float x) {
+MS_CELL double splat<double>(double x) {
   return x;
 }
 
@@ -264,34 +290,52 @@ MS_CELL void store(T* p, V x, L lanes) {
   Memory<V, T>::store(p, x, lanes);
 }
 
-// exp of x <= 0, floored near the smallest normal number. x = n ln 2 + r with |r| <= ln 2 / 2; the
-// Taylor polynomial of degree 7 leaves 5e-9 relative, under half an ulp of float.
-MS_CELL VF exp_neg(VF x) {
-  const VF floor = splat<VF>(-87.33f);
+// 2^x for x <= 127, floored at the smallest normal number. x = n + r with |r| <= 1/2; the Taylor
+// polynomial of degree 7 leaves 5e-9 relative, under half an ulp of float.
+MS_CELL VF exp2_of(VF x) {
+  const VF floor = splat<VF>(-126.0f);
   x = x < floor ? floor : x;                // written so that NaN passes
   const VF magic = splat<VF>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  VF n = fmadd(x, splat<VF>(1.44269504f), magic) - magic;
-  VF r = fmadd(n, splat<VF>(-0.693359375f), x);  // ln 2 in two parts, the first exact in products
-  r = fmadd(n, splat<VF>(2.12194440e-4f), r);
-  VF p = splat<VF>(1.0f / 5040.0f);
-  p = fmadd(p, r, splat<VF>(1.0f / 720.0f));
-  p = fmadd(p, r, splat<VF>(1.0f / 120.0f));
-  p = fmadd(p, r, splat<VF>(1.0f / 24.0f));
-  p = fmadd(p, r, splat<VF>(1.0f / 6.0f));
-  p = fmadd(p, r, splat<VF>(0.5f));
+  const VF n = (x + magic) - magic;
+  const VF r = x - n;
+  VF p = splat<VF>(1.52527338e-5f);  // (ln 2)^k / k! for k = 7 ... 0
+  p = fmadd(p, r, splat<VF>(1.54035304e-4f));
+  p = fmadd(p, r, splat<VF>(1.33335581e-3f));
+  p = fmadd(p, r, splat<VF>(9.61812911e-3f));
+  p = fmadd(p, r, splat<VF>(5.55041087e-2f));
+  p = fmadd(p, r, splat<VF>(2.40226507e-1f));
+  p = fmadd(p, r, splat<VF>(6.93147181e-1f));
   p = fmadd(p, r, splat<VF>(1.0f));
-  p = fmadd(p, r, splat<VF>(1.0f));
-  VI power = (__builtin_convertvector(n, VI) + 127) << 23;
+  const VI power = (__builtin_convertvector(n, VI) + 127) << 23;
   return p * bit_cast<VF>(power);
 }
-MS_CELL double exp_neg(double x) {
-  return ::exp(x);
+MS_CELL double exp2_of(double x) {
+  return ::exp2(x);
 }
 MS_CELL VF reciprocal(VF x) {
   return 1.0f / x;
 }
 MS_CELL double reciprocal(double x) {
   return 1.0 / x;
+}
+MS_CELL VF absolute(VF x) {
+  return bit_cast<VF>(bit_cast<VI>(x) & 0x7fffffff);
+}
+MS_CELL double absolute(double x) {
+  return __builtin_fabs(x);
+}
+// Both pass on a NaN in x; y is a constant or NaN together with x.
+MS_CELL VF minimum(VF x, VF y) {
+  return x > y ? y : x;
+}
+MS_CELL VF maximum(VF x, VF y) {
+  return x < y ? y : x;
+}
+MS_CELL double minimum(double x, double y) {
+  return x > y ? y : x;
+}
+MS_CELL double maximum(double x, double y) {
+  return x < y ? y : x;
 }
 
 #endif

@@ -1,93 +1,43 @@
 // h_t = a_t h_{t-1} + b_t with a and b given, and its gradient.
 #pragma once
 
-#include "../common/activations.h"
-#include "../common/scan_at.h"
+#include "../common/gates.h"
 
 namespace minserve {
 namespace MS_ISA {
 
-template <class T>
+// inputs: a, b; output: h
+template <class V>
 struct LinearCell {
-  using V = typename ComputeType<T>::type;
-  struct Item {
-    V a, b;
-  };
-  const T* a;
-  const T* b;
-  T* out;
-  std::int64_t channels;
-
-  MS_CELL explicit LinearCell(const ScanArgs& args)
-      : a(static_cast<const T*>(args.a)),
-        b(static_cast<const T*>(args.b)),
-        out(static_cast<T*>(args.out)),
-        channels(args.layout.channels) {}
-
-  template <class L>
-  MS_CELL Item load(const At& at, L lanes) const {
-    const std::int64_t i = at.row * channels + at.channel;
-    return {MS_ISA::load<V>(a + i, lanes), MS_ISA::load<V>(b + i, lanes)};
+  static constexpr int kInputs = 2, kOutputs = 1, kPrevious = -1;
+  static constexpr bool kHasOptions = false;
+  template <class O>
+  static MS_CELL Affine<V> affine(const O&, const V (&in)[kInputs]) {
+    return {in[0], in[1]};
   }
-  template <class L>
-  MS_CELL void emit(const At& at, const Item&, V, V after, L lanes) const {
-    store(out + at.row * channels + at.channel, after, lanes);
-  }
-  template <class L>
-  MS_CELL void zero(const At& at, L lanes) const {
-    store(out + at.row * channels + at.channel, splat<V>(0.0f), lanes);
+  template <class O>
+  static MS_CELL void outputs(const O&, const V (&)[kInputs], V, V after, V (&out)[kOutputs]) {
+    out[0] = after;
   }
 };
 
 // With q_t = a_t g_t, where g_t is the whole gradient of h_t, the backward recurrence has the form
 // of the forward one at the same index: q_t = a_t q_{t+1} + a_t dh_t, g_t = dh_t + q_{t+1}. Its
 // carry out is the gradient of h0. It runs against the direction of the forward scan.
-template <class T>
+// inputs: a, dh, previous h; outputs: da, db
+template <class V>
 struct LinearBackwardCell {
-  using V = typename ComputeType<T>::type;
-  using S = typename LanesOf<V>::scalar;
-  struct Item {
-    V a, b, grad;
-  };
-  const T* a;
-  const T* h;
-  const T* grad_h;
-  const S* h0;
-  T* grad_a;
-  T* grad_b;
-  std::int64_t channels;
-  bool reverse;
-
-  MS_CELL explicit LinearBackwardCell(const ScanArgs& args)
-      : a(static_cast<const T*>(args.a)),
-        h(static_cast<const T*>(args.h)),
-        grad_h(static_cast<const T*>(args.grad_h)),
-        h0(static_cast<const S*>(args.h0)),
-        grad_a(static_cast<T*>(args.out)),
-        grad_b(static_cast<T*>(args.out_second)),
-        channels(args.layout.channels),
-        reverse(args.layout.reverse) {}
-
-  template <class L>
-  MS_CELL Item load(const At& at, L lanes) const {
-    const std::int64_t i = at.row * channels + at.channel;
-    const V coefficient = MS_ISA::load<V>(a + i, lanes);
-    const V grad = MS_ISA::load<V>(grad_h + i, lanes);
-    return {coefficient, coefficient * grad, grad};
+  static constexpr int kInputs = 3, kOutputs = 2, kPrevious = 2;
+  static constexpr bool kHasOptions = false;
+  template <class O>
+  static MS_CELL Affine<V> affine(const O&, const V (&in)[kInputs]) {
+    return {in[0], in[0] * in[1]};
   }
-  template <class L>
-  MS_CELL void emit(const At& at, const Item& item, V before, V, L lanes) const {
-    const std::int64_t i = at.row * channels + at.channel;
-    const V grad = item.grad + before;
-    const V previous = previous_state<V>(h, h0, at, channels, reverse, lanes);
-    store(grad_b + i, grad, lanes);
-    store(grad_a + i, grad * previous, lanes);
-  }
-  template <class L>
-  MS_CELL void zero(const At& at, L lanes) const {
-    const std::int64_t i = at.row * channels + at.channel;
-    store(grad_a + i, splat<V>(0.0f), lanes);
-    store(grad_b + i, splat<V>(0.0f), lanes);
+  template <class O>
+  static MS_CELL void outputs(const O&, const V (&in)[kInputs], V before, V, V (&out)[kOutputs]) {
+    const V grad = in[1] + before;
+    out[0] = grad * in[2];
+    out[1] = grad;
   }
 };
 

@@ -1,4 +1,4 @@
-// Linear on CUDA: its cells in the general scan.
+// The cells of linear_scan on CUDA: scans and steps.
 #include "../common/kernels.h"
 #include "../common/scan.cuh"
 #include "cell.h"
@@ -6,9 +6,12 @@
 namespace minserve {
 namespace cuda {
 
-void linear_scan(const ScanArgs& args, Dtype dtype, bool backward, bool split, int device,
-                 void* stream) {
-  launch_by_dtype<LinearCell, LinearBackwardCell>(args, dtype, backward, split, device, stream);
+std::int64_t scan_workspace_bytes(const Layout& layout, Dtype dtype) {
+  return workspace_bytes(layout, dtype == Dtype::f64 ? sizeof(Word<double>) : sizeof(Word<float>));
+}
+
+void linear_scan(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream) {
+  launch_by_dtype<LinearCell, LinearBackwardCell>(args, dtype, backward, device, stream);
 }
 
 }  // namespace cuda

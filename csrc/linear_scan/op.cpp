@@ -44,11 +44,11 @@ Tensor linear_scan(const Tensor& a_given, const Tensor& b_given, const MaybeTens
   Tensor out = torch::stable::new_empty(a, a.sizes());
   ScanArgs args;
   args.layout = uniform_layout(a, reverse);
-  args.a = a.const_data_ptr();
-  args.b = b.const_data_ptr();
+  args.inputs[0] = input_stream(a);
+  args.inputs[1] = input_stream(b);
   args.initial = h0 ? h0->const_data_ptr() : nullptr;
   args.initial_stride = args.layout.channels;
-  args.out = out.mutable_data_ptr();
+  args.outputs[0] = output_stream(out);
   run_scan(args, Recurrence::linear, dtype, false, a);
   return out;
 }
@@ -72,14 +72,14 @@ std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad_given
   Tensor grad_h0 = torch::stable::new_empty(a, {a.size(0), a.size(2)}, accumulation_type(dtype));
   ScanArgs args;
   args.layout = uniform_layout(a, !reverse);
-  args.a = a.const_data_ptr();
-  args.h = h.const_data_ptr();
-  args.grad_h = grad.const_data_ptr();
+  args.inputs[0] = input_stream(a);
+  args.inputs[1] = input_stream(grad);
+  args.inputs[2] = input_stream(h);
   args.h0 = h0 ? h0->const_data_ptr() : nullptr;
   args.last = grad_h0.mutable_data_ptr();
   args.last_stride = args.layout.channels;
-  args.out = grad_a.mutable_data_ptr();
-  args.out_second = grad_b.mutable_data_ptr();
+  args.outputs[0] = output_stream(grad_a);
+  args.outputs[1] = output_stream(grad_b);
   run_scan(args, Recurrence::linear, dtype, true, a);
   return {grad_a, grad_b, grad_h0};
 }

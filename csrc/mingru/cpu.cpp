@@ -1,23 +1,13 @@
-// MinGru on the CPU. Compiled once per instruction set; see common/vec.h.
-#include "cell.h"
-#include "../common/scan_cpu.h"
+// The cells of mingru on the CPU. Compiled once per instruction set; see common/vec.h.
 #include "../common/kernels.h"
+#include "../common/scan_cpu.h"
+#include "cell.h"
 
 namespace minserve {
 namespace MS_ISA {
 
 ScanFn mingru_kernel(Dtype dtype, bool backward) {
-  switch (dtype) {
-    case Dtype::f32:
-      return backward ? &run_scan<MinGruBackwardCell<float>> : &run_scan<MinGruCell<float>>;
-    case Dtype::f64:
-      return backward ? &run_scan<MinGruBackwardCell<double>> : &run_scan<MinGruCell<double>>;
-    case Dtype::bf16:
-      return backward ? &run_scan<MinGruBackwardCell<bf16>> : &run_scan<MinGruCell<bf16>>;
-    case Dtype::f16:
-      return backward ? &run_scan<MinGruBackwardCell<f16>> : &run_scan<MinGruCell<f16>>;
-  }
-  return nullptr;
+  return backward ? scan_for<MinGruBackwardCell>(dtype) : scan_for<MinGruCell>(dtype);
 }
 
 }  // namespace MS_ISA

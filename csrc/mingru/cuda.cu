@@ -1,4 +1,4 @@
-// MinGru on CUDA: its cells in the general scan.
+// The cells of mingru on CUDA: scans and steps.
 #include "../common/kernels.h"
 #include "../common/scan.cuh"
 #include "cell.h"
@@ -6,9 +6,8 @@
 namespace minserve {
 namespace cuda {
 
-void mingru(const ScanArgs& args, Dtype dtype, bool backward, bool split, int device,
-            void* stream) {
-  launch_by_dtype<MinGruCell, MinGruBackwardCell>(args, dtype, backward, split, device, stream);
+void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream) {
+  launch_by_dtype<MinGruCell, MinGruBackwardCell>(args, dtype, backward, device, stream);
 }
 
 }  // namespace cuda

@@ -6,7 +6,7 @@ namespace minserve {
 
 namespace {
 Gated cell(bool linear_candidate) {
-  return {Recurrence::mingru, 2, "[tokens, 2 * channels]", linear_candidate, false};
+  return {Recurrence::mingru, 2, "[tokens, 2 * channels]", linear_candidate, true};
 }
 }  // namespace
 

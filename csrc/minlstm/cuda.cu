@@ -1,4 +1,4 @@
-// MinLstm on CUDA: its cells in the general scan.
+// The cells of minlstm on CUDA: scans and steps.
 #include "../common/kernels.h"
 #include "../common/scan.cuh"
 #include "cell.h"
@@ -6,9 +6,8 @@
 namespace minserve {
 namespace cuda {
 
-void minlstm(const ScanArgs& args, Dtype dtype, bool backward, bool split, int device,
-             void* stream) {
-  launch_by_dtype<MinLstmCell, MinLstmBackwardCell>(args, dtype, backward, split, device, stream);
+void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream) {
+  launch_by_dtype<MinLstmCell, MinLstmBackwardCell>(args, dtype, backward, device, stream);
 }
 
 }  // namespace cuda
