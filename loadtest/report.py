@@ -66,10 +66,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    # A pipe has no width: let the table be as wide as its content instead of folding figures.
-    if not console.is_terminal:
-        console = Console(width=200)
+    # Wider than a narrow terminal or a pipe, if need be: figures are not folded and not cut.
+    console = Console(width=max(Console().width, 400))
     console.print(table)
 
 

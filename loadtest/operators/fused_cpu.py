@@ -45,7 +45,7 @@ def measure_fused_cpu(
 
 def _fill(row: Row, cell: Cell, shape: ScanShape, dtype: torch.dtype, limits: Limits) -> None:
     device = limits.device
-    row.ceiling = limits.ceiling
+    row.ceiling = limits.copy_rate()  # beside each row: a shared machine's memory is not constant
     row.elementwise = limits.elementwise(cell.gates, shape.elements, dtype)
     if row.bytes >= 3 * last_level_cache():
         row.bar = Bar("copy or arithmetic", 0.80)

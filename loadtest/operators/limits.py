@@ -13,13 +13,18 @@ ELEMENTWISE = {2: "torch.add", 3: "torch.addcmul"}
 
 
 class Limits:
-    """The limits of one device; each is measured once, when it is first asked for."""
+    """The limits of one device; each is measured when it is first asked for, and then known."""
 
     def __init__(self, device: torch.device, copy_bytes: int) -> None:
         self.device = device
-        self.ceiling = copy_bandwidth(device, copy_bytes)  # bytes per second, read and written
+        self._copy_bytes = copy_bytes
+        self.ceiling = self.copy_rate()
         self._rates: dict[tuple[int, int, torch.dtype], float | None] = {}
         self._copies: dict[int, float] = {}
+
+    def copy_rate(self) -> float:
+        """Bytes per second of a large copy, read and written bytes both counted, measured now."""
+        return copy_bandwidth(self.device, self._copy_bytes)
 
     def elementwise(self, reads: int, elements: int, dtype: torch.dtype) -> float | None:
         """Bytes per second of `reads` reads and one write of so many numbers; None where memory
