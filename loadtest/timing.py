@@ -141,9 +141,14 @@ def _replay_seconds(
     """Median seconds of one replay of a graph of `launches` calls."""
     kept: deque[object] = deque(maxlen=len(calls))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for index in range(launches):
-            kept.append(calls[index % len(calls)]())
+    stream = torch.cuda.current_stream(device)
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for index in range(launches):
+                kept.append(calls[index % len(calls)]())
+    except BaseException:
+        _mend_after_capture(stream)
+        raise
     for _ in range(2):
         graph.replay()
     marks = []
@@ -162,6 +167,14 @@ def _replay_seconds(
     for result in kept:
         check_finite(result)
     return median([begin.elapsed_time(end) / 1000 for begin, end in marks])
+
+
+def _mend_after_capture(stream: torch.cuda.Stream) -> None:
+    """A capture that broke off leaves its own stream current and the random generator capturing,
+    and either would fail what follows: back to `stream`, and to a generator's new state."""
+    torch.cuda.set_stream(stream)
+    fresh = torch.Generator(stream.device).manual_seed(1)
+    torch.cuda.default_generators[stream.device_index].graphsafe_set_state(fresh)
 
 
 def _tensors(result: object) -> Iterator[Tensor]:

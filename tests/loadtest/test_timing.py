@@ -51,6 +51,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "Event": FakeEvent,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "current_stream": lambda device=None: "the stream before",
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     yield
@@ -87,9 +88,12 @@ def test_what_cannot_be_captured_is_timed_by_events(
         raise RuntimeError("operation not permitted when stream is capturing")
         yield
 
+    mended: list[object] = []
     monkeypatch.setattr(torch.cuda, "graph", refused)
+    monkeypatch.setattr(timing, "_mend_after_capture", mended.append)
     found = graph_seconds_per_call([lambda: torch.ones(3)], CUDA, repeat=5)
     assert (found.method, found.runs) == ("events", 5)
+    assert mended == ["the stream before"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
