@@ -37,7 +37,12 @@ from loadtest.operators.shapes import Selection, select
 from loadtest.operators.steps import measure_steps
 from loadtest.operators.versus import measure_peers
 from loadtest.report import environment, print_environment, roofline_png, save_json
-from loadtest.timing import keep_freed_memory, last_level_cache, release_memory
+from loadtest.timing import (
+    keeps_freed_memory,
+    last_level_cache,
+    release_memory,
+    restart_keeping_memory,
+)
 
 TITLES = {
     "fused": "serving scans, gates fused (prefill)",
@@ -77,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         shapes = select(args.shapes, device, args.quick)
     except ValueError as error:
         options.error(str(error))
+    if device.type == "cpu" and argv is None:  # a command of its own, not a function in a process
+        restart_keeping_memory()
     with torch.no_grad():
         return _measure(args, device, shapes)
 
@@ -93,7 +100,7 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
     if device.type == "cuda":
         limits = Limits(device, copy_bytes=2**30)
     else:
-        kept = keep_freed_memory()
+        kept = keeps_freed_memory()
         limits = Limits(device, copy_bytes=2**26 if small else 2**28)
         print(
             f"last-level cache {last_level_cache() / 2**20:.0f} MiB, {torch.get_num_threads()} "

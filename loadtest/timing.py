@@ -8,9 +8,10 @@ must be finite after it. On the CPU the same function times plain calls by the h
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,12 @@ FOOTPRINT = 384 * 2**20
 #: Shorter graphs than this would be timed with their own launch.
 GRAPH_SECONDS = 2e-3
 MOST_LAUNCHES = 64
+# Every block from the heap, nothing of it given back, and no small leftover of an aligned block set
+# aside in a cache: it would keep the block from being whole again, and the next call from using it.
+_KEEP_MEMORY = ":".join(
+    f"glibc.malloc.{option}"
+    for option in ("mmap_max=0", "trim_threshold=1099511627776", "tcache_count=0", "mxfast=0")
+)
 
 
 class WrongOutputError(RuntimeError):
@@ -225,16 +232,24 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def keep_freed_memory() -> bool:
-    """CPU: freed blocks stay with the process, so that a call which allocates its output does not
-    pay the kernel for fresh pages at every call, any more than a copy into existing memory does.
-    False where the C library cannot (only glibc has these two options)."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
-    most_mapped_blocks, trim_threshold = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD
-    return bool(mallopt(most_mapped_blocks, 0)) and bool(mallopt(trim_threshold, -1))
+def keeps_freed_memory() -> bool:
+    """Whether this process runs under `restart_keeping_memory`'s options."""
+    return _KEEP_MEMORY in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def restart_keeping_memory() -> None:
+    """CPU: starts this process again with a C library that keeps freed blocks, once.
+
+    A call that allocates its output then gets the pages of the last one instead of fresh ones from
+    the kernel, which cost several times the call itself and which a copy into existing memory does
+    not pay either. The options can only be given at the start; other libraries than glibc ignore
+    them.
+    """
+    if not keeps_freed_memory():
+        tunables = [os.environ.get("GLIBC_TUNABLES", ""), _KEEP_MEMORY]
+        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, tunables))
+        sys.stdout.flush()
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def last_level_cache() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -141,3 +143,16 @@ def test_rotation_exceeds_the_cache_within_memory(monkeypatch: pytest.MonkeyPatc
     assert timing.rotation(300, CPU) == 2
     monkeypatch.setattr(timing, "available_memory", lambda device: 0)
     assert timing.rotation(300, CPU) == 1
+
+
+def test_a_restart_keeps_its_arguments_and_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: started.append((path, argv)))
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
+    assert not timing.keeps_freed_memory()
+    timing.restart_keeping_memory()
+    assert started == [(sys.executable, sys.orig_argv)]
+    assert os.environ["GLIBC_TUNABLES"].startswith("glibc.malloc.arena_max=1:glibc.malloc.mmap_max")
+    assert timing.keeps_freed_memory()
+    timing.restart_keeping_memory()
+    assert len(started) == 1
