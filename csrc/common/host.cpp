@@ -1,6 +1,8 @@
 // Argument checks and the choice of device, instruction set and regime.
 #include "host.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -92,22 +94,40 @@ ScanFn scan_kernel(Recurrence recurrence, Dtype dtype, bool backward) {
 // Elements under which another thread costs more than it brings.
 constexpr std::int64_t kGrainElements = 8192;
 
-void run_phases(const ScanArgs& args, ScanFn kernel, bool split) {
-  const Layout& lay = args.layout;
-  const std::int64_t blocks = (lay.channels + kChannelBlock - 1) / kChannelBlock;
-  const auto phase = [&](Phase which, std::int64_t count) {
-    const std::int64_t rows =
-        std::max<std::int64_t>(1, lay.tokens / std::max<std::int64_t>(1, count));
-    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / (rows * kChannelBlock));
-    torch::stable::parallel_for(
-        0, count * blocks, grain,
-        [&](std::int64_t begin, std::int64_t end) { kernel(args, which, begin, end); });
-  };
-  if (!split) return phase(Phase::serial, lay.sequences + 1);
-  phase(Phase::aggregate, lay.chunk_bound());
-  phase(Phase::carry, lay.sequences + 1);
-  phase(Phase::output, lay.chunk_bound());
+std::int64_t divided_up(std::int64_t x, std::int64_t by) {
+  return (x + by - 1) / by;
 }
+
+// Runs of channels that are one for each thread, or a multiple of that; no wider than allowed.
+std::int64_t item_width(std::int64_t channels, std::int64_t parts) {
+  const std::int64_t of_part = divided_up(channels, parts);
+  const std::int64_t runs = divided_up(of_part, kWidestItem);
+  return divided_up(divided_up(of_part, runs), kNarrowestItem) * kNarrowestItem;
+}
+
+// Bytes beyond which written lines have left the caches by the time anyone reads them.
+std::int64_t last_level_cache() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const std::int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (found > 0) return found;
+#endif
+  return std::int64_t{32} << 20;
+}
+
+struct Work {  // a scan on the CPU
+  const ScanArgs& args;
+  ScanFn kernel;
+  Share share;
+
+  void phase(Phase which, std::int64_t count, std::int64_t rows) const {
+    const std::int64_t runs = divided_up(args.layout.channels, share.width);
+    const std::int64_t grain =
+        std::max<std::int64_t>(1, kGrainElements / (std::max<std::int64_t>(1, rows) * share.width));
+    torch::stable::parallel_for(0, count * runs, grain, [&](std::int64_t begin, std::int64_t end) {
+      kernel(args, share, which, begin, end);
+    });
+  }
+};
 
 #ifdef MINSERVE_CUDA
 void* current_stream(int device) {
@@ -277,19 +297,45 @@ void check_state(const Check& check, const Tensor& state, std::int64_t channels)
 
 namespace {
 
+// Bytes of inputs that a thread reads for aggregates and soon again for outputs: half of a usual
+// second-level cache.
+constexpr std::int64_t kWaveBytes = 512 * 1024;
+
 void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
                   const Tensor& like) {
   const Layout& lay = args.layout;
   const std::int64_t threads = torch::stable::get_num_threads();
-  const std::int64_t items = (lay.channels + kChannelBlock - 1) / kChannelBlock * lay.sequences;
-  const bool split = 2 * items <= threads && lay.tokens >= 8 * kScanChunk;
-  Tensor workspace;
-  if (split) {
-    workspace = torch::stable::new_empty(like, {2, lay.chunk_bound(), lay.channels},
-                                         accumulation_type(dtype));
-    args.workspace = workspace.mutable_data_ptr();
+  std::int64_t inputs = 0, outputs = 0;
+  for (const Stream& s : args.inputs) inputs += s.data != nullptr;
+  for (const Stream& s : args.outputs) outputs += s.data != nullptr;
+  const std::int64_t row_bytes = lay.channels * bytes_of(like);
+
+  Work work{args, scan_kernel(recurrence, dtype, backward), {}};
+  Share& share = work.share;
+  share.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
+  const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;
+  if (2 * items > threads || lay.tokens < 8 * kScanChunk) {
+    share.width = item_width(lay.channels, threads);
+    work.phase(Phase::serial, lay.sequences + 1, lay.tokens / (lay.sequences + 1));
+    return;
   }
-  run_phases(args, scan_kernel(recurrence, dtype, backward), split);
+  // Too few sequences and channels for the threads: time is cut too. Waves of chunks, so that the
+  // second reading of the inputs finds them in the cache of the thread that read them first.
+  const std::int64_t bound = lay.chunk_bound();
+  share.width = item_width(lay.channels, 1);
+  share.row_channels = divided_up(lay.channels, kNarrowestItem) * kNarrowestItem;
+  share.wave_chunks = std::min(
+      bound, threads * std::max<std::int64_t>(1, kWaveBytes / (inputs * row_bytes * kScanChunk)));
+  const Tensor workspace = torch::stable::new_empty(
+      like, {2 * share.wave_chunks + 1, share.row_channels}, accumulation_type(dtype));
+  args.workspace = workspace.mutable_data_ptr();
+  for (std::int64_t first = 0; first < bound; first = share.last_chunk) {
+    share.first_chunk = first;
+    share.last_chunk = std::min(bound, first + share.wave_chunks);
+    work.phase(Phase::aggregate, share.last_chunk - first, kScanChunk);
+    work.phase(Phase::carry, 1, share.last_chunk - first);
+    work.phase(Phase::output, share.last_chunk - first, kScanChunk);
+  }
 }
 
 }  // namespace

@@ -1,10 +1,15 @@
 // The affine scan on the CPU: h_t = a_t h_{t-1} + b_t over chunks of time, vectors over channels.
 //
-// Items of the phases:
-//   serial     channel block * sequences + sequence     everything in one pass
-//   aggregate  channel block * chunk bound + chunk      (A, B) of each chunk -> workspace
-//   carry      channel block * sequences + sequence     workspace A becomes each chunk's carry-in
-//   output     channel block * chunk bound + chunk      outputs from the carry-in
+// An item is a run of channels (Share::width) of one sequence or chunk. It is walked in tiles of
+// kTileRows rows, and each tile line by line: so memory is read in runs as long as the item is
+// wide, while h, A and B of a line stay in registers for the rows of the tile and the gates of
+// those rows, which do not depend on each other, overlap. Between tiles they lie in Lanes.
+//
+// Items of the phases, in a wave of chunks where time is cut:
+//   serial     channel run * (sequences + 1) + sequence   everything in one pass
+//   aggregate  channel run * chunks of the wave + chunk   (A, B) of each chunk -> workspace
+//   carry      channel run                                workspace A becomes each chunk's carry-in
+//   output     channel run * chunks of the wave + chunk   outputs from the carry-in
 // Sequence number `sequences` is the padding tail, whose rows are zeroed.
 #pragma once
 
@@ -13,209 +18,309 @@
 namespace minserve {
 namespace MS_ISA {
 
-// T: element type of the streams; NV vectors of channels at once, all full or one partial.
-template <template <class> class CellOf, class O, class T, int NV, class L>
+// T: element type of the streams.
+template <template <class> class CellOf, class O, class T>
 struct Scan {
-  using V = typename ComputeType<T>::type;
+  using Block = Line<T>;
+  using V = typename Block::V;
   using S = typename LanesOf<V>::scalar;
   using Cell = CellOf<V>;
-  static constexpr int W = LanesOf<V>::width;
+  static constexpr int W = LanesOf<V>::width, N = Block::kVectors, K = Block::kChannels;
+  static constexpr std::int64_t kTileRows = 8;
 
-  struct Place {  // of a sequence and a block of channels
+  struct Place {  // of a sequence and a run of channels
     std::int64_t sequence, slot, begin, end, channel;
+    int width;
+    bool past;
     O options;
   };
 
-  static MS_CELL void read(const ScanArgs& args, const Place& at, std::int64_t row,
-                           std::int64_t channel, V (&in)[Cell::kInputs], L lanes) {
-#pragma GCC unroll 8
+  // By channel of the item, in the order of lanes of its lines.
+  struct alignas(kLineBytes) Lanes {
+    S carry[kWidestItem], h[kWidestItem], a[kWidestItem], b[kWidestItem];
+  };
+
+  static MS_CELL V get(const S* p) {
+    V x;
+    __builtin_memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static MS_CELL void set(S* p, V x) { __builtin_memcpy(p, &x, sizeof(x)); }
+
+  static MS_CELL int lanes_in(Full) { return K; }
+  static MS_CELL int lanes_in(Part part) { return part.count; }
+
+  // One line of channels for positions [from, to), at most a tile of them: the outputs if wanted
+  // and the aggregate since the chunk's start, at which the tile is `fresh`.
+  template <bool kOutput, class L>
+  static void line(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
+                   bool fresh, int offset, Lanes& lanes, L part) {
+    const bool reverse = args.layout.reverse;
+    const std::int64_t row = reverse ? at.end - 1 - from : at.begin + from;
+    const std::int64_t channel = at.channel + offset, left = at.end - at.begin - 1 - from;
+    const T* source[Cell::kInputs];
+    T* target[Cell::kOutputs];
+    std::int64_t source_step[Cell::kInputs], target_step[Cell::kOutputs];
     for (int n = 0; n < Cell::kInputs; ++n) {
       const Stream& s = args.inputs[n];
-      const T* p = static_cast<const T*>(s.data) + channel;
-      if (n != Cell::kPrevious) {
-        in[n] = load<V>(p + row * s.stride, lanes);
-        continue;
-      }
-      // The state before this element in forward order; a backward scan runs against it.
-      const bool first = args.layout.reverse ? row == at.begin : row == at.end - 1;
-      const S* h0 = static_cast<const S*>(args.h0);
-      if (!first) {
-        in[n] = load<V>(p + (args.layout.reverse ? row - 1 : row + 1) * s.stride, lanes);
-      } else {
-        in[n] =
-            h0 ? load<V>(h0 + at.sequence * args.layout.channels + channel, lanes) : splat<V>(0.0f);
-      }
+      source_step[n] = reverse ? -s.stride : s.stride;
+      source[n] = static_cast<const T*>(s.data) + row * s.stride + channel;
     }
-  }
-
-  static MS_CELL void write(const ScanArgs& args, std::int64_t row, std::int64_t channel,
-                            const V (&out)[Cell::kOutputs], L lanes) {
-#pragma GCC unroll 8
     for (int n = 0; n < Cell::kOutputs; ++n) {
       const Stream& s = args.outputs[n];
-      store(static_cast<T*>(s.data) + row * s.stride + channel, out[n], lanes);
+      target_step[n] = reverse ? -s.stride : s.stride;
+      target[n] = static_cast<T*>(s.data) + row * s.stride + channel;
     }
-  }
-
-  // Positions [from, to) of one chunk: outputs from the carry if wanted, and the aggregate.
-  template <bool kOutput, bool kAggregate>
-  static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
-                    const V* carry, V* a_all, V* b_all, L lanes) {
-    V h[NV], a[NV], b[NV];
-    for (int v = 0; v < NV; ++v) {
-      if (kOutput) h[v] = carry[v];
-      if (kAggregate) a[v] = splat<V>(1.0f), b[v] = splat<V>(0.0f);
+    V h[N], a[N], b[N];
+    for (int v = 0; v < N; ++v) {
+      const int i = offset + v * W;
+      if (kOutput) h[v] = get((fresh ? lanes.carry : lanes.h) + i);
+      a[v] = fresh ? splat<V>(1.0f) : get(lanes.a + i);
+      b[v] = fresh ? splat<V>(0.0f) : get(lanes.b + i);
     }
-    for (std::int64_t p = from; p < to; ++p) {
-      const std::int64_t row = args.layout.reverse ? at.end - 1 - p : at.begin + p;
-#pragma GCC unroll 16
-      for (int v = 0; v < NV; ++v) {
-        V in[Cell::kInputs], out[Cell::kOutputs];
-        read(args, at, row, at.channel + v * W, in, lanes);
-        const Affine<V> step = Cell::affine(at.options, in);
-        if (kAggregate) {
-          b[v] = fmadd(step.a, b[v], step.b);
-          a[v] = step.a * a[v];
+    const std::int64_t rows = to - from;
+    for (std::int64_t p = 0; p < rows; ++p) {
+      V in[Cell::kInputs][N], out[Cell::kOutputs][N];
+#pragma GCC unroll 8
+      for (int n = 0; n < Cell::kInputs; ++n) {
+        if (n == Cell::kPrevious) {
+          previous(args, at, p == left, source[n] + source_step[n], channel, in[n], part);
+        } else {
+          Block::load(source[n], in[n], part);
         }
+        __builtin_prefetch(source[n] +
+                           (p + kTileRows <= left ? kTileRows : left - p) * source_step[n]);
+        source[n] += source_step[n];
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) {
+        V x[Cell::kInputs], y[Cell::kOutputs];
+        for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[n][v];
+        const Affine<V> step = Cell::affine(at.options, x);
+        b[v] = fmadd(step.a, b[v], step.b);
+        a[v] = step.a * a[v];
         if (kOutput) {
           const V after = fmadd(step.a, h[v], step.b);
-          Cell::outputs(at.options, in, h[v], after, out);
-          write(args, row, at.channel + v * W, out, lanes);
+          Cell::outputs(at.options, x, h[v], after, y);
           h[v] = after;
+          for (int n = 0; n < Cell::kOutputs; ++n) out[n][v] = y[n];
+        }
+      }
+      if (kOutput) {
+#pragma GCC unroll 8
+        for (int n = 0; n < Cell::kOutputs; ++n) {
+          Block::store(target[n], out[n], part);
+          target[n] += target_step[n];
         }
       }
     }
-    if (kAggregate) {
-      for (int v = 0; v < NV; ++v) a_all[v] = a[v], b_all[v] = b[v];
+    for (int v = 0; v < N; ++v) {
+      const int i = offset + v * W;
+      if (kOutput) set(lanes.h + i, h[v]);
+      set(lanes.a + i, a[v]);
+      set(lanes.b + i, b[v]);
     }
   }
 
-  static void zero(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
-                   L lanes) {
-    V out[Cell::kOutputs];
-    for (int n = 0; n < Cell::kOutputs; ++n) out[n] = splat<V>(0.0f);
-    for (std::int64_t row = from; row < to; ++row) {
-      for (int v = 0; v < NV; ++v) write(args, row, at.channel + v * W, out, lanes);
+  // The state before an element in forward order, which a backward scan runs against: the next
+  // row that the scan comes to, or where that was the last one, h0.
+  template <class L>
+  static MS_CELL void previous(const ScanArgs& args, const Place& at, bool last, const T* next,
+                               std::int64_t channel, V (&x)[N], L part) {
+    if (!last) return Block::load(next, x, part);
+    const S* h0 = static_cast<const S*>(args.h0);
+    S ordered[K] = {};
+    if (h0) {
+      h0 += at.sequence * args.layout.channels + channel;
+      Block::to_lanes(h0, ordered, lanes_in(part));
+    }
+    for (int v = 0; v < N; ++v) x[v] = get(ordered + v * W);
+  }
+
+  // Positions [from, to) of one chunk.
+  template <bool kOutput>
+  static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
+                    Lanes& lanes) {
+    for (std::int64_t p = from; p < to; p += kTileRows) {
+      const std::int64_t q = p + kTileRows < to ? p + kTileRows : to;
+      int offset = 0;
+      for (; offset + K <= at.width; offset += K) {
+        if constexpr (kOutput && sizeof(S) == sizeof(float)) {
+          if (at.past) {
+            line<kOutput>(args, at, p, q, p == from, offset, lanes, Past{});
+            continue;
+          }
+        }
+        line<kOutput>(args, at, p, q, p == from, offset, lanes, Full{});
+      }
+      if (offset < at.width) {
+        line<kOutput>(args, at, p, q, p == from, offset, lanes, Part{at.width - offset});
+      }
     }
   }
 
-  static MS_CELL void initial(const ScanArgs& args, const Place& at, V* h, L lanes) {
+  static void zero(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to) {
+    for (const Stream& s : args.outputs) {
+      if (!s.data) continue;
+      for (std::int64_t row = from; row < to; ++row) {
+        __builtin_memset(static_cast<T*>(s.data) + row * s.stride + at.channel, 0,
+                         sizeof(T) * static_cast<unsigned>(at.width));
+      }
+    }
+  }
+
+  static int lanes_at(const Place& at, int offset) {
+    return at.width - offset < K ? at.width - offset : K;
+  }
+  static void initial(const ScanArgs& args, const Place& at, S* h) {
     const S* p = static_cast<const S*>(args.initial);
-    for (int v = 0; v < NV; ++v) {
-      h[v] = p ? load<V>(p + at.slot * args.initial_stride + at.channel + v * W, lanes)
-               : splat<V>(0.0f);
+    if (p) p += at.slot * args.initial_stride + at.channel;
+    for (int i = 0; i < at.width; i += K) {
+      if (p) {
+        Block::to_lanes(p + i, h + i, lanes_at(at, i));
+      } else {
+        for (int lane = 0; lane < K; ++lane) h[i + lane] = S(0);
+      }
     }
   }
-  static MS_CELL void finish(const ScanArgs& args, const Place& at, const V* h, L lanes) {
+  static void finish(const ScanArgs& args, const Place& at, const S* h) {
     S* p = static_cast<S*>(args.last);
     if (!p) return;
-    for (int v = 0; v < NV; ++v) {
-      store(p + at.slot * args.last_stride + at.channel + v * W, h[v], lanes);
-    }
+    p += at.slot * args.last_stride + at.channel;
+    for (int i = 0; i < at.width; i += K) Block::to_channels(h + i, p + i, lanes_at(at, i));
   }
 
-  static void serial(const ScanArgs& args, const Place& at, L lanes) {
-    if (at.slot < 0) return zero(args, at, at.begin, at.end, lanes);
-    V h[NV], a[NV], b[NV];
-    initial(args, at, h, lanes);
+  // Over all lanes of an item's lines, those of a partial line included.
+  static MS_CELL int lanes_of(const Place& at) { return (at.width + K - 1) / K * K; }
+  // h <- a h + b
+  static MS_CELL void advance(const Place& at, const S* a, const S* b, S* h) {
+    const int count = lanes_of(at);
+    for (int i = 0; i < count; i += W) set(h + i, fmadd(get(a + i), get(h + i), get(b + i)));
+  }
+  static MS_CELL void copy(const Place& at, const S* from, S* to) {
+    const int count = lanes_of(at);
+    for (int i = 0; i < count; i += W) set(to + i, get(from + i));
+  }
+
+  static void serial(const ScanArgs& args, const Place& at, Lanes& lanes) {
+    if (at.slot < 0) return zero(args, at, at.begin, at.end);
+    initial(args, at, lanes.carry);
     const std::int64_t length = at.end - at.begin;
     for (std::int64_t from = 0; from < length; from += kScanChunk) {
       const std::int64_t to = from + kScanChunk < length ? from + kScanChunk : length;
-      chunk<true, true>(args, at, from, to, h, a, b, lanes);
-      for (int v = 0; v < NV; ++v) h[v] = fmadd(a[v], h[v], b[v]);
+      chunk<true>(args, at, from, to, lanes);
+      advance(at, lanes.a, lanes.b, lanes.carry);
     }
-    finish(args, at, h, lanes);
+    finish(args, at, lanes.carry);
   }
 
-  // The two workspace arrays at a chunk's row.
-  static MS_CELL S* a_row(const ScanArgs& args, std::int64_t chunk_index, std::int64_t channel) {
-    return static_cast<S*>(args.workspace) + chunk_index * args.layout.channels + channel;
-  }
-  static MS_CELL S* b_row(const ScanArgs& args, std::int64_t chunk_index, std::int64_t channel) {
-    return a_row(args, args.layout.chunk_bound() + chunk_index, channel);
+  // Rows of the workspace, in the order of lanes: A of the wave's chunks, B of them, and the state
+  // between waves.
+  static MS_CELL S* row_of(const ScanArgs& args, const Share& share, std::int64_t row,
+                           std::int64_t channel) {
+    return static_cast<S*>(args.workspace) + row * share.row_channels + channel;
   }
 
-  static void carry(const ScanArgs& args, const Place& at, L lanes) {
-    if (at.slot < 0) return;
-    V h[NV];
-    initial(args, at, h, lanes);
-    std::int64_t index = args.layout.first_chunk(at.sequence);
-    for (std::int64_t from = at.begin; from < at.end; from += kScanChunk, ++index) {
-      S *a_at = a_row(args, index, at.channel), *b_at = b_row(args, index, at.channel);
-      for (int v = 0; v < NV; ++v) {
-        const V a = load<V>(a_at + v * W, lanes), b = load<V>(b_at + v * W, lanes);
-        store(a_at + v * W, h[v], lanes);
-        h[v] = fmadd(a, h[v], b);
+  static void carry(const ScanArgs& args, const O& options, const Share& share,
+                    std::int64_t channel, int width, Lanes& lanes) {
+    const std::int64_t chunks = share.last_chunk - share.first_chunk;
+    Place at{0, 0, 0, 0, channel, width, false, options};
+    S* between = row_of(args, share, 2 * share.wave_chunks, channel);
+    copy(at, between, lanes.h);
+    for (std::int64_t i = 0; i < chunks; ++i) {
+      place(args, share.first_chunk + i, at);
+      if (at.slot < 0) continue;
+      const std::int64_t from = position(args, share.first_chunk + i, at);
+      if (from == 0) initial(args, at, lanes.h);
+      if (from < at.end - at.begin) {
+        S* a = row_of(args, share, i, channel);
+        S* b = row_of(args, share, share.wave_chunks + i, channel);
+        copy(at, lanes.h, lanes.carry);
+        advance(at, a, b, lanes.h);
+        copy(at, lanes.carry, a);
+      }
+      const std::int64_t length = at.end - at.begin;
+      if (from <= length && length <= from + kScanChunk && (from == 0 || from < length)) {
+        finish(args, at, lanes.h);
       }
     }
-    finish(args, at, h, lanes);
+    copy(at, lanes.h, between);
+  }
+
+  static MS_CELL void place(const ScanArgs& args, std::int64_t chunk_index, Place& at) {
+    const std::int64_t s = args.layout.sequence_of_chunk(chunk_index);
+    at.sequence = s;
+    at.slot = args.layout.slot(s);
+    at.begin = args.layout.begin(s);
+    at.end = args.layout.end(s);
+  }
+  static MS_CELL std::int64_t position(const ScanArgs& args, std::int64_t chunk_index,
+                                       const Place& at) {
+    return (chunk_index - args.layout.first_chunk(at.sequence)) * kScanChunk;
   }
 
   template <bool kOutput>
-  static void one_chunk(const ScanArgs& args, const Place& at, std::int64_t index, L lanes) {
+  static void one_chunk(const ScanArgs& args, const Share& share, Place& at, std::int64_t index,
+                        Lanes& lanes) {
+    place(args, share.first_chunk + index, at);
     const std::int64_t length = at.end - at.begin;
-    const std::int64_t from = (index - args.layout.first_chunk(at.sequence)) * kScanChunk;
+    const std::int64_t from = position(args, share.first_chunk + index, at);
     if (from >= length) return;
     const std::int64_t to = from + kScanChunk < length ? from + kScanChunk : length;
     if (at.slot < 0) {
-      if (kOutput) zero(args, at, at.begin + from, at.begin + to, lanes);
+      if (kOutput) zero(args, at, at.begin + from, at.begin + to);
       return;
     }
-    S *a_at = a_row(args, index, at.channel), *b_at = b_row(args, index, at.channel);
-    V a[NV], b[NV];
-    if (kOutput) {
-      for (int v = 0; v < NV; ++v) a[v] = load<V>(a_at + v * W, lanes);
-      chunk<true, false>(args, at, from, to, a, a, b, lanes);
-    } else {
-      chunk<false, true>(args, at, from, to, a, a, b, lanes);
-      for (int v = 0; v < NV; ++v) {
-        store(a_at + v * W, a[v], lanes);
-        store(b_at + v * W, b[v], lanes);
-      }
+    S* a = row_of(args, share, index, at.channel);
+    if (kOutput) copy(at, a, lanes.carry);
+    chunk<kOutput>(args, at, from, to, lanes);
+    if (!kOutput) {
+      copy(at, lanes.a, a);
+      copy(at, lanes.b, row_of(args, share, share.wave_chunks + index, at.channel));
     }
   }
 
-  static void run(const ScanArgs& args, const O& options, Phase phase, std::int64_t index,
-                  std::int64_t channel, L lanes) {
+  // Whether outputs may be written past the caches in whole lines.
+  static bool lines_aligned(const ScanArgs& args) {
+    bool aligned = true;
+    for (const Stream& s : args.outputs) {
+      aligned = aligned && reinterpret_cast<std::uintptr_t>(s.data) % kLineBytes == 0 &&
+                s.stride % K == 0;
+    }
+    return aligned;
+  }
+
+  static void run(const ScanArgs& args, const O& options, const Share& share, Phase phase,
+                  std::int64_t begin, std::int64_t end) {
+    Lanes lanes;
     const Layout& lay = args.layout;
-    const bool by_chunk = phase == Phase::aggregate || phase == Phase::output;
-    const std::int64_t s = by_chunk ? lay.sequence_of_chunk(index) : index;
-    const Place at{s, lay.slot(s), lay.begin(s), lay.end(s), channel, options};
-    if (phase == Phase::serial) serial(args, at, lanes);
-    if (phase == Phase::carry) carry(args, at, lanes);
-    if (phase == Phase::aggregate) one_chunk<false>(args, at, index, lanes);
-    if (phase == Phase::output) one_chunk<true>(args, at, index, lanes);
+    const std::int64_t count = phase == Phase::serial  ? lay.sequences + 1
+                               : phase == Phase::carry ? 1
+                                                       : share.last_chunk - share.first_chunk;
+    const bool past = share.past_caches && lines_aligned(args);
+    for (std::int64_t item = begin; item < end; ++item) {
+      const std::int64_t index = item % count, channel = item / count * share.width;
+      const std::int64_t left = lay.channels - channel;
+      const int width = static_cast<int>(left < share.width ? left : share.width);
+      Place at{index, 0, 0, 0, channel, width, past, options};
+      if (phase == Phase::serial) {
+        at.slot = lay.slot(index), at.begin = lay.begin(index), at.end = lay.end(index);
+        serial(args, at, lanes);
+      }
+      if (phase == Phase::aggregate) one_chunk<false>(args, share, at, index, lanes);
+      if (phase == Phase::carry) carry(args, options, share, channel, width, lanes);
+      if (phase == Phase::output) one_chunk<true>(args, share, at, index, lanes);
+    }
+    if (past) settle();
   }
 };
 
-template <template <class> class CellOf, class O, class T>
-void run_items(const ScanArgs& args, const O& options, Phase phase, std::int64_t begin,
-               std::int64_t end) {
-  constexpr int width = LanesOf<typename ComputeType<T>::type>::width;
-  constexpr int vectors = static_cast<int>(kChannelBlock) / width;
-  const Layout& lay = args.layout;
-  const bool by_chunk = phase == Phase::aggregate || phase == Phase::output;
-  const std::int64_t count = by_chunk ? lay.chunk_bound() : lay.sequences + 1;
-  for (std::int64_t item = begin; item < end; ++item) {
-    const std::int64_t index = item % count;
-    std::int64_t channel = item / count * kChannelBlock;
-    std::int64_t left = lay.channels - channel;
-    if (left >= kChannelBlock) {
-      Scan<CellOf, O, T, vectors, Full>::run(args, options, phase, index, channel, Full{});
-      continue;
-    }
-    for (; left > 0; left -= width, channel += width) {
-      const Part part{static_cast<int>(left < width ? left : width)};
-      Scan<CellOf, O, T, 1, Part>::run(args, options, phase, index, channel, part);
-    }
-  }
-}
-
 // The kernel of a cell for a dtype; its options are chosen once per call of it.
 template <template <class> class CellOf, class T>
-void run_scan(const ScanArgs& args, Phase phase, std::int64_t begin, std::int64_t end) {
+void run_scan(const ScanArgs& args, const Share& share, Phase phase, std::int64_t begin,
+              std::int64_t end) {
   with_options<CellOf<float>::kHasOptions>(args, [&](auto options) {
-    run_items<CellOf, decltype(options), T>(args, options, phase, begin, end);
+    Scan<CellOf, decltype(options), T>::run(args, options, share, phase, begin, end);
   });
 }
 

@@ -27,8 +27,10 @@ enum class Dtype { f32, f64, bf16, f16 };
 // or chunk-multiple splits.
 constexpr std::int64_t kScanChunk = 128;
 
-// Work on the CPU is handed out in blocks of this many channels: one cache line of floats.
-constexpr std::int64_t kChannelBlock = 16;
+// Work on the CPU is handed out in runs of channels: multiples of a cache line of two-byte floats,
+// and no wider than what a thread keeps of each channel has room for in its first cache.
+constexpr std::int64_t kNarrowestItem = 32;
+constexpr std::int64_t kWidestItem = 512;
 
 // Where sequences lie in the token rows: packed (cu_seqlens) or uniform (time rows each).
 struct Layout {
@@ -106,15 +108,24 @@ struct ScanArgs {
   // launchers.
   bool aligned = false;
   bool aligned_state = false;
-  // Workspace: on the CPU two arrays [chunk_bound, channels] of the accumulation type, on CUDA the
-  // words described in scan.cuh.
+  // Workspace: on the CPU rows of the accumulation type (scan_cpu.h), on CUDA the words described
+  // in scan.cuh.
   void* workspace = nullptr;
 };
 
 enum class Phase { serial, aggregate, carry, output };
 
+// How a scan is handed out on the CPU.
+struct Share {
+  std::int64_t width = 0;    // channels of an item, a multiple of kNarrowestItem
+  bool past_caches = false;  // the outputs would not stay in the caches
+  // Where time is cut: the chunks of this wave, of at most wave_chunks, and the channels of a row
+  // of the workspace, a multiple of kNarrowestItem.
+  std::int64_t first_chunk = 0, last_chunk = 0, wave_chunks = 0, row_channels = 0;
+};
+
 // Does items [begin, end) of a phase on the CPU; how items are numbered is told in scan_cpu.h.
-using ScanFn = void (*)(const ScanArgs&, Phase, std::int64_t begin, std::int64_t end);
+using ScanFn = void (*)(const ScanArgs&, const Share&, Phase, std::int64_t begin, std::int64_t end);
 
 struct ConvArgs {
   Layout layout;
