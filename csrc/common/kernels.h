@@ -24,6 +24,9 @@ namespace cuda {
 // What a scan needs as ScanArgs::workspace.
 std::int64_t scan_workspace_bytes(const Layout& layout, Dtype dtype);
 void linear_scan(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
+// linear_scan where the streams' stride is 1: channels lie layout.time elements apart.
+std::int64_t row_scan_workspace_bytes(const Layout& layout, Dtype dtype);
+void linear_scan_rows(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void conv(const ConvArgs& args, Dtype dtype, int device, void* stream);

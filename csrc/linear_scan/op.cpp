@@ -1,4 +1,7 @@
 // linear_scan and its backward: checks, outputs, arguments of the scan.
+//
+// The layout of `a` decides on that of the other tensors: channels contiguous, or time. In the
+// second, tensors are handled as [batch, channels, time] throughout.
 #include "../common/operators.h"
 
 namespace minserve {
@@ -20,15 +23,57 @@ MaybeTensor initial_state(const Check& check, const MaybeTensor& h0, const Tenso
   return torch::stable::contiguous(torch::stable::to(*h0, type));
 }
 
-Layout uniform_layout(const Tensor& a, bool reverse) {
-  Layout lay;
-  lay.sequences = a.size(0);
-  lay.time = a.size(1);
-  lay.tokens = lay.sequences * lay.time;
-  lay.channels = a.size(2);
-  lay.reverse = reverse;
-  return lay;
+// Whether channels lie apart by a whole row of time steps. The fake functions say the same.
+bool time_contiguous(const Tensor& a) {
+  return a.stride(1) == 1 && a.stride(2) == a.size(1) && a.size(1) > 1 && a.size(2) > 1 &&
+         (a.size(0) <= 1 || a.stride(0) == a.size(1) * a.size(2));
 }
+
+// The tensors of one call, [batch, time, channels] outside.
+class Tensors {
+ public:
+  Tensors(const Tensor& a, bool reverse) : a_(a), by_time_(time_contiguous(a)) {
+    layout_.sequences = a.size(0);
+    layout_.time = a.size(1);
+    layout_.tokens = layout_.sequences * layout_.time;
+    layout_.channels = a.size(2);
+    layout_.reverse = reverse;
+  }
+  const Layout& layout() const { return layout_; }
+
+  // The caller keeps the result alive.
+  Tensor input(const Tensor& given) const {
+    return torch::stable::contiguous(in_rows() ? torch::stable::transpose(given, 1, 2) : given);
+  }
+  Tensor output() const {
+    if (!in_rows()) return torch::stable::new_empty(a_, a_.sizes());
+    return torch::stable::new_empty(a_, {layout_.sequences, layout_.channels, layout_.time});
+  }
+  // A stride of 1 between time steps says that time is contiguous.
+  Stream read(const Tensor& input) const { return with_stride(input_stream(input)); }
+  Stream write(const Tensor& output) const { return with_stride(output_stream(output)); }
+
+  // The output as the caller is to see it, with the strides of a.
+  Tensor result(const Tensor& output) const {
+    if (!by_time_) return output;
+    if (in_rows()) return torch::stable::transpose(output, 1, 2);
+    Tensor rows = torch::stable::new_empty(a_, {layout_.sequences, layout_.channels, layout_.time});
+    Tensor out = torch::stable::transpose(rows, 1, 2);
+    return torch::stable::copy_(out, output);
+  }
+
+ private:
+  // On the CPU the scan works on channels, and such tensors are copied.
+  bool in_rows() const { return by_time_ && a_.is_cuda(); }
+  Stream with_stride(Stream stream) const {
+    stream.stride = in_rows() ? 1 : layout_.channels;
+    return stream;
+  }
+
+  const Tensor& a_;
+  bool by_time_;
+  Layout layout_;
+};
 
 }  // namespace
 
@@ -40,17 +85,17 @@ Tensor linear_scan(const Tensor& a_given, const Tensor& b_given, const MaybeTens
   check.tensor(b_given, "b", a_given.scalar_type(),
                {a_given.size(0), a_given.size(1), a_given.size(2)}, "[batch, time, channels]");
   const MaybeTensor h0 = initial_state(check, h0_given, a_given, accumulation_type(dtype));
-  const Tensor a = torch::stable::contiguous(a_given), b = torch::stable::contiguous(b_given);
-  Tensor out = torch::stable::new_empty(a, a.sizes());
+  const Tensors tensors(a_given, reverse);
+  const Tensor a = tensors.input(a_given), b = tensors.input(b_given), out = tensors.output();
   ScanArgs args;
-  args.layout = uniform_layout(a, reverse);
-  args.inputs[0] = input_stream(a);
-  args.inputs[1] = input_stream(b);
+  args.layout = tensors.layout();
+  args.inputs[0] = tensors.read(a);
+  args.inputs[1] = tensors.read(b);
   args.initial = h0 ? h0->const_data_ptr() : nullptr;
   args.initial_stride = args.layout.channels;
-  args.outputs[0] = output_stream(out);
+  args.outputs[0] = tensors.write(out);
   run_scan(args, Recurrence::linear, dtype, false, a);
-  return out;
+  return tensors.result(out);
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad_given,
@@ -65,23 +110,24 @@ std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad_given
   check.tensor(grad_given, "grad_h", a_given.scalar_type(), sizes, "[batch, time, channels]");
   check.tensor(h_given, "h", a_given.scalar_type(), sizes, "[batch, time, channels]");
   const MaybeTensor h0 = initial_state(check, h0_given, a_given, accumulation_type(dtype));
-  const Tensor a = torch::stable::contiguous(a_given), h = torch::stable::contiguous(h_given);
-  const Tensor grad = torch::stable::contiguous(grad_given);
-  Tensor grad_a = torch::stable::new_empty(a, a.sizes()),
-         grad_b = torch::stable::new_empty(a, a.sizes());
-  Tensor grad_h0 = torch::stable::new_empty(a, {a.size(0), a.size(2)}, accumulation_type(dtype));
+  const Tensors tensors(a_given, !reverse);
+  const Tensor a = tensors.input(a_given), grad = tensors.input(grad_given);
+  const Tensor h = tensors.input(h_given);
+  const Tensor grad_a = tensors.output(), grad_b = tensors.output();
+  Tensor grad_h0 =
+      torch::stable::new_empty(a, {a_given.size(0), a_given.size(2)}, accumulation_type(dtype));
   ScanArgs args;
-  args.layout = uniform_layout(a, !reverse);
-  args.inputs[0] = input_stream(a);
-  args.inputs[1] = input_stream(grad);
-  args.inputs[2] = input_stream(h);
+  args.layout = tensors.layout();
+  args.inputs[0] = tensors.read(a);
+  args.inputs[1] = tensors.read(grad);
+  args.inputs[2] = tensors.read(h);
   args.h0 = h0 ? h0->const_data_ptr() : nullptr;
   args.last = grad_h0.mutable_data_ptr();
   args.last_stride = args.layout.channels;
-  args.outputs[0] = output_stream(grad_a);
-  args.outputs[1] = output_stream(grad_b);
+  args.outputs[0] = tensors.write(grad_a);
+  args.outputs[1] = tensors.write(grad_b);
   run_scan(args, Recurrence::linear, dtype, true, a);
-  return {grad_a, grad_b, grad_h0};
+  return {tensors.result(grad_a), tensors.result(grad_b), grad_h0};
 }
 
 }  // namespace minserve

@@ -4,6 +4,10 @@ The recurrence under minGRU and minLSTM ("Were RNNs All We Needed?", arXiv 2410.
 It is computed in linear space with float32 accumulation (float64 for float64). The log-space form
 of Heinsen (arXiv 2311.06281), used by that paper, is kept below as a reference only: it loses
 accuracy with length.
+
+Two layouts are computed in place, without copies: channels contiguous, and on CUDA time contiguous
+(strides (channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The
+layout of `a` decides; results and gradients have its strides, on the CPU too, which copies.
 """
 
 from typing import Any
@@ -19,14 +23,16 @@ def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = 
     """The scan h_t = a_t * h_{t-1} + b_t along time.
 
     Args:
-        a: coefficients [batch, time, channels]; float32, float64, bfloat16 or float16.
-        b: inputs, same shape, dtype and device as a.
+        a: coefficients [batch, time, channels]; float32, float64, bfloat16 or float16. Either
+            channels or time may be contiguous; other strides are copied to the former.
+        b: inputs, same shape, dtype and device as a; copied where its layout is not a's.
         h0: state before the first step [batch, channels], dtype of a or float32 (float64 with
             float64); None is zero.
         reverse: run from the last step to the first: h_t = a_t * h_{t+1} + b_t.
 
     Returns:
-        h [batch, time, channels] in a's dtype. Differentiable in a, b and h0.
+        h [batch, time, channels] in a's dtype, time contiguous where that of a is, else channels.
+        Differentiable in a, b and h0.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; the message names the argument.
@@ -64,8 +70,27 @@ def heinsen_reference(a: Tensor, b: Tensor, h0: Tensor | None = None) -> Tensor:
     return h if h0 is None else h[:, 1:]
 
 
-def _fake(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
+def _time_contiguous(a: Tensor) -> bool:
+    """Whether channels lie apart by a whole row of time steps, as csrc/linear_scan/op.cpp asks."""
+    batch, time, channels = a.shape
+    return (
+        a.stride(1) == 1
+        and a.stride(2) == time
+        and time > 1
+        and channels > 1
+        and (batch <= 1 or a.stride(0) == time * channels)
+    )
+
+
+def _empty_with_layout_of(a: Tensor) -> Tensor:
+    if _time_contiguous(a):
+        _, time, channels = a.shape
+        return a.new_empty_strided(a.shape, (channels * time, 1, time))
     return a.new_empty(a.shape)
+
+
+def _fake(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
+    return _empty_with_layout_of(a)
 
 
 torch.library.register_fake("minserve::linear_scan", _fake)
@@ -75,7 +100,7 @@ def _fake_backward(
     grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_h0 = a.new_empty((a.shape[0], a.shape[2]), dtype=accumulation_dtype(a.dtype))
-    return a.new_empty(a.shape), a.new_empty(a.shape), grad_h0
+    return _empty_with_layout_of(a), _empty_with_layout_of(a), grad_h0
 
 
 torch.library.register_fake("minserve::linear_scan_backward", _fake_backward)
