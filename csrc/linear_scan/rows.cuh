@@ -50,6 +50,11 @@ __device__ __forceinline__ void copy_element(T* shared, const T* global) {
   }
 }
 
+// Waits for all of this thread's copies.
+__device__ __forceinline__ void all_copies_done() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // What has been made of x so far is not kept in registers: it is cheaper made again.
 __device__ __forceinline__ void forget_derived(uint4& x) {
   asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
@@ -318,7 +323,7 @@ struct RowScan {
             (static_cast<std::int64_t>(tile.row) * (tiles.per_row - 1) + tile.index - 1) *
                 static_cast<std::int64_t>(sizeof(Word<V>)));
       }
-      copies_done();
+      all_copies_done();
       if (turn == 0 && threadIdx.x == 0) ticket = take_ticket(tiles, 1);
       uint4 held[kPacks][2];
 #pragma unroll
