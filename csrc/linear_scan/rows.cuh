@@ -85,7 +85,7 @@ struct RowScan {
     uint4 behind[2][kWarps];
     V a[2][kWarps], b[2][kWarps];  // aggregates of the warps, by the parity of the turn
     V carry;                       // into the tile
-    RowTile coming;
+    RowTile first, coming;
   };
 
   // Where a tile lies.
@@ -304,9 +304,9 @@ struct RowScan {
   static __device__ __forceinline__ void run(const ScanArgs& args, const RowTiles& tiles,
                                              Shared& shared) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    if (threadIdx.x == 0) shared.coming = tile_of(tiles, take_ticket(tiles, 0));
+    if (threadIdx.x == 0) shared.first = tile_of(tiles, take_ticket(tiles, 0));
     __syncthreads();
-    RowTile tile = shared.coming;
+    RowTile tile = shared.first;
     if (tile.row == RowTile::kNone) return;
     fetch(args, tile, shared, 0);
     for (unsigned turn = 0;; ++turn) {
