@@ -26,7 +26,8 @@ struct Scan {
   using S = typename LanesOf<V>::scalar;
   using Cell = CellOf<V>;
   static constexpr int W = LanesOf<V>::width, N = Block::kVectors, K = Block::kChannels;
-  static constexpr std::int64_t kTileRows = 8;
+  static constexpr std::int64_t kTileRows = 16;
+  static constexpr int kTogether = N < 2 ? 2 : 1;  // rows whose gates are formed side by side
 
   struct Place {  // of a sequence and a run of channels
     std::int64_t sequence, slot, begin, end, channel;
@@ -57,7 +58,7 @@ struct Scan {
                    bool fresh, int offset, Lanes& lanes, L part) {
     const bool reverse = args.layout.reverse;
     const std::int64_t row = reverse ? at.end - 1 - from : at.begin + from;
-    const std::int64_t channel = at.channel + offset, left = at.end - at.begin - 1 - from;
+    const std::int64_t channel = at.channel + offset;
     const T* source[Cell::kInputs];
     T* target[Cell::kOutputs];
     std::int64_t source_step[Cell::kInputs], target_step[Cell::kOutputs];
@@ -78,31 +79,72 @@ struct Scan {
       a[v] = fresh ? splat<V>(1.0f) : get(lanes.a + i);
       b[v] = fresh ? splat<V>(0.0f) : get(lanes.b + i);
     }
-    const std::int64_t rows = to - from;
-    for (std::int64_t p = 0; p < rows; ++p) {
-      V in[Cell::kInputs][N], out[Cell::kOutputs][N];
+    std::int64_t p = from;
+    for (; p + kTogether <= to; p += kTogether) {
+      together<kOutput, kTogether>(args, at, p, channel, source, source_step, target, target_step,
+                                   h, a, b, part);
+    }
+    for (; p < to; ++p) {
+      together<kOutput, 1>(args, at, p, channel, source, source_step, target, target_step, h, a, b,
+                           part);
+    }
+    for (int v = 0; v < N; ++v) {
+      const int i = offset + v * W;
+      if (kOutput) set(lanes.h + i, h[v]);
+      set(lanes.a + i, a[v]);
+      set(lanes.b + i, b[v]);
+    }
+  }
+
+  // R rows from position p on: first the gates of all of them, which do not depend on each other,
+  // so that the compiler can lay their chains of instructions side by side; then the recurrence.
+  template <bool kOutput, int R, class L>
+  static MS_CELL void together(const ScanArgs& args, const Place& at, std::int64_t p,
+                               std::int64_t channel, const T* (&source)[Cell::kInputs],
+                               const std::int64_t (&source_step)[Cell::kInputs],
+                               T* (&target)[Cell::kOutputs],
+                               const std::int64_t (&target_step)[Cell::kOutputs], V (&h)[N],
+                               V (&a)[N], V (&b)[N], L part) {
+    V in[R][Cell::kInputs][N];
+    Affine<V> step[R][N];
+    const std::int64_t last = at.end - at.begin - 1;
+    const std::int64_t ahead = p + R - 1 + kTileRows <= last ? kTileRows : 0;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
       for (int n = 0; n < Cell::kInputs; ++n) {
         if (n == Cell::kPrevious) {
-          previous(args, at, p == left, source[n] + source_step[n], channel, in[n], part);
+          previous(args, at, p + r == last, source[n] + source_step[n], channel, in[r][n], part);
         } else {
-          Block::load(source[n], in[n], part);
+          Block::load(source[n], in[r][n], part);
         }
-        __builtin_prefetch(source[n] +
-                           (p + kTileRows <= left ? kTileRows : left - p) * source_step[n]);
+        __builtin_prefetch(source[n] + ahead * source_step[n]);
         source[n] += source_step[n];
       }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < N; ++v) {
-        V x[Cell::kInputs], y[Cell::kOutputs];
-        for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[n][v];
-        const Affine<V> step = Cell::affine(at.options, x);
-        b[v] = fmadd(step.a, b[v], step.b);
-        a[v] = step.a * a[v];
+        V x[Cell::kInputs];
+        for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[r][n][v];
+        step[r][v] = Cell::affine(at.options, x);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      V out[Cell::kOutputs][N];
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) {
+        const Affine<V> now = step[r][v];
+        b[v] = fmadd(now.a, b[v], now.b);
+        a[v] = now.a * a[v];
         if (kOutput) {
-          const V after = fmadd(step.a, h[v], step.b);
-          Cell::outputs(at.options, x, h[v], after, y);
-          h[v] = after;
+          const V before = h[v];
+          h[v] = fmadd(now.a, before, now.b);
+          V x[Cell::kInputs], y[Cell::kOutputs];
+          for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[r][n][v];
+          Cell::outputs(at.options, x, before, h[v], y);
           for (int n = 0; n < Cell::kOutputs; ++n) out[n][v] = y[n];
         }
       }
@@ -113,12 +155,6 @@ struct Scan {
           target[n] += target_step[n];
         }
       }
-    }
-    for (int v = 0; v < N; ++v) {
-      const int i = offset + v * W;
-      if (kOutput) set(lanes.h + i, h[v]);
-      set(lanes.a + i, a[v]);
-      set(lanes.b + i, b[v]);
     }
   }
 
