@@ -213,8 +213,12 @@ struct RowScan {
 
   // The first warp's: the carry into the tile, and what later tiles of the row want to know.
   static __device__ __forceinline__ void pass_on(const ScanArgs& args, const RowTiles& tiles,
-                                                 const RowTile& tile, const Word<V>& nearest,
+                                                 const RowTile& tile, const Word<V>& seen,
                                                  Shared& shared, int parity) {
+    // One lane has looked: others could have seen another kind of word, and gone another way.
+    Word<V> nearest;
+    nearest.kind = __shfl_sync(0xffffffffu, seen.kind, 0);
+    nearest.b = __shfl_sync(0xffffffffu, seen.b, 0);
     const bool writes = threadIdx.x == 0, last = tile.index + 1 == tiles.per_row;
     char* const own = static_cast<char*>(args.workspace) +
                       (static_cast<std::int64_t>(tile.row) * (tiles.per_row - 1) + tile.index) *
@@ -317,7 +321,7 @@ struct RowScan {
       unsigned ticket = 0;
       Word<V> nearest;
       if (turn > 0 && threadIdx.x == 0) ticket = take_ticket(tiles, turn + 1);
-      if (warp == 0 && tile.index > 0) {
+      if (threadIdx.x == 0 && tile.index > 0) {
         nearest = Word<V>::load(
             static_cast<const char*>(args.workspace) +
             (static_cast<std::int64_t>(tile.row) * (tiles.per_row - 1) + tile.index - 1) *
