@@ -20,6 +20,10 @@ __device__ __forceinline__ void copies_done() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+struct alignas(16) SixteenBytes {
+  uint4 bits;
+};
+
 // 16 bytes as accumulation values; the last parameter names the type in memory.
 __device__ __forceinline__ void unpack(const uint4& bits, float (&x)[4], float) {
   x[0] = __uint_as_float(bits.x), x[1] = __uint_as_float(bits.y);

@@ -1,8 +1,8 @@
 // Gates and candidates, written once for CPU vectors, scalars and CUDA threads.
 //
 // Every cell is h_t = a h_{t-1} + b with a and b from its gates. The exponentials are taken in base
-// 2, and all quotients of an element share one reciprocal, because on both kinds of processor these
-// two are what costs. No gate is formed as one minus another: both keep their relative accuracy.
+// 2 and quotients share reciprocals where that is cheaper, because these are what costs. No gate is
+// formed as one minus another: both keep their relative accuracy.
 #pragma once
 
 #include "vec.h"
@@ -84,8 +84,8 @@ MS_CELL GruGates<V> gru_gates(const O& options, V k, V v) {
     return {keep, e * keep, v, splat<V>(1.0f)};
   }
   const Candidate<V> g(v);
-  const V both = reciprocal(divisor * g.divisor());
-  const V keep = both * g.divisor(), inverse = both * divisor;
+  V keep, inverse;
+  reciprocals(divisor, g.divisor(), keep, inverse);
   return {keep, e * keep, g.value(v, inverse), g.slope(v, inverse)};
 }
 
@@ -117,9 +117,7 @@ MS_CELL LstmGates<V> lstm_gates(const O& options, V f, V i, V v) {
   if (options.linear) {
     scale = reciprocal(sum);
   } else {
-    const V both = reciprocal(sum * g.divisor());
-    scale = both * g.divisor();
-    inverse = both * sum;
+    reciprocals(sum, g.divisor(), scale, inverse);
   }
   return {forget * scale,
           input * scale,

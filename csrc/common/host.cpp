@@ -1,8 +1,6 @@
 // Argument checks and the choice of device, instruction set and regime.
 #include "host.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -103,15 +101,6 @@ std::int64_t item_width(std::int64_t channels, std::int64_t parts) {
   const std::int64_t of_part = divided_up(channels, parts);
   const std::int64_t runs = divided_up(of_part, kWidestItem);
   return divided_up(divided_up(of_part, runs), kNarrowestItem) * kNarrowestItem;
-}
-
-// Bytes beyond which written lines have left the caches by the time anyone reads them.
-std::int64_t last_level_cache() {
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const std::int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (found > 0) return found;
-#endif
-  return std::int64_t{32} << 20;
 }
 
 struct Work {  // a scan on the CPU
@@ -305,14 +294,12 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
                   const Tensor& like) {
   const Layout& lay = args.layout;
   const std::int64_t threads = torch::stable::get_num_threads();
-  std::int64_t inputs = 0, outputs = 0;
+  std::int64_t inputs = 0;
   for (const Stream& s : args.inputs) inputs += s.data != nullptr;
-  for (const Stream& s : args.outputs) outputs += s.data != nullptr;
   const std::int64_t row_bytes = lay.channels * bytes_of(like);
 
   Work work{args, scan_kernel(recurrence, dtype, backward), {}};
   Share& share = work.share;
-  share.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
   const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;
   if (2 * items > threads || lay.tokens < 8 * kScanChunk) {
     share.width = item_width(lay.channels, threads);

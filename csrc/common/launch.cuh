@@ -48,6 +48,33 @@ inline dim3 grid_of(long long rows, long long channels) {
   return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(blocks));
 }
 
+// A launch that may begin before the kernel ahead of it on the stream has ended, where the GPU can
+// (compute capability 9.0 and later): the kernel waits for the other's results itself.
+class OverlappedLaunch {
+ public:
+  OverlappedLaunch(long long blocks, int threads, int shared_bytes, cudaStream_t stream) {
+    int device = 0, major = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "compute capability");
+    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute_.val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = dim3(static_cast<unsigned>(blocks));
+    config_.blockDim = dim3(static_cast<unsigned>(threads));
+    config_.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config_.stream = stream;
+    config_.attrs = &attribute_;
+    config_.numAttrs = major >= 9 ? 1 : 0;
+  }
+  OverlappedLaunch(const OverlappedLaunch&) = delete;
+  OverlappedLaunch& operator=(const OverlappedLaunch&) = delete;
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchAttribute attribute_ = {};
+  cudaLaunchConfig_t config_ = {};
+};
+
 // Blocks of a kernel that the current device runs at once. Also asks for the kernel's shared
 // memory.
 inline long long resident_blocks(const void* kernel, int threads, int shared_bytes) {

@@ -32,7 +32,6 @@ struct Scan {
   struct Place {  // of a sequence and a run of channels
     std::int64_t sequence, slot, begin, end, channel;
     int width;
-    bool past;
     O options;
   };
 
@@ -181,12 +180,6 @@ struct Scan {
       const std::int64_t q = p + kTileRows < to ? p + kTileRows : to;
       int offset = 0;
       for (; offset + K <= at.width; offset += K) {
-        if constexpr (kOutput && sizeof(S) == sizeof(float)) {
-          if (at.past) {
-            line<kOutput>(args, at, p, q, p == from, offset, lanes, Past{});
-            continue;
-          }
-        }
         line<kOutput>(args, at, p, q, p == from, offset, lanes, Full{});
       }
       if (offset < at.width) {
@@ -260,7 +253,7 @@ struct Scan {
   static void carry(const ScanArgs& args, const O& options, const Share& share,
                     std::int64_t channel, int width, Lanes& lanes) {
     const std::int64_t chunks = share.last_chunk - share.first_chunk;
-    Place at{0, 0, 0, 0, channel, width, false, options};
+    Place at{0, 0, 0, 0, channel, width, options};
     S* between = row_of(args, share, 2 * share.wave_chunks, channel);
     copy(at, between, lanes.h);
     for (std::int64_t i = 0; i < chunks; ++i) {
@@ -316,16 +309,6 @@ struct Scan {
     }
   }
 
-  // Whether outputs may be written past the caches in whole lines.
-  static bool lines_aligned(const ScanArgs& args) {
-    bool aligned = true;
-    for (const Stream& s : args.outputs) {
-      aligned = aligned && reinterpret_cast<std::uintptr_t>(s.data) % kLineBytes == 0 &&
-                s.stride % K == 0;
-    }
-    return aligned;
-  }
-
   static void run(const ScanArgs& args, const O& options, const Share& share, Phase phase,
                   std::int64_t begin, std::int64_t end) {
     Lanes lanes;
@@ -333,12 +316,11 @@ struct Scan {
     const std::int64_t count = phase == Phase::serial  ? lay.sequences + 1
                                : phase == Phase::carry ? 1
                                                        : share.last_chunk - share.first_chunk;
-    const bool past = share.past_caches && lines_aligned(args);
     for (std::int64_t item = begin; item < end; ++item) {
       const std::int64_t index = item % count, channel = item / count * share.width;
       const std::int64_t left = lay.channels - channel;
       const int width = static_cast<int>(left < share.width ? left : share.width);
-      Place at{index, 0, 0, 0, channel, width, past, options};
+      Place at{index, 0, 0, 0, channel, width, options};
       if (phase == Phase::serial) {
         at.slot = lay.slot(index), at.begin = lay.begin(index), at.end = lay.end(index);
         serial(args, at, lanes);
@@ -347,7 +329,6 @@ struct Scan {
       if (phase == Phase::carry) carry(args, options, share, channel, width, lanes);
       if (phase == Phase::output) one_chunk<true>(args, share, at, index, lanes);
     }
-    if (past) settle();
   }
 };
 

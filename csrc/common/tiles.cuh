@@ -1,41 +1,27 @@
-// How a scan is cut into tiles, and how running blocks take them in order.
+// How a scan is cut into tiles, and in which order running blocks take them.
 //
-// A tile is one chunk of time by kChannels channels. Tiles are numbered chunk by chunk, channel
-// blocks innermost, and are taken from a counter: whoever holds a tile knows that every earlier one
-// is finished or held by a block that runs, so waiting for an earlier tile always ends.
+// A tile is one chunk of time by kChannels channels. Blocks take tickets from a counter, so whoever
+// holds a tile knows that every earlier one is finished or held by a block that runs: waiting for
+// an earlier tile always ends. Order: the sequences are dealt to up to 32 streams that advance side
+// by side, a chunk of each at a time with all its channels; the more streams, the longer ago was
+// the chunk before, whose carry a tile needs.
 #pragma once
 
 #include "types.h"
-#ifndef MS_RUN2
-#define MS_RUN2 4
-#endif
-#ifndef MS_RUN4
-#define MS_RUN4 8
-#endif
-#ifndef MS_MINB
-#define MS_MINB 2
-#endif
-#ifndef MS_WINDOW
-#define MS_WINDOW 8
-#endif
-
 namespace minserve {
 namespace cuda {
-
-#ifndef MS_BLOCK
-#define MS_BLOCK 256
-#endif
-constexpr int kBlock = MS_BLOCK;  // threads
-constexpr int kWarps = kBlock / 32;
 
 // A warp covers kLanes channel vectors by 32 / kLanes segments of time; a thread holds kRun
 // positions of one segment by kVec channels. The segments of all warps make up the chunk.
 template <class T, int kInputs, bool kHeld>
 struct Geometry {
   static constexpr int kVec = 16 / static_cast<int>(sizeof(T));
-  // As long a run as registers (32 held elements) and shared memory (64 KiB staged) allow.
-  static constexpr int kRunHeld = sizeof(T) == 2 ? MS_RUN2 : MS_RUN4;
-  static constexpr int kRun = kInputs * kRunHeld * kBlock * 16 <= 65536 ? kRunHeld : kRunHeld / 2;
+  // Rows of a tile are pieces of 128 bytes or more: the L2 cache is limited by requests as well.
+  // The block of three two-byte streams is wide, or too few would fit a multiprocessor.
+  static constexpr int kBlock = kHeld && sizeof(T) == 2 && kInputs == 3 ? 256 : 128;
+  static constexpr int kWarps = kBlock / 32;
+  // As long a run as 64 KiB of staged inputs allow.
+  static constexpr int kRun = !kHeld && sizeof(T) == 2 ? 4 : kBlock == 256 ? 4 : 8;
   static constexpr int kSegmentsPerWarp = static_cast<int>(kScanChunk) / (kWarps * kRun);
   static constexpr int kLanes = 32 / kSegmentsPerWarp;
   static constexpr int kChannels = kLanes * kVec;
@@ -48,22 +34,24 @@ struct Geometry {
 };
 
 struct Tile {
-  std::int64_t row;        // of the first position
-  std::int64_t word;       // of the first channel
-  std::int64_t first_row;  // of the forward scan in this sequence
-  int sequence;            // -1: no more tiles
-  int slot;                // of the state; negative: zero the rows
-  int chunk;               // of the sequence
-  int channel;             // first channel
-  int count;               // positions, up to kScanChunk; 0 only in a sequence without rows
-  bool last;               // chunk of the sequence
+  std::int64_t row;                // of the first position
+  std::int64_t word;               // of the first channel
+  std::int64_t input[kMaxInputs];  // first element in each stream
+  std::int64_t output[kMaxOutputs];
+  int first_position;  // where the forward scan of this sequence begins, for backward cells
+  int sequence;        // -1: no more tiles
+  int slot;            // of the state; negative: zero the rows
+  int chunk;           // of the sequence
+  int channel;         // first channel
+  int count;           // positions, up to kScanChunk; 0 only in a sequence without rows
+  bool last;           // chunk of the sequence
+  bool close;          // to the chunk before: it may still be under way
 };
 
-// The largest s in [0, sequences] with first_chunk(s) <= chunk, found by a whole warp, 32 probes at
-// a time.
-__device__ __forceinline__ int find_sequence(const Layout& lay, int chunk) {
+// The largest s in [low, low + count) with first_chunk(s) <= chunk, found by a whole warp, 32
+// probes at a time; low must be one of them.
+__device__ __forceinline__ int find_sequence(const Layout& lay, int chunk, int low, int count) {
   const int lane = threadIdx.x % 32;
-  int low = 0, count = static_cast<int>(lay.sequences) + 1;  // the answer is in [low, low + count)
   while (count > 1) {
     const int step = (count + 31) / 32;
     const bool below = lane * step < count && lay.first_chunk(low + lane * step) <= chunk;
@@ -74,25 +62,97 @@ __device__ __forceinline__ int find_sequence(const Layout& lay, int chunk) {
   return low;
 }
 
-// The next tile that has work; called by one whole warp.
-__device__ __forceinline__ Tile next_tile(const Layout& lay, unsigned* counter, int channels) {
+// The order of the chunk numbers, spread over the lanes of one warp. Stream n begins at lane n's
+// `first` chunk and `sequence`. Streams end one after another; in phase n, described by lane n,
+// those of rank n and more are left, and `owner` is the stream of that rank.
+class Order {
+ public:
+  // scratch: 32 of shared memory
+  __device__ __forceinline__ Order(const Layout& lay, int2* scratch)
+      : lane_(static_cast<int>(threadIdx.x) % 32) {
+    const int sequences = static_cast<int>(lay.sequences) + 1;  // with the padding tail
+    const int bound = static_cast<int>(lay.chunk_bound());
+    streams_ = min(sequences, 32);
+    direct_ = sequences <= 32;
+    sequence_ = lane_ < streams_ ? lane_ : sequences - 1;
+    if (!direct_) {
+      // Equal shares of the chunk numbers, cut where a sequence begins.
+      sequence_ =
+          static_cast<int>(lay.sequence_of_chunk(static_cast<std::int64_t>(lane_) * bound / 32));
+    }
+    first_ = static_cast<int>(lay.first_chunk(sequence_));
+    if (lane_ == 0) first_ = 0;
+    int end = __shfl_down_sync(kAll, first_, 1);
+    if (lane_ >= streams_ - 1) end = bound;
+    const int length = lane_ < streams_ ? end - first_ : 0x7fffffff;
+    int rank = 0;
+    for (int other = 0; other < 32; ++other) {
+      const int theirs = __shfl_sync(kAll, length, other);
+      rank += theirs < length || (theirs == length && other < lane_);
+    }
+    scratch[rank] = make_int2(length, lane_);
+    __syncwarp();
+    const int level = scratch[lane_].x;
+    owner_ = scratch[lane_].y;
+    level_before_ = __shfl_up_sync(kAll, level, 1);
+    if (lane_ == 0) level_before_ = 0;
+    const int own = lane_ < streams_ ? (level - level_before_) * (streams_ - lane_) : 0;
+    through_ = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int theirs = __shfl_up_sync(kAll, through_, distance);
+      if (lane_ >= distance) through_ += theirs;
+    }
+    before_ = through_ - own;
+  }
+
+  // Which chunk number comes at place n of the order, and in which sequence it is.
+  // How many streams advance side by side at that place goes to `abreast`.
+  __device__ __forceinline__ void locate(const Layout& lay, int n, int* number, int* sequence,
+                                         int* abreast) const {
+    const int phase = __popc(__ballot_sync(kAll, lane_ < streams_ && through_ <= n));
+    const int place = n - __shfl_sync(kAll, before_, phase);
+    *abreast = streams_ - phase;
+    const int step = place / *abreast;
+    const int owner = __shfl_sync(kAll, owner_, (phase + place - step * *abreast) % 32);
+    *number = __shfl_sync(kAll, first_, owner) + __shfl_sync(kAll, level_before_, phase) + step;
+    *sequence = __shfl_sync(kAll, sequence_, owner);
+    const int next = __shfl_sync(kAll, sequence_, (owner + 1) % 32);
+    if (direct_) return;
+    const int last = owner == 31 ? static_cast<int>(lay.sequences) : next;
+    *sequence = find_sequence(lay, *number, *sequence, last - *sequence + 1);
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+  int lane_, streams_, first_, sequence_, owner_ = 0, level_before_, before_, through_;
+  bool direct_;
+};
+
+// The counter starts at all ones, as the words do; called by one whole warp.
+__device__ __forceinline__ unsigned take_ticket(unsigned* counter) {
+  unsigned ticket = 0;
+  if (threadIdx.x % 32 == 0) ticket = atomicAdd(counter, 1u) + 1u;
+  return __shfl_sync(0xffffffffu, ticket, 0);
+}
+
+// The tile of a ticket, or of the next one that has work; called by one whole warp.
+__device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order, unsigned ticket,
+                                          unsigned* counter, int channels) {
   const unsigned blocks = static_cast<unsigned>((lay.channels + channels - 1) / channels);
   const unsigned total = static_cast<unsigned>(lay.chunk_bound()) * blocks;
   Tile tile;
-  for (;;) {
-    unsigned ticket = 0;
-    // The counter starts at all ones, as cudaMemsetAsync left it.
-    if (threadIdx.x % 32 == 0) ticket = atomicAdd(counter, 1u) + 1u;
-    ticket = __shfl_sync(0xffffffffu, ticket, 0);
+  for (;; ticket = take_ticket(counter)) {
     if (ticket >= total) {
       tile.sequence = -1;
       return tile;
     }
-    const int number = static_cast<int>(ticket / blocks);
-    tile.channel = static_cast<int>(ticket % blocks) * channels;
-    const int s = find_sequence(lay, number);
-    tile.chunk = number - static_cast<int>(lay.first_chunk(s));
+    const int place = static_cast<int>(ticket / blocks);
+    int number, s, abreast;
+    order.locate(lay, place, &number, &s, &abreast);
+    tile.close = abreast * blocks < 2 * gridDim.x;
+    tile.channel = static_cast<int>(ticket - place * blocks) * channels;
     const std::int64_t begin = lay.begin(s), end = lay.end(s);
+    tile.chunk = number - static_cast<int>(begin / kScanChunk) - s;
     const std::int64_t done = tile.chunk * kScanChunk, left = end - begin - done;
     tile.slot = static_cast<int>(lay.slot(s));
     // A sequence without rows still hands its initial carry on as the last one.
@@ -100,10 +160,11 @@ __device__ __forceinline__ Tile next_tile(const Layout& lay, unsigned* counter, 
     if (left <= 0 && !empty) continue;  // a number that no chunk has
     tile.sequence = s;
     tile.row = lay.reverse ? end - 1 - done : begin + done;
-    tile.first_row = lay.reverse ? begin : end - 1;
     tile.word = number * lay.channels + tile.channel;
     tile.last = left <= kScanChunk;
     tile.count = static_cast<int>(tile.last ? left : kScanChunk);
+    // A backward scan ends where the forward one began.
+    tile.first_position = tile.last ? tile.count - 1 : -1;
     return tile;
   }
 }

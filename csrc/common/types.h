@@ -117,8 +117,7 @@ enum class Phase { serial, aggregate, carry, output };
 
 // How a scan is handed out on the CPU.
 struct Share {
-  std::int64_t width = 0;    // channels of an item, a multiple of kNarrowestItem
-  bool past_caches = false;  // the outputs would not stay in the caches
+  std::int64_t width = 0;  // channels of an item, a multiple of kNarrowestItem
   // Where time is cut: the chunks of this wave, of at most wave_chunks, and the channels of a row
   // of the workspace, a multiple of kNarrowestItem.
   std::int64_t first_chunk = 0, last_chunk = 0, wave_chunks = 0, row_channels = 0;

@@ -105,6 +105,12 @@ __device__ __forceinline__ float reciprocal(float x) {
 __device__ __forceinline__ double reciprocal(double x) {
   return 1.0 / x;
 }
+// 1 / x and 1 / y. The special-function unit has room for both; instructions are what is short.
+template <class V>
+__device__ __forceinline__ void reciprocals(V x, V y, V& one_over_x, V& one_over_y) {
+  one_over_x = reciprocal(x);
+  one_over_y = reciprocal(y);
+}
 __device__ __forceinline__ float absolute(float x) {
   return fabsf(x);
 }

@@ -22,10 +22,6 @@ typedef std::int32_t VI __attribute__((vector_size(4 * kWidth)));
 typedef std::uint32_t VU __attribute__((vector_size(4 * kWidth)));
 typedef std::uint16_t VH __attribute__((vector_size(2 * kWidth)));
 
-// Full lines that are written past the caches: for outputs that would not stay in them. Saves
-// reading each line of the output before it is overwritten. Needs 64-byte alignment.
-struct Past : Full {};
-
 template <>
 struct LanesOf<VF> {
   using scalar = float;
@@ -252,25 +248,6 @@ MS_CELL void store(T* p, V v, Part part) {
 
 constexpr int kLineBytes = 64;
 
-MS_CELL void put(void* p, VU x, Full) {
-  __builtin_memcpy(p, &x, sizeof(x));
-}
-MS_CELL void put(void* p, VU x, Past) {
-#if defined(MS_AVX512)
-  _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)x);
-#elif defined(MS_AVX2)
-  _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)x);
-#else
-  __builtin_memcpy(p, &x, sizeof(x));
-#endif
-}
-// Makes what was written past the caches visible before anything that is written later.
-MS_CELL void settle() {
-#if defined(MS_AVX512) || defined(MS_AVX2)
-  _mm_sfence();
-#endif
-}
-
 constexpr int kRegister = sizeof(VF);
 constexpr int kRegisters = kLineBytes / kRegister;
 
@@ -286,9 +263,8 @@ struct WholeLine<float> {
   static MS_CELL void load(const float* p, V (&x)[kVectors]) {
     for (int i = 0; i < kVectors; ++i) __builtin_memcpy(&x[i], p + i * kWidth, sizeof(V));
   }
-  template <class L>
-  static MS_CELL void store(float* p, const V (&x)[kVectors], L lanes) {
-    for (int i = 0; i < kVectors; ++i) put(p + i * kWidth, bit_cast<VU>(x[i]), lanes);
+  static MS_CELL void store(float* p, const V (&x)[kVectors]) {
+    for (int i = 0; i < kVectors; ++i) __builtin_memcpy(p + i * kWidth, &x[i], sizeof(V));
   }
 };
 
@@ -308,11 +284,11 @@ struct WholeLine<bf16> {
       x[2 * i + 1] = bit_cast<VF>(pair & 0xffff0000u);
     }
   }
-  template <class L>
-  static MS_CELL void store(bf16* p, const V (&x)[kVectors], L lanes) {
+  static MS_CELL void store(bf16* p, const V (&x)[kVectors]) {
     for (int i = 0; i < kRegisters; ++i) {
       const VU even = rounded(x[2 * i]), odd = rounded(x[2 * i + 1]);
-      put(p + i * 2 * kWidth, (even >> 16) | (odd & 0xffff0000u), lanes);
+      const VU pair = (even >> 16) | (odd & 0xffff0000u);
+      __builtin_memcpy(p + i * 2 * kWidth, &pair, sizeof(pair));
     }
   }
 };
@@ -329,13 +305,12 @@ struct WholeLine<f16> {
       x[i] = widen(half, p);
     }
   }
-  template <class L>
-  static MS_CELL void store(f16* p, const V (&x)[kVectors], L lanes) {
+  static MS_CELL void store(f16* p, const V (&x)[kVectors]) {
     for (int i = 0; i < kRegisters; ++i) {
-      const VH both[2] = {narrow(x[2 * i], p), narrow(x[2 * i + 1], p)};
-      VU bits;
-      __builtin_memcpy(&bits, both, sizeof(bits));
-      put(p + i * 2 * kWidth, bits, lanes);
+      for (int half = 0; half < 2; ++half) {
+        const VH bits = narrow(x[2 * i + half], p);
+        __builtin_memcpy(p + (2 * i + half) * kWidth, &bits, sizeof(bits));
+      }
     }
   }
 };
@@ -348,7 +323,7 @@ struct WholeLine<double> {
   static MS_CELL void load(const double* p, V (&x)[kVectors]) {
     for (int i = 0; i < kVectors; ++i) x[i] = p[i];
   }
-  static MS_CELL void store(double* p, const V (&x)[kVectors], Full) {
+  static MS_CELL void store(double* p, const V (&x)[kVectors]) {
     for (int i = 0; i < kVectors; ++i) p[i] = x[i];
   }
 };
@@ -366,11 +341,10 @@ struct Line {
     __builtin_memcpy(copy, p, sizeof(T) * static_cast<unsigned>(part.count));
     Whole::load(copy, x);
   }
-  static MS_CELL void store(T* p, const V (&x)[kVectors], Full lanes) { Whole::store(p, x, lanes); }
-  static MS_CELL void store(T* p, const V (&x)[kVectors], Past lanes) { Whole::store(p, x, lanes); }
+  static MS_CELL void store(T* p, const V (&x)[kVectors], Full) { Whole::store(p, x); }
   static MS_CELL void store(T* p, const V (&x)[kVectors], Part part) {
     T copy[kChannels];
-    Whole::store(copy, x, Full{});
+    Whole::store(copy, x);
     __builtin_memcpy(p, copy, sizeof(T) * static_cast<unsigned>(part.count));
   }
   // Numbers of the accumulation type, in the order of channels, to and from the order of lanes.

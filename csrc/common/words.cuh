@@ -88,49 +88,87 @@ struct Word<double> {
   }
 };
 
-// A word per chunk and channel, then the counter of tiles.
+// A word per chunk and channel, then the counter of tiles; in sixteens.
 inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) {
-  return lay.chunk_bound() * lay.channels * word_bytes + 16;
+  return (lay.chunk_bound() * lay.channels * word_bytes + 15) / 16 * 16 + 16;
 }
 
-// The carry into chunk number `chunk` of a sequence, chunk > 0. `own` is that chunk's word; the
-// word of the chunk before it lies `step` bytes before. Chunk 0 publishes a carry without looking
-// back, so the search ends; whoever holds an earlier chunk never waits for a later one.
-template <class V>
-__device__ __forceinline__ V look_back(const char* own, std::int64_t step, int chunk) {
-  constexpr int kWindow = sizeof(V) == 4 ? MS_WINDOW : 4;
-  V h = 0;
+// Empties the words and the counter. It lets the scan start at once, which then waits for it with
+// words_cleared() while it already looks for its first tiles.
+inline __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += step) {
+    words[i] = {~0u, ~0u, ~0u, ~0u};
+  }
+}
+__device__ __forceinline__ void words_cleared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The carries into chunk number `chunk` > 0 of a sequence, for the first `real` of kEach
+// neighbouring channels. `own` is the word of that chunk and the first channel; those of the chunk
+// before lie `step` bytes before. close: the chunk before may still be under way, so that it is
+// worth looking at many at once. Chunk 0 publishes a carry without looking back, so the search
+// ends; whoever holds an earlier chunk never waits for a later one.
+template <class V, int kEach>
+__device__ __forceinline__ void look_back(const char* own, std::int64_t step, int chunk, bool close,
+                                          int real, V (&h)[kEach]) {
+  constexpr int kWindow = sizeof(V) == 4 ? 20 / kEach : 4;  // more would not stay in registers
+  constexpr unsigned kAll = (1u << kWindow) - 1u;
+  constexpr std::int64_t kBytes = sizeof(Word<V>);
+  if (!close) {
+    bool ready = true;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const Word<V> word = Word<V>::load(own - step + (i < real ? i : 0) * kBytes);
+      ready = ready && word.is_carry();
+      h[i] = word.b;
+    }
+    if (ready) return;
+  }
   bool have = false;  // h is the carry into the chunk behind the window
   int base = 0;       // the window holds the words at distances base + 1 ... base + kWindow
   for (;;) {
-    Word<V> words[kWindow];
-    for (;;) {
-      unsigned carries = 0, empty = 0;
+    Word<V> words[kWindow * kEach];
+    unsigned carries, missing;  // by distance
+    do {
+      unsigned others = 0;  // no carries
+      missing = 0;
 #pragma unroll
-      for (int d = 0; d < kWindow; ++d) {
-        const int distance = base + d + 1;
-        if (distance <= chunk && words[d].empty()) words[d] = Word<V>::load(own - distance * step);
+      for (int n = 0; n < kWindow * kEach; ++n) {
+        const int distance = base + n / kEach + 1;
+        const int i = n % kEach < real ? n % kEach : 0;
+        if (distance <= chunk && words[n].empty()) {
+          words[n] = Word<V>::load(own - distance * step + i * kBytes);
+        }
       }
 #pragma unroll
-      for (int d = 0; d < kWindow; ++d) {
-        if (words[d].is_carry()) carries |= 1u << d;
-        if (words[d].empty()) empty |= 1u << d;
+      for (int n = 0; n < kWindow * kEach; ++n) {
+        if (!words[n].is_carry()) others |= 1u << n / kEach;
+        if (words[n].empty()) missing |= 1u << n / kEach;
       }
+      carries = ~others & kAll;
       // Nothing may be missing from here to the nearest carry, or to the end of the window.
-      const unsigned needed = carries ? (carries & (0u - carries)) - 1u : (1u << kWindow) - 1u;
-      if (empty & needed) continue;
-      have = have || carries;
-      break;
-    }
+      missing &= carries ? (carries & (0u - carries)) - 1u : kAll;
+      if (missing) __nanosleep(64);
+    } while (missing);
+    have = have || carries;
     if (!have) {
       base += kWindow;
       continue;
     }
 #pragma unroll
-    for (int d = kWindow - 1; d >= 0; --d) {
-      h = words[d].is_carry() ? words[d].b : fmadd(words[d].a(), h, words[d].b);
+    for (int n = kWindow * kEach - 1; n >= 0; --n) {
+      V& carry = h[n % kEach];
+      carry = words[n].is_carry() ? words[n].b : fmadd(words[n].a(), carry, words[n].b);
     }
-    if (base == 0) return h;
+    if (base == 0) return;
     base -= kWindow;
   }
 }
