@@ -95,7 +95,7 @@ inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) 
 
 // Empties the words and the counter. It lets the scan start at once, which then waits for it with
 // words_cleared() while it already looks for its first tiles.
-inline __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
+static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -114,12 +114,11 @@ __device__ __forceinline__ void words_cleared() {
 // The carries into chunk number `chunk` > 0 of a sequence, for the first `real` of kEach
 // neighbouring channels. `own` is the word of that chunk and the first channel; those of the chunk
 // before lie `step` bytes before. close: the chunk before may still be under way, so that it is
-// worth looking at many at once. Chunk 0 publishes a carry without looking back, so the search
-// ends; whoever holds an earlier chunk never waits for a later one.
-template <class V, int kEach>
+// worth looking at kWindow chunks at once. Chunk 0 publishes a carry without looking back, so the
+// search ends; whoever holds an earlier chunk never waits for a later one.
+template <class V, int kEach, int kWindow>
 __device__ __forceinline__ void look_back(const char* own, std::int64_t step, int chunk, bool close,
                                           int real, V (&h)[kEach]) {
-  constexpr int kWindow = sizeof(V) == 4 ? 20 / kEach : 4;  // more would not stay in registers
   constexpr unsigned kAll = (1u << kWindow) - 1u;
   constexpr std::int64_t kBytes = sizeof(Word<V>);
   if (!close) {

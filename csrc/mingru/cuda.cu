@@ -1,6 +1,6 @@
 // The cells of mingru on CUDA: scans and steps.
 #include "../common/kernels.h"
-#include "../common/scan.cuh"
+#include "../common/scan_launch.cuh"
 #include "cell.h"
 
 namespace minserve {

@@ -1,0 +1,92 @@
+// Starting scans: which kernel, how many blocks, the words emptied first.
+#pragma once
+
+#include "launch.cuh"
+#include "scan.cuh"
+#include "step.cuh"
+
+namespace minserve {
+namespace cuda {
+
+template <template <class> class CellOf, class O, class T, bool kAligned>
+void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
+  using Scan = TileScan<CellOf, O, T, kAligned>;
+  const auto kernel = &tile_kernel<CellOf, O, T, kAligned>;
+  const int shared = static_cast<int>(sizeof(typename Scan::Shared));
+  const Layout& lay = args.layout;
+  const std::int64_t tiles =
+      lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
+  if (tiles > 4294967295LL - 1000000) {  // the counter has 32 bits and is passed once by each block
+    throw std::runtime_error("minserve: too large for one scan: " + std::to_string(tiles) +
+                             " tiles");
+  }
+  const std::int64_t bytes = workspace_bytes(lay, sizeof(Word<typename Scan::V>));
+  char* counter = static_cast<char*>(args.workspace) + bytes - 16;
+  const std::int64_t blocks =
+      resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kAll, shared);
+  clear_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1 : blocks),
+                 256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
+  check(cudaGetLastError(), "clearing the scan's words");
+  const OverlappedLaunch launch(tiles < blocks ? tiles : blocks, Scan::kAll, shared, stream);
+  check(cudaLaunchKernelEx(launch.config(), kernel, args, reinterpret_cast<unsigned*>(counter)),
+        "scan");
+  check(cudaGetLastError(), "scan");
+}
+
+// Whether rows that begin at data and follow each other by stride elements are aligned to 16 bytes.
+inline bool aligned_rows(const void* data, std::int64_t stride, std::int64_t size) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0;
+}
+
+template <template <class> class CellOf, class T>
+void launch_scan(ScanArgs args, cudaStream_t stream) {
+  using Cell = CellOf<float>;
+  const Layout& lay = args.layout;
+  args.aligned = lay.channels * sizeof(T) % 16 == 0;
+  for (int n = 0; n < Cell::kInputs; ++n) {
+    args.aligned =
+        args.aligned && aligned_rows(args.inputs[n].data, args.inputs[n].stride, sizeof(T));
+  }
+  for (int n = 0; n < Cell::kOutputs; ++n) {
+    args.aligned =
+        args.aligned && aligned_rows(args.outputs[n].data, args.outputs[n].stride, sizeof(T));
+  }
+  const std::int64_t size = sizeof(typename ComputeType<T>::type);
+  args.aligned_state = args.aligned && aligned_rows(args.initial, args.initial_stride, size) &&
+                       aligned_rows(args.last, args.last_stride, size);
+  const bool step = Cell::kPrevious < 0 && !lay.cu_seqlens && lay.time == 1;
+  with_options<Cell::kHasOptions>(args, [&](auto options) {
+    if constexpr (Cell::kPrevious < 0) {
+      if (step) return launch_step<CellOf, decltype(options), T>(args, options, stream);
+    }
+    if constexpr (sizeof(T) < 8) {  // float64 is for checking gradients
+      if (args.aligned) return launch_tiles<CellOf, decltype(options), T, true>(args, stream);
+    }
+    launch_tiles<CellOf, decltype(options), T, false>(args, stream);
+  });
+}
+
+// One entry point over dtypes and direction for a pair of cells.
+template <template <class> class Forward, template <class> class Backward>
+void launch_by_dtype(const ScanArgs& args, Dtype dtype, bool backward, int device,
+                     void* stream_handle) {
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  switch (dtype) {
+    case Dtype::f32:
+      return backward ? launch_scan<Backward, float>(args, stream)
+                      : launch_scan<Forward, float>(args, stream);
+    case Dtype::f64:
+      return backward ? launch_scan<Backward, double>(args, stream)
+                      : launch_scan<Forward, double>(args, stream);
+    case Dtype::bf16:
+      return backward ? launch_scan<Backward, bf16>(args, stream)
+                      : launch_scan<Forward, bf16>(args, stream);
+    case Dtype::f16:
+      return backward ? launch_scan<Backward, f16>(args, stream)
+                      : launch_scan<Forward, f16>(args, stream);
+  }
+}
+
+}  // namespace cuda
+}  // namespace minserve
