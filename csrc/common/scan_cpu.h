@@ -10,10 +10,12 @@
 //   aggregate  channel run * chunks of the wave + chunk   (A, B) of each chunk -> workspace
 //   carry      channel run                                workspace A becomes each chunk's carry-in
 //   output     channel run * chunks of the wave + chunk   outputs from the carry-in
-// Sequence number `sequences` is the padding tail, whose rows are zeroed.
+// Sequence number `sequences` is the padding tail, whose rows are zeroed. In the serial phase
+// sequences of one row go by step_cpu.h.
 #pragma once
 
 #include "gates.h"
+#include "step_cpu.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -233,8 +235,12 @@ struct Scan {
 
   static void serial(const ScanArgs& args, const Place& at, Lanes& lanes) {
     if (at.slot < 0) return zero(args, at, at.begin, at.end);
-    initial(args, at, lanes.carry);
     const std::int64_t length = at.end - at.begin;
+    if (length == 1) {
+      const Row row{at.begin, at.sequence, at.slot, at.channel, at.width};
+      return Step<CellOf, O, T>::run(args, at.options, row);
+    }
+    initial(args, at, lanes.carry);
     for (std::int64_t from = 0; from < length; from += kScanChunk) {
       const std::int64_t to = from + kScanChunk < length ? from + kScanChunk : length;
       chunk<true>(args, at, from, to, lanes);

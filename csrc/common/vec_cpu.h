@@ -172,6 +172,12 @@ MS_CELL VF widen(VF x, const float*) {
 MS_CELL VF narrow(VF x, const float*) {
   return x;
 }
+MS_CELL double widen(double x, const double*) {
+  return x;
+}
+MS_CELL double narrow(double x, const double*) {
+  return x;
+}
 // A bfloat16 in the upper half of each word: rounded to nearest, ties to even; a NaN stays one.
 MS_CELL VU rounded(VF x) {
   const VU bits = bit_cast<VU>(x);
@@ -219,6 +225,10 @@ struct Stored {
 template <>
 struct Stored<float> {
   using type = VF;
+};
+template <>
+struct Stored<double> {
+  using type = double;
 };
 
 template <class V, class T>
