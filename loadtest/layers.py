@@ -228,15 +228,21 @@ def training_row(figures: Figures) -> list[str]:
     ]
 
 
-def run_training(sizes: Sizes, bias: bool, names: list[str], device: torch.device) -> list[Figures]:
-    """Measures and prints the training table."""
-    rows = [
-        figures
-        for name in names
-        for length in sizes.lengths
-        for family in FAMILIES
-        for figures in measure_family(family, sizes, length, bias, name, device)
-    ]
+def run_training(
+    sizes: Sizes,
+    bias: bool,
+    names: list[str],
+    device: torch.device,
+    keep: Callable[[list[Figures]], None],
+) -> list[Figures]:
+    """Measures and prints the training table. `keep` gets the rows so far after each layer: a run
+    that is cut short has not measured for nothing."""
+    rows: list[Figures] = []
+    for name in names:
+        for length in sizes.lengths:
+            for family in FAMILIES:
+                rows += measure_family(family, sizes, length, bias, name, device)
+                keep(rows)
     heading = ["layer", "T", "dtype", "ms", "peak MiB", "compared with", "faster", "paper"]
     print_table(
         f"training step, d {sizes.width}, batch {sizes.batch}, bias {'on' if bias else 'off'}",
@@ -271,9 +277,12 @@ def main(argv: list[str] | None = None) -> int:
     print_environment()
     if on_gpu:
         print(f"cuDNN {torch.backends.cudnn.version()}")
-    training = run_training(sizes, args.bias, names, device)
-    seeded = seed.run_seed(seed_sizes, names, device)
-    save_json(args.json, {"bias": args.bias, "training": training, "seed": seeded})
+
+    def keep(training: list[Figures], seeded: list[Figures] | None = None) -> None:
+        save_json(args.json, {"bias": args.bias, "training": training, "seed": seeded or []})
+
+    training = run_training(sizes, args.bias, names, device, keep)
+    keep(training, seed.run_seed(seed_sizes, names, device))
     return 0
 
 
