@@ -1,6 +1,8 @@
 // Named barriers: some of a block's warps meet, some only leave word that they came by.
 #pragma once
 
+#include "device.cuh"
+
 namespace minserve {
 namespace cuda {
 
@@ -8,12 +10,8 @@ namespace cuda {
 // __syncthreads does. Number 0 is that of __syncthreads.
 template <int kThreads>
 struct Barrier {
-  static __device__ __forceinline__ void sync(int number) {
-    asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
-  }
-  static __device__ __forceinline__ void arrive(int number) {
-    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
-  }
+  static __device__ __forceinline__ void sync(int number) { barrier_sync<kThreads>(number); }
+  static __device__ __forceinline__ void arrive(int number) { barrier_arrive<kThreads>(number); }
 };
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Sixteen bytes of a tensor at a time: asynchronous copies into shared memory and conversions.
+// Sixteen bytes of a tensor at a time: loads, stores and conversions.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,6 @@
 
 namespace minserve {
 namespace cuda {
-
-// Global to shared memory without passing registers; past the L1, whose lines nobody reads again.
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
-}
-// Waits for this thread's own copies.
-__device__ __forceinline__ void copies_done() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
 
 struct alignas(16) SixteenBytes {
   uint4 bits;

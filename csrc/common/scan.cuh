@@ -213,7 +213,7 @@ struct TileScan {
       const bool more = tile.sequence >= 0, scans = more && tile.slot >= 0;
       Affine<V> held[kInRegisters][kVec];
       if (more) {
-        copies_done();
+        wait_for_copies();
         if (n == 0) Barrier<kAll>::arrive(kStarted);
         if (scans) fold_tile(args, tile, lane, shared, n, held);
         Barrier<kAll>::sync(kNextKnown);
@@ -247,7 +247,7 @@ struct TileScan {
       if (tile.sequence < 0) return;
       const Tile& coming = shared.tiles[(n + 1) % kTiles];  // from kNextKnown on
       const int stage = n % kStages, next_stage = (n + 1) % kStages;
-      copies_done();
+      wait_for_copies();
       if (n == 0) Barrier<kAll>::arrive(kStarted);
       const bool scans = tile.slot >= 0;
       Affine<V> held[kInRegisters][kVec];

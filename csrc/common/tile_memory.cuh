@@ -102,7 +102,7 @@ struct TileMemory {
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
         const bool none = n == Cell::kPrevious && lane.position + k == tile.first_position;
-        if (k < left) copy_async(to + k * kBlock, none ? from - step : from);
+        if (k < left) start_copy_of_16(to + k * kBlock, none ? from - step : from);
         from += step;
       }
     }

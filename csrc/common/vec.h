@@ -10,8 +10,7 @@
 
 #ifdef __CUDACC__
 #define MS_ISA cuda
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "device.cuh"
 #elif defined(MS_AVX512)
 #define MS_ISA avx512
 #include <immintrin.h>
@@ -88,19 +87,14 @@ __device__ __forceinline__ float fmadd(float x, float y, float z) {
 __device__ __forceinline__ double fmadd(double x, double y, double z) {
   return __fma_rn(x, y, z);
 }
-// The special-function unit's own forms: 2 ulp and 1 ulp, subnormals flushed.
 __device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+  return fast_exp2(x);
 }
 __device__ __forceinline__ double exp2_of(double x) {
   return exp2(x);
 }
 __device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+  return fast_reciprocal(x);
 }
 __device__ __forceinline__ double reciprocal(double x) {
   return 1.0 / x;
@@ -117,16 +111,12 @@ __device__ __forceinline__ float absolute(float x) {
 __device__ __forceinline__ double absolute(double x) {
   return fabs(x);
 }
-// min and max that pass NaN on, in one instruction
+// min and max that pass NaN on
 __device__ __forceinline__ float minimum(float x, float y) {
-  float z;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
+  return min_or_nan(x, y);
 }
 __device__ __forceinline__ float maximum(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
+  return max_or_nan(x, y);
 }
 __device__ __forceinline__ double minimum(double x, double y) {
   return x > y ? y : x;

@@ -38,14 +38,13 @@ struct Word<float> {
   __device__ __forceinline__ float a() const { return __uint_as_float(kind); }
 
   static __device__ __forceinline__ Word load(const void* at) {
-    unsigned long long bits;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(bits) : "l"(at) : "memory");
+    const unsigned long long bits = load_relaxed(at);
     return {static_cast<unsigned>(bits), __uint_as_float(static_cast<unsigned>(bits >> 32))};
   }
   __device__ __forceinline__ void store(void* at) const {
     const unsigned long long bits =
         static_cast<unsigned long long>(__float_as_uint(b)) << 32 | kind;
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(bits) : "memory");
+    store_relaxed(at, bits);
   }
 };
 
@@ -72,19 +71,11 @@ struct Word<double> {
 
   static __device__ __forceinline__ Word load(const void* at) {
     unsigned long long low, high;
-    asm volatile(
-        "{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
-        : "=l"(low), "=l"(high)
-        : "l"(at)
-        : "memory");
+    load_relaxed(at, low, high);
     return {low, __longlong_as_double(static_cast<long long>(high))};
   }
   __device__ __forceinline__ void store(void* at) const {
-    asm volatile(
-        "{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }" ::
-            "l"(at),
-        "l"(kind), "l"(static_cast<unsigned long long>(__double_as_longlong(b)))
-        : "memory");
+    store_relaxed(at, kind, static_cast<unsigned long long>(__double_as_longlong(b)));
   }
 };
 
@@ -96,9 +87,7 @@ inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) 
 // Empties the words and the counter. It lets the scan start at once, which then waits for it with
 // words_cleared() while it already looks for its first tiles.
 static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_next_kernel_start();
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {
@@ -106,9 +95,7 @@ static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::in
   }
 }
 __device__ __forceinline__ void words_cleared() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_previous_kernel();
 }
 
 // The carries into chunk number `chunk` > 0 of a sequence, for the first `real` of kEach

@@ -1,5 +1,6 @@
 // linear_scan on CUDA where time is contiguous: launches.
 #include "../common/kernels.h"
+#include "../common/launch.cuh"
 #include "cell.h"
 #include "rows.cuh"
 

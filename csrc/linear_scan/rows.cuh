@@ -12,7 +12,6 @@
 
 #include "../common/copies.cuh"
 #include "../common/gates.h"
-#include "../common/launch.cuh"
 #include "row_tiles.cuh"
 
 namespace minserve {
@@ -41,23 +40,10 @@ __device__ __forceinline__ uint4 mirrored(const uint4& x, f16) {
 template <class T>
 __device__ __forceinline__ void copy_element(T* shared, const T* global) {
   if constexpr (sizeof(T) >= 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-                 "l"(global), "n"(sizeof(T))
-                 : "memory");
+    start_copy<static_cast<int>(sizeof(T))>(shared, global);
   } else {
     *shared = *global;
   }
-}
-
-// Waits for all of this thread's copies.
-__device__ __forceinline__ void all_copies_done() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// What has been made of x so far is not kept in registers: it is cheaper made again.
-__device__ __forceinline__ void forget_derived(uint4& x) {
-  asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
 }
 
 // kWarps: of a block. The cell's first two inputs make (a, b); a backward cell's third is the state
@@ -126,7 +112,7 @@ struct RowScan {
     if (!args.aligned) return fetch_elements(args, place, shared, parity);
     const auto vector = [&](int n, uint4* to, int position) {
       if (position < place.count) {
-        copy_async(to, input(args, n) + place.at(args, position));
+        start_copy_of_16(to, input(args, n) + place.at(args, position));
       } else {
         V fill[kVec];
 #pragma unroll
@@ -327,7 +313,7 @@ struct RowScan {
             (static_cast<std::int64_t>(tile.row) * (tiles.per_row - 1) + tile.index - 1) *
                 static_cast<std::int64_t>(sizeof(Word<V>)));
       }
-      all_copies_done();
+      wait_for_copies();
       if (turn == 0 && threadIdx.x == 0) ticket = take_ticket(tiles, 1);
       uint4 held[kPacks][2];
 #pragma unroll

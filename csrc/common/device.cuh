@@ -1,0 +1,126 @@
+// What CUDA C++ has no name for: each instruction that is asked for as such, with the reason.
+//
+// Everything else in the kernels is plain C++ and CUDA. Where MINSERVE_EMULATOR is defined the
+// kernels are compiled for the host, and the emulator's threads (tests/csrc) take the GPU's place.
+#pragma once
+
+#ifdef MINSERVE_EMULATOR
+#include "emulator/device.h"
+#else
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace minserve {
+namespace cuda {
+
+// --- the special-function unit's own forms: 2 ulp and 1 ulp, subnormals flushed
+
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- min and max that pass NaN on, in one instruction
+
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// --- copies from global to shared memory that do not pass registers and are waited for later
+
+// Sixteen bytes, past the L1, whose lines nobody reads again.
+__device__ __forceinline__ void start_copy_of_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+}
+// kBytes: 4 or 8, the element sizes that there is such a copy for.
+template <int kBytes>
+__device__ __forceinline__ void start_copy(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+               "l"(global), "n"(kBytes)
+               : "memory");
+}
+// Waits for this thread's own copies.
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// --- whole words that other blocks read or write meanwhile: never torn, in no order with others
+
+__device__ __forceinline__ unsigned long long load_relaxed(const void* at) {
+  unsigned long long bits;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(bits) : "l"(at) : "memory");
+  return bits;
+}
+__device__ __forceinline__ void store_relaxed(void* at, unsigned long long bits) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(bits) : "memory");
+}
+__device__ __forceinline__ void load_relaxed(const void* at, unsigned long long& low,
+                                             unsigned long long& high) {
+  asm volatile(
+      "{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
+      : "=l"(low), "=l"(high)
+      : "l"(at)
+      : "memory");
+}
+__device__ __forceinline__ void store_relaxed(void* at, unsigned long long low,
+                                              unsigned long long high) {
+  asm volatile(
+      "{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }" ::"l"(
+          at),
+      "l"(low), "l"(high)
+      : "memory");
+}
+
+// --- named barriers, at which kThreads of a block meet or leave word that they came by
+
+template <int kThreads>
+__device__ __forceinline__ void barrier_sync(int number) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void barrier_arrive(int number) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+}
+
+// --- kernels that overlap with the one before them on the stream, where the GPU can
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// --- the compiler
+
+// What has been made of x so far is not kept in registers: it is cheaper made again.
+__device__ __forceinline__ void forget_derived(uint4& x) {
+  asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
+}
+
+}  // namespace cuda
+}  // namespace minserve
+
+#endif
