@@ -1,7 +1,8 @@
 """The compiled operators as Python functions; importing this loads the library.
 
-Each operator's module holds its wrapper, its shape function, its gradient where it has one, and a
-float64 reference in plain torch.
+Each operator's module holds its wrapper and a float64 reference in plain torch, and registers the
+shape function and, where there is one, the gradient. Those of the differentiable scans differ in
+the number of gates alone and are written once, in scan_train.
 """
 
 from engine.ops.conv_scan import conv_scan

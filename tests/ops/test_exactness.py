@@ -80,7 +80,11 @@ def test_split_anywhere(device: str, cell: str, cuts: list[int]) -> None:
 def test_neighbours_order_and_nan_in_free_slots(
     device: str, dtype: torch.dtype, cell: str, channels: int, copies: int
 ) -> None:
-    """Batches from one to 102 sequences: on CUDA both regimes, on the CPU all ways to thread."""
+    """A sequence in a batch of 6 to 240 has the bits it has alone, in any order, with NaN around.
+
+    Alone and in a batch the tiles of a sequence come in another order and beside other tiles, and
+    on the CPU threads share the work out in other ways.
+    """
     lengths = [700, 1, 64, 0, 129, 65] * copies
     padding = {len(lengths) - 2}
     pre = exact(sum(lengths) + 3, CELLS[cell] * channels, seed=5, scale=2.0).to(device, dtype)
