@@ -10,15 +10,20 @@ one step allocates above the weights, the input and the gradient of the output.
 The paper's figures stand beside ours: its minGRU and minLSTM trained 175 and 235 times faster per
 step than its GRU and LSTM at 512 tokens, 1,324 and 1,361 times at 4,096, for about 88 % more
 memory, with a batch of 64 on a T4, a GPU of 2018. Ours are ratios to today's cuDNN layers on the
-device of the run, a much stronger opponent than a GRU that runs token by token.
+device of the run, a much stronger opponent than a GRU that runs token by token. So cuDNN's layers
+get their input as [time, batch, width] in memory, which they take without a copy.
 
-cuDNN takes bfloat16 only where torch lets it. Where it does not, `nn.GRU` falls back to one token
-at a time; then the float16 layer, which cuDNN runs, is measured too and is the one compared with.
+On a GPU torch's layers are measured through cuDNN only: what torch runs token by token instead
+takes seconds a step and says nothing. Where torch keeps bfloat16 from cuDNN, the row says so, and
+cuDNN's float16 layer, which has as many bytes, is the one compared with.
 
-The second table is `loadtest.seed`.
+The seed benchmark, a table of its own, is `loadtest.seed`. It takes a few seconds and comes first;
+then come minserve's layers, torch's, the same in TF32, and the log-space scan, so that a run cut
+short by --budget-seconds has what matters most.
 
     python -m loadtest.layers
     python -m loadtest.layers --quick --device cpu
+    python -m loadtest.layers --budget-seconds 60 --json layers.json
 """
 
 from __future__ import annotations
@@ -29,22 +34,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
-from engine.config import CellName, ModelConfig
-from engine.models.cell import Cell
-from engine.models.lm import CELLS
 from loadtest import seed
-from loadtest.measuring import (
-    PRECISIONS,
-    Figures,
-    Precision,
-    in_force,
-    peak_bytes,
-    reported,
-    seconds_of,
+from loadtest.layers_step import (
+    LOG_SPACE,
+    OURS,
+    PEERS,
+    Layer,
+    Sizes,
+    measure_training,
+    runs_on_cudnn,
 )
+from loadtest.layers_timing import Budget
+from loadtest.measuring import PRECISIONS, Figures, reported
 from loadtest.report import print_environment, print_table, save_json
 
 # (layer, tokens) -> speed-up of a training step, and the memory's growth, in arXiv 2410.01201.
@@ -56,162 +58,73 @@ PAPER_SPEEDUP = {
 }
 PAPER_MEMORY = 0.88
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: width, sequences in a batch, their lengths."""
-
-    width: int
-    batch: int
-    lengths: tuple[int, ...]
-
-
 GPU = Sizes(1024, 64, (512, 4096))
 CPU = Sizes(256, 8, (512,))
 QUICK = Sizes(32, 2, (16,))
 
 
-class LogSpaceMinGRU(nn.Module):
-    """x [batch, time, width] -> h [batch, time, width], from h_0 = 0, by Heinsen's scan.
+@dataclass(frozen=True)
+class Job:
+    """One row to measure. `beside` is the precision of our rows that it stands beside; `skipped`
+    says why it is not measured at all."""
 
-    With A_t = sum of log(1 - z_s) up to t: log h_t = A_t + logcumsumexp(log(z g(v)) - A)_t. The
-    sums are in float32 whatever the input is: thousands of terms lose every digit in bfloat16.
+    layer: Layer
+    name: str
+    length: int
+    precision: str
+    beside: str
+    skipped: str | None = None
+
+
+def peer_jobs(layer: Layer, length: int, name: str, device: torch.device) -> list[Job]:
+    """torch's layer beside ours of precision `name`: on a GPU through cuDNN or not at all."""
+    without, through = f"{layer.name} (without cuDNN)", f"{layer.name} (cuDNN)"
+    if device.type != "cuda":
+        return [Job(layer, without, length, name, name)]
+    if runs_on_cudnn(PRECISIONS[name], device):
+        return [Job(layer, through, length, name, name)]
+    jobs = [Job(layer, without, length, name, name, "not through cuDNN in torch, not measured")]
+    if name == "bfloat16" and runs_on_cudnn(PRECISIONS["float16"], device):
+        jobs.append(Job(layer, through, length, "float16", name))
+    return jobs
+
+
+def plan(sizes: Sizes, names: list[str], device: torch.device) -> list[Job]:
+    """All rows, what matters most first and, of that, what is fast."""
+    jobs = []
+    for group in ([n for n in names if n != "tf32"], [n for n in names if n == "tf32"]):
+        each = [(length, name) for length in sizes.lengths for name in group]
+        jobs += [Job(layer, layer.name, *at, at[1]) for at in each for layer in OURS]
+        jobs += [job for at in each for layer in PEERS for job in peer_jobs(layer, *at, device)]
+    return jobs + [
+        Job(LOG_SPACE, LOG_SPACE.name, length, name, name)
+        for length in sizes.lengths
+        for name in names
+    ]
+
+
+def compare(rows: list[Figures]) -> None:
+    """Gives each minimal layer its ratios to torch's layer beside it, where both were measured.
+
+    "over" names what the ratios are to; without a peer that ran there are no ratios.
     """
-
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.gates = nn.Linear(width, 2 * width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = self.gates(x).float().chunk(2, dim=-1)
-        decay = -functional.softplus(k).cumsum(dim=1)
-        # relu keeps the logarithm's gradient finite where the other branch is taken.
-        log_g = torch.where(v >= 0, (v.relu() + 0.5).log(), -functional.softplus(-v))
-        log_input = log_g - functional.softplus(-k)
-        h = (decay + (log_input - decay).logcumsumexp(dim=1)).exp()
-        return h.to(x.dtype)
-
-
-class OutputOf(nn.Module):
-    """The hidden states of `nn.GRU` or `nn.LSTM`, without the last state."""
-
-    def __init__(self, rnn: nn.GRU | nn.LSTM) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.rnn(x)[0]
-        return h
-
-
-def cell(name: CellName, width: int, bias: bool) -> Cell:
-    """minserve's own layer, width -> width without the output projection, as GRU and LSTM are."""
-    config = ModelConfig(
-        cell=name,
-        vocab_size=1,
-        d_model=width,
-        n_layers=1,
-        expansion=1.0,
-        out_projection=False,
-        cell_bias=bias,
-    )
-    return CELLS[name](config)
-
-
-Factory = Callable[[int, bool], nn.Module]
-FAMILIES: dict[str, dict[str, Factory]] = {
-    "GRU": {
-        "minGRU": lambda width, bias: cell("mingru", width, bias),
-        "minGRU log-space": LogSpaceMinGRU,
-    },
-    "LSTM": {"minLSTM": lambda width, bias: cell("minlstm", width, bias)},
-}
-PEERS: dict[str, Factory] = {
-    "GRU": lambda width, bias: OutputOf(nn.GRU(width, width, bias=bias, batch_first=True)),
-    "LSTM": lambda width, bias: OutputOf(nn.LSTM(width, width, bias=bias, batch_first=True)),
-}
-
-
-def measure_training(
-    factory: Factory,
-    sizes: Sizes,
-    length: int,
-    bias: bool,
-    precision: Precision,
-    device: torch.device,
-) -> Figures:
-    """Seconds and peak bytes of a training step of the layer that `factory` builds.
-
-    Raises RuntimeError where the layer cannot run or a result is not finite.
-    """
-    torch.manual_seed(0)
-    layer = factory(sizes.width, bias).to(device, precision.dtype)
-    shape = (sizes.batch, length, sizes.width)
-    x = torch.randn(shape, device=device, dtype=precision.dtype).requires_grad_()
-    gradient = torch.randn(shape, device=device, dtype=precision.dtype)
-    wanted = [x, *layer.parameters()]
-
-    def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(layer(x), wanted, gradient)
-
-    with in_force(precision):
-        seconds = seconds_of(step, device)
-        peak = peak_bytes(step, device)
-        with torch.no_grad():
-            output = layer(x)
-        if not all(bool(found.isfinite().all()) for found in (output, *step())):
-            raise RuntimeError("an output or a gradient is not finite")
-    return {"seconds": seconds, "peak_bytes": peak}
-
-
-def runs_on_cudnn(precision: Precision, device: torch.device) -> bool:
-    """Whether torch hands layers of this type to cuDNN on this device."""
-    try:
-        probe = torch.empty(1, device=device, dtype=precision.dtype)
-    except RuntimeError:  # a device in error: the rows say so, with the reason
-        return False
-    return bool(torch.cudnn_is_acceptable(probe))
-
-
-def measure_family(
-    family: str, sizes: Sizes, length: int, bias: bool, name: str, device: torch.device
-) -> list[Figures]:
-    """Rows of torch's layer, then of the minimal ones with their ratios to it.
-
-    `name` is the precision. "over" names what the ratios are to; without a peer that ran there are
-    no ratios.
-    """
-
-    def row(layer: str, factory: Factory, precision_name: str) -> Figures:
-        precision = PRECISIONS[precision_name]
-        found = reported(
-            lambda: measure_training(factory, sizes, length, bias, precision, device), device
-        )
-        return {"layer": layer, "length": length, "precision": precision_name, **found}
-
-    peers = []
-    falls_back = device.type == "cuda" and not runs_on_cudnn(PRECISIONS[name], device)
-    for peer_name in [name, "float16"] if falls_back else [name]:
-        cudnn = "cuDNN" if runs_on_cudnn(PRECISIONS[peer_name], device) else "without cuDNN"
-        peers.append(row(f"nn.{family} ({cudnn})", PEERS[family], peer_name))
-    ran = [peer for peer in peers if "failed" not in peer]
-    ours = [row(layer, factory, name) for layer, factory in FAMILIES[family].items()]
-    for figures in ours:
-        if "failed" in figures or not ran:
+    measured = [row for row in rows if "seconds" in row]
+    peers = {(row["family"], row["length"], row["beside"]): row for row in measured if row["peer"]}
+    for row in measured:
+        peer = peers.get((row["family"], row["length"], row["beside"]))
+        if row["peer"] or peer is None:
             continue
-        peer = ran[-1]  # the one on cuDNN, where there is one
-        figures["over"] = f"{peer['layer']} {peer['precision']}"
-        figures["speedup"] = peer["seconds"] / figures["seconds"]
-        if figures["peak_bytes"] is not None:
-            figures["memory_growth"] = figures["peak_bytes"] / peer["peak_bytes"] - 1
-    return peers + ours
+        row["over"] = f"{peer['layer']} {peer['precision']}"
+        row["speedup"] = peer["seconds"] / row["seconds"]
+        if row["peak_bytes"] is not None:
+            row["memory_growth"] = row["peak_bytes"] / peer["peak_bytes"] - 1
 
 
 def training_row(figures: Figures) -> list[str]:
     """A row of the training table: what is absent is "-", a failure stands with its reason."""
     head = [figures["layer"], f"{figures['length']:,}", figures["precision"]]
-    if "failed" in figures:
-        return [*head, "-", "-", figures["failed"], *["-"] * 4]
+    if "seconds" not in figures:
+        return [*head, "-", "-", figures.get("failed") or figures["skipped"], *["-"] * 4]
     peak = figures["peak_bytes"]
     minimal = figures["layer"].removesuffix(" log-space")
     paper = PAPER_SPEEDUP.get((minimal, figures["length"]))
@@ -228,32 +141,74 @@ def training_row(figures: Figures) -> list[str]:
     ]
 
 
+def measure_job(
+    job: Job, sizes: Sizes, bias: bool, device: torch.device, budget: Budget
+) -> Figures:
+    """The row of one job: its figures, or why it has none."""
+    if job.skipped is not None:
+        found: Figures = {"skipped": job.skipped}
+    elif budget.spent():
+        found = {"skipped": "not measured, the time was up"}
+    else:
+        precision = PRECISIONS[job.precision]
+        found = reported(
+            lambda: measure_training(job.layer, sizes, job.length, bias, precision, device), device
+        )
+    return {
+        "layer": job.name,
+        "family": job.layer.family,
+        "peer": job.layer in PEERS,
+        "length": job.length,
+        "precision": job.precision,
+        "beside": job.beside,
+        **found,
+    }
+
+
 def run_training(
     sizes: Sizes,
     bias: bool,
     names: list[str],
     device: torch.device,
+    budget: Budget,
     keep: Callable[[list[Figures]], None],
 ) -> list[Figures]:
-    """Measures and prints the training table. `keep` gets the rows so far after each layer: a run
-    that is cut short has not measured for nothing."""
+    """Measures and prints the training table. `keep` gets the rows so far after each, and each is
+    printed at once: a run that is killed has not measured for nothing."""
     rows: list[Figures] = []
-    for name in names:
-        for length in sizes.lengths:
-            for family in FAMILIES:
-                rows += measure_family(family, sizes, length, bias, name, device)
-                keep(rows)
+    for job in plan(sizes, names, device):
+        rows.append(measure_job(job, sizes, bias, device, budget))
+        compare(rows)
+        keep(rows)
+        print(f"T {job.length:,}, {job.precision}, {job.name}: {said(rows[-1])}", flush=True)
     heading = ["layer", "T", "dtype", "ms", "peak MiB", "compared with", "faster", "paper"]
+    families = [layer.family for layer in OURS]
+    in_order = sorted(
+        rows,
+        key=lambda row: (
+            row["length"],
+            names.index(row["beside"]),
+            families.index(row["family"]),
+            not row["peer"],
+        ),
+    )
     print_table(
         f"training step, d {sizes.width}, batch {sizes.batch}, bias {'on' if bias else 'off'}",
         [*heading, "memory", "paper"],
-        [training_row(figures) for figures in rows],
+        [training_row(figures) for figures in in_order],
     )
     print(
-        "float32: no TF32 in any layer; tf32: in all. paper: arXiv 2410.01201, a T4 and batch 64, "
-        "against its own GRU and LSTM; ours against torch's on this device."
+        "float32: no TF32 in any layer; tf32: in all. paper: arXiv 2410.01201, a T4 (2018) and "
+        "batch 64, against its own GRU and LSTM; ours against torch's on this device."
     )
     return rows
+
+
+def said(figures: Figures) -> str:
+    """One row in a word: its time, or why there is none."""
+    if "seconds" in figures:
+        return f"{figures['seconds'] * 1e3:,.3f} ms"
+    return str(figures.get("failed") or figures["skipped"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,22 +222,31 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True)
     options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    options.add_argument(
+        "--budget-seconds",
+        type=float,
+        help="start no measurement after so long, and print what there is; default: no limit",
+    )
     options.add_argument("--json", type=Path)
     args = options.parse_args(argv)
+    budget = Budget(args.budget_seconds)
     device = torch.device(args.device)
     on_gpu = device.type == "cuda"
     sizes = QUICK if args.quick else GPU if on_gpu else CPU
     seed_sizes = seed.QUICK if args.quick else seed.GPU if on_gpu else seed.CPU
-    names = args.dtype or (["float32", "tf32", "bfloat16"] if on_gpu else ["float32", "bfloat16"])
+    default = ["float32", "bfloat16", "tf32"] if on_gpu else ["float32", "bfloat16"]
+    names = list(dict.fromkeys(args.dtype or default))
     print_environment()
     if on_gpu:
         print(f"cuDNN {torch.backends.cudnn.version()}")
 
-    def keep(training: list[Figures], seeded: list[Figures] | None = None) -> None:
-        save_json(args.json, {"bias": args.bias, "training": training, "seed": seeded or []})
+    seeded = seed.run_seed(seed_sizes, names, device, budget)
 
-    training = run_training(sizes, args.bias, names, device, keep)
-    keep(training, seed.run_seed(seed_sizes, names, device))
+    def keep(training: list[Figures]) -> None:
+        save_json(args.json, {"bias": args.bias, "training": training, "seed": seeded})
+
+    keep([])
+    run_training(sizes, args.bias, names, device, budget, keep)
     return 0
 
 

@@ -15,15 +15,8 @@ from torch import nn
 
 from engine.config import ModelConfig
 from engine.models.lm import CELLS
-from loadtest.measuring import (
-    PRECISIONS,
-    Figures,
-    Precision,
-    copy_rate,
-    in_force,
-    reported,
-    seconds_of,
-)
+from loadtest.layers_timing import Budget, step_seconds
+from loadtest.measuring import PRECISIONS, Figures, Precision, copy_rate, in_force, reported
 from loadtest.report import print_table
 
 # tokens -> published milliseconds of the seed benchmark's layer.
@@ -71,16 +64,17 @@ def measure_seed(
     to_gates, to_output = layer.gates.weight.t(), layer.out.weight.t()
 
     with torch.inference_mode(), in_force(precision):
-        seconds = seconds_of(lambda: layer.scan(x, state, cu_seqlens, slots), device)
         if not bool(layer.scan(x, state, cu_seqlens, slots).isfinite().all()):
             raise RuntimeError("the output is not finite")
+        seconds = step_seconds(lambda: layer.scan(x, state, cu_seqlens, slots), device)
         hidden = torch.randn(tokens, config.inner, device=device, dtype=precision.dtype)
 
         def products() -> None:
             torch.matmul(x, to_gates)
             torch.matmul(hidden, to_output)
 
-        gemm_seconds = seconds_of(products, device)
+        products()
+        gemm_seconds = step_seconds(products, device)
     scan_bytes = (config.gates + 1) * tokens * config.inner * precision.dtype.itemsize
     copy_seconds = scan_bytes / ceiling
     return {
@@ -99,18 +93,20 @@ def seed_row(figures: Figures) -> list[str]:
         f"{table[tokens]:,}" if tokens in table else "-"
         for table in (CURNN_RTX_4090, PYTORCH_I9_12900K)
     ]
-    if "failed" in figures:
-        return [*head, figures["failed"], *["-"] * 4, *published]
+    if "seconds" not in figures:
+        return [*head, figures.get("failed") or figures["skipped"], *["-"] * 4, *published]
     parts = (figures["seconds"], figures["gemm_seconds"], figures["copy_seconds"])
     limit = figures["gemm_seconds"] + figures["copy_seconds"]
     times = [f"{seconds * 1e3:,.3f}" for seconds in (*parts, limit)]
     return [*head, *times, f"{figures['over_limit']:.2f}x", *published]
 
 
-def run_seed(sizes: SeedSizes, names: list[str], device: torch.device) -> list[Figures]:
-    """Measures and prints the seed benchmark."""
+def run_seed(
+    sizes: SeedSizes, names: list[str], device: torch.device, budget: Budget
+) -> list[Figures]:
+    """Measures and prints the seed benchmark; the first entry of the result is the copy rate."""
     ceiling = reported(lambda: {"rate": copy_rate(sizes.copy_bytes, device)}, device)
-    rows = []
+    rows: list[Figures] = []
     for name in names:
         for tokens in sizes.tokens:
 
@@ -119,7 +115,12 @@ def run_seed(sizes: SeedSizes, names: list[str], device: torch.device) -> list[F
                     raise RuntimeError(f"no copy rate: {ceiling['failed']}")
                 return measure_seed(sizes, tokens, PRECISIONS[name], ceiling["rate"], device)
 
-            rows.append({"tokens": tokens, "precision": name, **reported(measure, device)})
+            found = (
+                {"skipped": "not measured, the time was up"}
+                if budget.spent()
+                else reported(measure, device)
+            )
+            rows.append({"tokens": tokens, "precision": name, **found})
     rate = ceiling.get("rate")
     heading = ["T", "dtype", "ours", "GEMMs", "scan's bytes", "limit", "ours / limit"]
     print_table(

@@ -1,0 +1,52 @@
+"""How long measurements of whole layers may take: few calls of slow ones, no new one when time is
+up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from loadtest.measuring import seconds_of
+from loadtest.report import median
+
+SLOW = 0.1  # seconds of a call beyond which it is timed twice only
+SLOW_CALLS = 2
+
+
+class Budget:
+    """Seconds in which measurements may start, counted from here; None is no limit.
+
+    One that has started is not cut short, so a run ends somewhat later.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else perf_counter() + seconds
+
+    def spent(self) -> bool:
+        return self._end is not None and perf_counter() >= self._end
+
+
+def host_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call by the host's clock, from an idle device to an idle device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start
+
+
+def step_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call that has been made before, so that what it needs is loaded.
+
+    Calls of up to SLOW seconds are timed by `seconds_of`. A slower one is made twice, by the host's
+    clock, to which a launch's latency is nothing then, and the faster counts.
+    """
+    samples = [host_seconds(call, device)]
+    if samples[0] <= SLOW:
+        return seconds_of(call, device)
+    samples += [host_seconds(call, device) for _ in range(SLOW_CALLS - 1)]
+    return median(samples)
