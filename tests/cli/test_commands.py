@@ -160,6 +160,16 @@ def test_generate_stops_before_a_stop_string(minserve: Minserve, trained: Path) 
 ENDLESS = ["--device", "cpu", "--ignore-eos", "--max-tokens", "100000000"]
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Commands get SIGINT as at a terminal. A shell lets a job in the background ignore it, and
+    children inherit what is ignored, but not what is handled."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_generate_ends_quietly_on_ctrl_c(trained: Path) -> None:
     with started("generate", "To be", "--model", trained, *ENDLESS) as process:
         assert process.stdout is not None and process.stdout.read(1)
