@@ -1,0 +1,71 @@
+// The functions of csrc/common/device.cuh, for the emulator's threads.
+#pragma once
+
+#include "cuda.h"
+
+namespace minserve {
+namespace cuda {
+
+inline float fast_exp2(float x) {
+  return x < -126.0f ? 0.0f : std::exp2(x);
+}
+inline float fast_reciprocal(float x) {
+  return 1.0f / x;
+}
+inline float min_or_nan(float x, float y) {
+  return x != x || y != y ? NAN : x < y ? x : y;
+}
+inline float max_or_nan(float x, float y) {
+  return x != x || y != y ? NAN : x > y ? x : y;
+}
+
+inline void start_copy_of_16(void* shared, const void* global) {
+  emulator::start_copy(shared, global, 16);
+}
+template <int kBytes>
+inline void start_copy(void* shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 8, "there is no other");
+  emulator::start_copy(shared, global, kBytes);
+}
+inline void wait_for_copies() {
+  emulator::wait_for_copies();
+}
+
+inline unsigned long long load_relaxed(const void* at) {
+  unsigned long long bits;
+  emulator::load_word(at, &bits, sizeof bits);
+  return bits;
+}
+inline void store_relaxed(void* at, unsigned long long bits) {
+  emulator::store_word(at, &bits, sizeof bits);
+}
+inline void load_relaxed(const void* at, unsigned long long& low, unsigned long long& high) {
+  unsigned long long bits[2];
+  emulator::load_word(at, bits, sizeof bits);
+  low = bits[0], high = bits[1];
+}
+inline void store_relaxed(void* at, unsigned long long low, unsigned long long high) {
+  const unsigned long long bits[2] = {low, high};
+  emulator::store_word(at, bits, sizeof bits);
+}
+
+template <int kThreads>
+inline void barrier_sync(int number) {
+  emulator::named_barrier(number, kThreads, true);
+}
+template <int kThreads>
+inline void barrier_arrive(int number) {
+  emulator::named_barrier(number, kThreads, false);
+}
+
+inline void let_next_kernel_start() {
+  emulator::let_next_kernel_start();
+}
+inline void wait_for_previous_kernel() {
+  emulator::wait_for_previous_kernel();
+}
+
+inline void forget_derived(uint4&) {}
+
+}  // namespace cuda
+}  // namespace minserve

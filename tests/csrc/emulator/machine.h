@@ -1,0 +1,62 @@
+// GPU threads on the host: what kernels call (through device.h and cuda.h), and how kernels start.
+//
+// Every thread of every block of a grid is a fiber, all in one host thread, switched where they
+// wait and, by chance, where they touch memory that other blocks touch. The chance comes from a
+// seed, so a run can be had again. What a GPU would leave to luck ends the program with a sentence
+// instead: a wait without end, a barrier used by the wrong threads, shared memory read or written
+// without a barrier between, a copy's destination touched before the copy was waited for, an access
+// outside of the arrays.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace emulator {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+extern Index threadIdx, blockIdx, gridDim, blockDim;
+
+// --- starting kernels
+
+struct Launch {
+  std::string name;
+  unsigned blocks, threads;
+  std::size_t shared_bytes = 0;
+  bool overlaps = false;  // may begin as soon as the kernel before lets it
+  std::function<void()> kernel;
+};
+// Enqueues; run() lets all that was enqueued happen, in the order that the seed makes.
+void launch(Launch what);
+void run(unsigned seed);
+
+// --- global memory: arrays in which every access must lie
+
+enum class Use { read, write };
+// Filled with 0xff bytes. `shift` bytes past an address that is a multiple of 128.
+void* allocate(const std::string& name, std::size_t bytes, Use use, std::size_t shift = 0);
+void free_all();
+
+// --- what threads do
+
+void yield();
+void sync_block();
+void sync_warp(unsigned mask);
+unsigned ballot(unsigned mask, bool mine);
+std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from);
+void named_barrier(int number, unsigned threads, bool waits);
+void start_copy(void* shared, const void* global, std::size_t bytes);
+void wait_for_copies();
+// Words that other blocks touch meanwhile. Stores land later, in any order.
+void load_word(const void* at, void* bits, std::size_t bytes);
+void store_word(void* at, const void* bits, std::size_t bytes);
+unsigned add(unsigned* at, unsigned more);
+void let_next_kernel_start();
+void wait_for_previous_kernel();
+
+// Ends the program: says what, and which thread of which block.
+[[noreturn]] void fail(const std::string& what);
+
+}  // namespace emulator

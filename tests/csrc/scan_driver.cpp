@@ -1,0 +1,291 @@
+// Runs csrc/common/scan.cuh in the emulator: one case, told by options, in many schedules.
+//
+// Compiled once per pair of cells: CELL_HEADER, FORWARD_CELL and BACKWARD_CELL name them, ALL_TYPES
+// asks for more than the two types whose tiles differ most.
+// The outputs and states of every schedule and number of blocks must be equal in every bit, and so
+// must those of a sequence alone; the values must be those of a plain serial loop in doubles.
+#include "cases.h"
+
+#include "common/scan.cuh"
+#include CELL_HEADER
+
+namespace minserve {
+namespace {
+
+struct Case {
+  std::vector<int> lengths, slots;
+  long channels, tail, extra_stride, shift;
+  bool reverse, packed, nan;
+  std::vector<int> blocks, seeds;
+};
+
+template <template <class> class CellOf, class T, bool kAligned>
+class Driver {
+  using Scan = cuda::TileScan<CellOf, cuda::UsualOptions, T, kAligned>;
+  using V = typename Scan::V;
+  using Cell = CellOf<V>;
+  static constexpr int kInputs = Cell::kInputs, kOutputs = Cell::kOutputs;
+  static constexpr bool kBackward = Cell::kPrevious >= 0;
+
+ public:
+  explicit Driver(const Case& given) : case_(given), stride_(given.channels + given.extra_stride) {
+    std::mt19937 random(1);
+    std::normal_distribution<double> normal;
+    std::uniform_real_distribution<double> uniform;
+    begin_ = {0};
+    for (int length : case_.lengths) begin_.push_back(begin_.back() + length);
+    tokens_ = begin_.back() + (case_.packed ? case_.tail : 0);
+    for (int n = 0; n < kInputs; ++n) {
+      inputs_[n].name = "input " + std::to_string(n);
+      inputs_[n].shift = case_.shift;
+      for (long i = 0; i < tokens_ * stride_; ++i) {
+        const bool decay = !Cell::kHasOptions && n == 0;  // linear_scan's a
+        inputs_[n].values.push_back(rounded<T>(decay ? uniform(random) : normal(random)));
+      }
+    }
+    if (case_.nan) {  // in the first input of the first row, every second channel, all bits set
+      for (long c = 0; c < case_.channels; c += 2) {
+        std::memset(&inputs_[0].values[c], 0xff, sizeof(T));
+      }
+    }
+    rows_ = static_cast<long>(case_.lengths.size()) + 3;
+    for (int slot : case_.slots) rows_ = std::max<long>(rows_, slot + 1);
+    for (long i = 0; i < rows_ * case_.channels; ++i)
+      state_.push_back(static_cast<V>(normal(random)));
+    for (long i = 0; i < sequences() * case_.channels; ++i) {
+      previous_.push_back(static_cast<V>(normal(random)));
+    }
+  }
+
+  void check() {
+    const Result first = run(case_.blocks[0], case_.seeds[0]);
+    check_values(first);
+    for (int blocks : case_.blocks) {
+      for (int seed : case_.seeds) {
+        const std::string schedule =
+            " with " + std::to_string(blocks) + " blocks and seed " + std::to_string(seed);
+        const Result again = run(blocks, seed);
+        for (int n = 0; n < kOutputs; ++n) same_bits(again.outputs[n], first.outputs[n], schedule);
+        same_bits(again.state, first.state, schedule);
+      }
+    }
+    for (long s = 0; s < sequences(); ++s) {
+      if (slot(s) >= 0) check_alone(s, first);
+    }
+  }
+
+ private:
+  struct Result {
+    std::vector<T> outputs[kOutputs];
+    std::vector<V> state;
+  };
+
+  long sequences() const { return static_cast<long>(case_.lengths.size()); }
+  long slot(long s) const { return case_.packed ? case_.slots[s] : s; }
+
+  // The whole case, or one sequence of it as a case of its own.
+  Result run(int blocks, int seed) const {
+    Layout lay;
+    lay.sequences = sequences();
+    lay.tokens = tokens_;
+    if (!case_.packed) lay.time = case_.lengths[0];
+    return run(lay, 0, begin_, case_.slots, 0, blocks, seed);
+  }
+  Result run_alone(long s, int blocks, int seed) const {
+    Layout lay;
+    lay.sequences = 1;
+    lay.tokens = case_.lengths[s];
+    if (!case_.packed) lay.time = lay.tokens;
+    return run(lay, begin_[s], {0, case_.lengths[s]}, {static_cast<int>(slot(s))}, s, blocks, seed);
+  }
+
+  Result run(Layout lay, long first_row, const std::vector<int>& begin,
+             const std::vector<int>& slots, long first_sequence, int blocks, int seed) const {
+    emulator::free_all();
+    Tensor<std::int32_t> cu{"cu_seqlens", 0, begin}, of{"slots", 0, slots};
+    lay.channels = case_.channels;
+    lay.reverse = case_.reverse;
+    if (case_.packed) {
+      cu.to_device(emulator::Use::read);
+      of.to_device(emulator::Use::read);
+      lay.cu_seqlens = cu.device, lay.slots = of.device, lay.num_slots = rows_;
+    }
+    ScanArgs args;
+    args.layout = lay;
+    args.aligned = kAligned;
+    Tensor<T> inputs[kInputs], outputs[kOutputs];
+    const long from = first_row * stride_, to = (first_row + lay.tokens) * stride_;
+    for (int n = 0; n < kInputs; ++n) {
+      inputs[n] = {inputs_[n].name, inputs_[n].shift, {}};
+      inputs[n].values.assign(inputs_[n].values.begin() + from, inputs_[n].values.begin() + to);
+      inputs[n].to_device(emulator::Use::read);
+      args.inputs[n] = {inputs[n].device, stride_};
+    }
+    for (int n = 0; n < kOutputs; ++n) {
+      outputs[n] = {"output " + std::to_string(n), static_cast<std::size_t>(case_.shift), {}};
+      outputs[n].values.assign(static_cast<std::size_t>(to - from), rounded<T>(NAN));
+      outputs[n].to_device(emulator::Use::write);
+      args.outputs[n] = {outputs[n].device, stride_};
+    }
+    Tensor<V> state{"state", 0, state_}, previous{"previous state", 0, {}};
+    if (!case_.packed && lay.sequences != sequences()) {  // uniform: sequence 0 has row 0
+      std::copy_n(state_.begin() + first_sequence * case_.channels, case_.channels,
+                  state.values.begin());
+    }
+    state.to_device(emulator::Use::write);
+    args.initial = args.last = state.device;
+    args.initial_stride = args.last_stride = case_.channels;
+    if (kBackward) {
+      previous.values.assign(previous_.begin() + first_sequence * case_.channels, previous_.end());
+      previous.values.resize(static_cast<std::size_t>(lay.sequences * case_.channels));
+      previous.to_device(emulator::Use::read);
+      args.h0 = previous.device;
+    }
+    start(args, blocks);
+    emulator::run(static_cast<unsigned>(seed));
+    Result result;
+    for (int n = 0; n < kOutputs; ++n) result.outputs[n] = outputs[n].from_device();
+    result.state = state.from_device();
+    return result;
+  }
+
+  static void start(ScanArgs args, int most_blocks) {
+    const Layout& lay = args.layout;
+    const std::int64_t bytes = cuda::workspace_bytes(lay, sizeof(cuda::Word<V>));
+    args.workspace =
+        emulator::allocate("words", static_cast<std::size_t>(bytes), emulator::Use::write);
+    // What an earlier scan left: carries, which the scan must not take for its own.
+    for (std::int64_t i = 0; i + 16 <= bytes; i += sizeof(cuda::Word<V>)) {
+      const cuda::Word<V> stale = cuda::Word<V>::carry(V(1e6));
+      std::memcpy(static_cast<char*>(args.workspace) + i, &stale, sizeof stale);
+    }
+    unsigned* counter =
+        reinterpret_cast<unsigned*>(static_cast<char*>(args.workspace) + bytes - 16);
+    emulator::launch({"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false, [=] {
+                        cuda::clear_kernel(static_cast<uint4*>(args.workspace), bytes / 16);
+                      }});
+    const std::int64_t tiles =
+        lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
+    emulator::launch({"scan", static_cast<unsigned>(std::min<std::int64_t>(tiles, most_blocks)),
+                      Scan::kAll, sizeof(typename Scan::Shared), true, [=] {
+                        cuda::tile_kernel<CellOf, cuda::UsualOptions, T, kAligned>(args, counter);
+                      }});
+  }
+
+  void check_alone(long s, const Result& whole) {
+    const Result alone = run_alone(s, 2, case_.seeds.back());
+    const std::string when = " of sequence " + std::to_string(s) + " alone";
+    for (int n = 0; n < kOutputs; ++n) {
+      const auto from = whole.outputs[n].begin() + begin_[s] * stride_;
+      same_bits(alone.outputs[n],
+                std::vector<T>(from, from + static_cast<long>(alone.outputs[n].size())), when);
+    }
+    const long row = case_.packed ? slot(s) : 0;
+    const auto part = [&](const Result& result, long at) {
+      const auto from = result.state.begin() + at * case_.channels;
+      return std::vector<V>(from, from + case_.channels);
+    };
+    same_bits(part(alone, row), part(whole, slot(s)), when);
+  }
+
+  // A serial loop in doubles; what nothing may touch is looked at too.
+  void check_values(const Result& result) const {
+    std::vector<double> state(state_.begin(), state_.end());
+    for (long s = 0; s <= sequences(); ++s) {
+      const long from = begin_[s], to = s == sequences() ? tokens_ : begin_[s + 1];
+      const long at = s == sequences() ? -1 : slot(s);
+      for (long c = 0; c < case_.channels; ++c) {
+        double h = at >= 0 ? state[at * case_.channels + c] : 0;
+        for (long p = 0; p < to - from; ++p) {
+          const long row = case_.reverse ? to - 1 - p : from + p;
+          double in[kInputs], out[kOutputs] = {};
+          if (at >= 0) {
+            for (int n = 0; n < kInputs; ++n)
+              in[n] = value_of(inputs_[n].values[row * stride_ + c]);
+            if (kBackward) in[Cell::kPrevious < 0 ? 0 : Cell::kPrevious] = before(s, row, c);
+            const auto step = CellOf<double>::affine(cuda::UsualOptions{}, in);
+            const double after = step.a * h + step.b;
+            CellOf<double>::outputs(cuda::UsualOptions{}, in, h, after, out);
+            h = after;
+          }
+          for (int n = 0; n < kOutputs; ++n) {
+            check_value<T>(value_of(result.outputs[n][row * stride_ + c]), out[n], "output", row,
+                           c);
+          }
+        }
+        if (at >= 0) state[at * case_.channels + c] = h;
+      }
+    }
+    for (long i = 0; i < rows_ * case_.channels; ++i) {
+      check_value<T>(static_cast<double>(result.state[i]), state[i], "state", i / case_.channels,
+                     i % case_.channels);
+    }
+    for (long row = 0; row < tokens_; ++row) {
+      for (long c = case_.channels; c < stride_; ++c) {
+        for (int n = 0; n < kOutputs; ++n) {
+          check_value<T>(value_of(result.outputs[n][row * stride_ + c]), NAN, "between rows", row,
+                         c);
+        }
+      }
+    }
+  }
+  // The state before a row in the forward direction, which is against this scan's.
+  double before(long s, long row, long channel) const {
+    const bool first = case_.reverse ? row == begin_[s] : row == begin_[s + 1] - 1;
+    if (first) return static_cast<double>(previous_[s * case_.channels + channel]);
+    const long at = case_.reverse ? row - 1 : row + 1;
+    return value_of(
+        inputs_[Cell::kPrevious < 0 ? 0 : Cell::kPrevious].values[at * stride_ + channel]);
+  }
+
+  Case case_;
+  long stride_, tokens_ = 0, rows_ = 0;
+  std::vector<int> begin_;
+  Tensor<T> inputs_[kInputs];
+  std::vector<V> state_, previous_;
+};
+
+template <template <class> class CellOf>
+void check(const Case& given, const std::string& type, bool aligned) {
+  if (type == "f32" && aligned) return Driver<CellOf, float, true>(given).check();
+  if (type == "bf16" && aligned) return Driver<CellOf, bf16, true>(given).check();
+#ifdef ALL_TYPES
+  if (type == "f32") return Driver<CellOf, float, false>(given).check();
+  if (type == "bf16") return Driver<CellOf, bf16, false>(given).check();
+  if (type == "f64") return Driver<CellOf, double, false>(given).check();
+#endif
+  Options::usage("--type " + type);
+}
+
+}  // namespace
+}  // namespace minserve
+
+int main(int count, char** arguments) {
+  using namespace minserve;
+  Options options(count, arguments);
+  Case given;
+  const std::string type = options.text("type", "f32");
+  const bool backward = options.number("backward", 0);
+  given.lengths = options.numbers("lengths", "1,300,0,128,129,64");
+  given.slots = options.numbers("slots", "");
+  given.packed = !given.slots.empty();
+  given.channels = options.number("channels", 64);
+  given.tail = options.number("tail", 0);
+  given.extra_stride = options.number("extra-stride", 0);
+  given.shift = options.number("shift", 0);
+  given.reverse = options.number("reverse", 0);
+  given.nan = options.number("nan", 0);
+  given.blocks = options.numbers("blocks", "1,2,7,50");
+  given.seeds = options.numbers("seeds", "1");
+  options.none_left();
+  const long size = type == "f64" ? 8 : type == "f32" ? 4 : 2;
+  const bool aligned = size < 8 && given.shift == 0 && given.channels * size % 16 == 0 &&
+                       given.extra_stride * size % 16 == 0;
+  if (backward) {
+    check<cuda::BACKWARD_CELL>(given, type, aligned);
+  } else {
+    check<cuda::FORWARD_CELL>(given, type, aligned);
+  }
+  std::puts("ok");
+  return 0;
+}

@@ -1,0 +1,125 @@
+"""The CUDA scan kernels on the host: every wait ends, every schedule gives the same bits.
+
+The kernels of csrc are compiled with the machine's C++ compiler against an emulator of GPU threads
+(emulator/machine.h tells what it notices). A case runs in many schedules and numbers of blocks; the
+program compares their bits with each other and their values with a serial loop. What stands here
+about the real GPU's arithmetic and speed: nothing.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from . import build
+
+RAGGED = "--lengths 1,300,0,128,129,64,700 --slots 3,0,5,-1,1,7,2 --tail 5"
+# More sequences than streams of tiles (tiles.cuh), many without rows.
+MANY = "--lengths " + ",".join(str(7 * n % 5 * 40) for n in range(45))
+MANY += " --slots " + ",".join(str(-1 if n % 9 == 4 else n) for n in range(45))
+LONG = "--lengths 2300 --slots 1"
+UNIFORM = "--lengths 300,300,300"
+
+# Without more said, with 1, 2, 7 and 50 blocks, in schedule 1; in schedule 0 all take turns.
+TWO_TYPES = [
+    f"{RAGGED} --type f32 --channels 72 --seeds 0,1",
+    f"{RAGGED} --type bf16 --channels 136",
+    f"{MANY} --type f32 --channels 32 --seeds 2",
+    f"{LONG} --type f32 --channels 32 --blocks 1,3,19 --seeds 3,4",
+    f"{LONG} --type bf16 --channels 64 --blocks 1,19 --seeds 5",
+]
+ALL_TYPES = [
+    f"{RAGGED} --type f32 --channels 64 --shift 1 --seeds 6",
+    f"{RAGGED} --type f32 --channels 37 --extra-stride 3 --seeds 7",
+    f"{RAGGED} --type bf16 --channels 21 --seeds 8",
+    f"{RAGGED} --type f64 --channels 20 --seeds 9",
+]
+SCANS = [
+    (cell, f"{case} --backward {backward} --reverse {backward}")
+    for cell in ("linear", "mingru", "minlstm")
+    for backward in (0, 1)
+    for case in TWO_TYPES + (ALL_TYPES if cell == "mingru" else [])
+]
+SCANS += [
+    ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10"),
+    ("mingru", f"{UNIFORM} --type f32 --channels 5 --reverse 1 --seeds 11"),
+    ("mingru", f"{UNIFORM} --type bf16 --channels 24 --backward 1 --seeds 12"),
+]
+
+ROWS = [
+    "--type f32 --time 5000",
+    "--type f32 --time 5000 --shift 1 --seeds 2",
+    "--type f32 --time 4999 --nan 1 --seeds 3",
+    "--type f32 --time 500 --rows 9",
+    "--type f32 --time 40000 --rows 1 --blocks 1,7,50 --seeds 4,5",
+    "--type bf16 --time 9001 --rows 2",
+    "--type bf16 --time 8192 --rows 2 --seeds 6",
+    "--type bf16 --time 1 --rows 3",
+    "--type f64 --time 2600 --initial 0",
+]
+ROWS = [f"{case} --backward {b} --reverse {r}" for case in ROWS for b, r in ((0, 0), (1, 1))] + [
+    "--type f32 --time 3000 --reverse 1",
+    "--type bf16 --time 5001 --backward 1",
+]
+
+SOUND = ["staged_and_met", "arrive_then_sync", "value_as_its_own_flag", "kernel_before_waited_for"]
+DEFECTS = {
+    "staged_not_waited_for": "before thread .* has waited for its copy",
+    "staged_not_met": "before thread .* has waited for its copy|no barrier between",
+    "values_without_barrier": "no barrier between",
+    "values_after_shuffle": "no barrier between",
+    "copy_over_what_is_read": r"\(by a copy that it starts\)|before thread .* has waited",
+    "sync_then_arrive": "no barrier between",
+    "barrier_with_a_thread_gone": r"never ends(.|\n)*barrier 3 \(.*63 of 64 threads are there\)",
+    "barrier_of_two_sizes": "barrier 4: .* for 32 threads, where others wait .* for 64",
+    "barrier_twice_in_a_round": "barrier 5: arrives a second time",
+    "lanes_at_other_calls": "__syncwarp|__ballot_sync",
+    "word_that_nobody_stores": r"never ends(.|\n)*again and again at words at byte 16",
+    "shared_memory_not_asked_for": "outside of what was asked for",
+    "output_past_its_end": "writes outside of the arrays: output at byte 2048 of 2048",
+    "input_written": "to be read alone: input",
+    "copy_not_aligned": "not aligned",
+    "value_and_flag_in_two_words": "the value came after its flag",
+    "plain_value_and_flag": "which block 0 wrote, and nothing orders the two",
+    "kernel_before_not_waited_for": "which the kernel before may still write",
+}
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds the programs."""
+    out = tmp_path_factory.mktemp("emulator")
+    build.build(out)
+    return out
+
+
+def run(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *options], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(("cell", "case"), SCANS)
+def test_scan(programs: Path, cell: str, case: str) -> None:
+    result = run(programs / cell, *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_scan_of_rows(programs: Path, case: str) -> None:
+    result = run(programs / "rows", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_kernel_passes(programs: Path, name: str) -> None:
+    result = run(programs / "defects", name)
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_defect_is_told_of(programs: Path, name: str) -> None:
+    result = run(programs / "defects", name)
+    assert result.returncode == 3, result.stderr
+    assert re.search(DEFECTS[name], result.stderr), result.stderr
