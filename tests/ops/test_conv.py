@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch import Tensor
 
+from engine import ops
 from engine.ops import conv_scan, conv_step
 from tests.ops.helpers import (
+    CELLS,
     DEVICES,
     LENGTHS,
     SERVING_DTYPES,
@@ -17,6 +22,9 @@ from tests.ops.helpers import (
     op,
     same_bits,
 )
+
+# Channels one at a time, and several together.
+CHANNELS = [37, 64]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -45,13 +53,16 @@ def test_equals_conv1d_with_carried_padding(device: str, dtype: torch.dtype, len
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
-@pytest.mark.parametrize("taps", [1, 2, 4, 7])
+@pytest.mark.parametrize("taps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_ragged_batches(device: str, dtype: torch.dtype, taps: int, with_bias: bool) -> None:
+def test_ragged_batches(
+    device: str, dtype: torch.dtype, taps: int, channels: int, with_bias: bool
+) -> None:
     """Lengths 1 and 2 are shorter than the window: the old inputs move down."""
     cu_seqlens, slots = int32(0, 1, 3, 3, 40, 60, 90), int32(5, 2, 1, 0, -1, 6)
-    x, state = exact(95, 37, seed=5), exact(8, taps - 1, 37, seed=6)
-    weight, bias = exact(37, taps, seed=7), exact(37, seed=8) if with_bias else None
+    x, state = exact(95, channels, seed=5), exact(8, taps - 1, channels, seed=6)
+    weight, bias = exact(channels, taps, seed=7), exact(channels, seed=8) if with_bias else None
     wanted, wanted_state = op("conv_scan").reference(x, weight, bias, cu_seqlens, state, slots)
     given = state.float().to(device)
     y = conv_scan(
@@ -69,17 +80,21 @@ def test_ragged_batches(device: str, dtype: torch.dtype, taps: int, with_bias: b
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_stepping_equals_the_scan_bit_for_bit(device: str, dtype: torch.dtype, taps: int) -> None:
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_stepping_equals_the_scan_bit_for_bit(
+    device: str, dtype: torch.dtype, taps: int, channels: int
+) -> None:
     length, batch = 12, 3
-    x = exact(batch, length, 37, seed=9).to(device, dtype)
-    weight, bias = exact(37, taps, seed=10).to(device, dtype), exact(37, seed=11).to(device, dtype)
-    stepped = exact(5, taps - 1, 37, seed=12).float().to(device)
+    x = exact(batch, length, channels, seed=9).to(device, dtype)
+    weight = exact(channels, taps, seed=10).to(device, dtype)
+    bias = exact(channels, seed=11).to(device, dtype)
+    stepped = exact(5, taps - 1, channels, seed=12).float().to(device)
     scanned, slots = stepped.clone(), int32(4, 0, 2, device=device)
     rows = [conv_step(x[:, t], weight, bias, stepped, slots) for t in range(length)]
     edges = int32(0, length, 2 * length, 3 * length, device=device)
-    y = conv_scan(x.reshape(-1, 37), weight, bias, edges, scanned, slots)
-    same_bits(y.view(batch, length, 37), torch.stack(rows, dim=1))
+    y = conv_scan(x.reshape(-1, channels), weight, bias, edges, scanned, slots)
+    same_bits(y.view(batch, length, channels), torch.stack(rows, dim=1))
     same_bits(scanned, stepped)
 
 
@@ -93,3 +108,159 @@ def test_step_equals_its_reference_and_skips_padding(device: str) -> None:
     close(y, wanted, torch.float32)
     same_bits(given, wanted_state.float())
     assert not y[[1, 3]].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_more_sequences_than_a_block_has_threads(
+    device: str, dtype: torch.dtype, taps: int
+) -> None:
+    """300 short ones, empty and padding ones among them, in no order of slots."""
+    lengths = [(7 * s) % 11 if s % 5 else s % 3 for s in range(300)]
+    cu_seqlens = int32(0, *torch.tensor(lengths).cumsum(0).tolist())
+    slots = torch.randperm(300, generator=torch.Generator().manual_seed(15)).int()
+    slots[::17] = -1
+    x = exact(sum(lengths) + 9, 40, seed=16)
+    weight, bias, state = (
+        exact(40, taps, seed=17),
+        exact(40, seed=18),
+        exact(300, taps - 1, 40, seed=19),
+    )
+    wanted, wanted_state = op("conv_scan").reference(x, weight, bias, cu_seqlens, state, slots)
+    given = state.float().to(device)
+    y = conv_scan(
+        x.to(device, dtype),
+        weight.to(device, dtype),
+        bias.to(device, dtype),
+        cu_seqlens.to(device),
+        given,
+        slots.to(device),
+    )
+    close(y, wanted, dtype)
+    same_bits(given, wanted_state.float())
+
+
+def off_by_one(x: Tensor) -> Tensor:
+    """The same values, not aligned to more than one of them."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return room[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_alignment_changes_no_bit(device: str, dtype: torch.dtype, taps: int) -> None:
+    x = torch.randn(200, 264, generator=torch.Generator().manual_seed(20)).to(device, dtype)
+    weight, bias = x[:taps].T.contiguous() * 0.3, x[taps].contiguous()
+    states = [exact(90, taps - 1, 264, seed=21).float().to(device) for _ in range(4)]
+    slots, edges = torch.arange(89, -1, -1).int().to(device), int32(0, 2, 150, 200, device=device)
+    slots[7] = -1
+    aligned = conv_scan(x, weight, bias, edges, states[0], slots[5:8])
+    same_bits(conv_scan(off_by_one(x), weight, bias, edges, states[1], slots[5:8]), aligned)
+    same_bits(states[1], states[0])
+    aligned = conv_step(x[:90], weight, bias, states[2], slots)
+    same_bits(conv_step(x[:90], off_by_one(weight), bias, states[3], slots), aligned)
+    same_bits(states[3], states[2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_a_batch_changes_no_bit(device: str, dtype: torch.dtype) -> None:
+    """4,097 rows of 512 channels take another way on a GPU than a few, and their number is odd."""
+    batch, channels, taps = 4097, 512, 4
+    generator = torch.Generator().manual_seed(22)
+    x = torch.randn(batch, channels, generator=generator).to(device, dtype)
+    weight = torch.randn(channels, taps, generator=generator).to(device, dtype)
+    whole = torch.randn(batch, taps - 1, channels, generator=generator).to(device)
+    before, parts = whole.clone(), whole.clone()
+    slots = torch.randperm(batch, generator=generator).int()
+    slots[[5, 2000, 2001]] = -1
+    slots = slots.to(device)
+    y = conv_step(x, weight, None, whole, slots)
+    cuts = [0, 1, 4, 300, 2001, batch]
+    pieces = [
+        conv_step(x[a:b], weight, None, parts, slots[a:b]) for a, b in itertools.pairwise(cuts)
+    ]
+    same_bits(torch.cat(pieces), y)
+    same_bits(parts, whole)
+    real = slots >= 0
+    seen = torch.cat([before[slots[real].long()], x[real, None].float()], dim=1).double()
+    close(y[real], (seen * weight.double().T).sum(1).cpu(), dtype, factor=8.0)
+    same_bits(whole[slots[real].long()], seen[:, 1:].float())
+    assert not y[~real].any()
+
+
+@pytest.mark.gpu
+def test_slots_out_of_range_are_skipped_on_a_gpu() -> None:
+    x, weight = exact(4, 64, seed=23).float().cuda(), exact(64, 4, seed=24).float().cuda()
+    state = exact(3, 3, 64, seed=25).float().cuda()
+    scanned, before = state.clone(), state.clone()
+    slots = int32(3, 1, 2_000_000_000, -2_000_000_000, device="cuda")
+    y = conv_step(x, weight, None, state, slots)
+    edges = int32(0, 1, 2, 3, 4, device="cuda")
+    same_bits(conv_scan(x, weight, None, edges, scanned, slots), y)
+    same_bits(scanned, state)
+    assert not y[[0, 2, 3]].any() and y[1].any()
+    same_bits(state[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["conv", *CELLS])
+@pytest.mark.parametrize("shape", [(1, 768), (64, 768), (1024, 2048)])
+def test_steps_read_what_was_written_just_before(name: str, shape: tuple[int, int]) -> None:
+    """Steps may be started before what is ahead of them has ended: after kernels, copies and other
+    steps, in a graph and out of it, each must see the others' results."""
+    batch, channels = shape
+    generator = torch.Generator().manual_seed(26)
+    gates = CELLS.get(name, 1)
+    source = torch.randn(batch, gates * channels, generator=generator).cuda().bfloat16()
+    weight = torch.randn(channels, 4, generator=generator).cuda().bfloat16()
+    order = torch.randperm(batch, generator=generator).int().cuda()
+    rows = (batch, 3, channels) if name == "conv" else (batch, channels)
+    first_state = torch.rand(rows, generator=generator).cuda()
+    state, slots = torch.empty_like(first_state), torch.zeros_like(order)
+    fed = torch.zeros_like(source)
+
+    def step(x: Tensor) -> Tensor:
+        if name == "conv":
+            return conv_step(x, weight, None, state, slots)
+        stepped: Tensor = getattr(ops, f"{name}_step")(x, state, slots)
+        return stepped
+
+    def settled() -> None:
+        if not torch.cuda.is_current_stream_capturing() and slowly:
+            torch.cuda.synchronize()
+
+    def chain() -> Tensor:
+        state.copy_(first_state)
+        slots.copy_(order)
+        fed.copy_(source)
+        outputs = []
+        for turn in range(6):
+            settled()
+            h = step(fed)  # after a copy
+            settled()
+            outputs += [h, step(fed)]  # after a step that wrote the state
+            settled()
+            if turn % 2:
+                torch.mul(outputs[-1].repeat(1, gates), 0.5, out=fed)
+            else:
+                fed.copy_(outputs[-1].repeat(1, gates))
+            slots.copy_(slots.flip(0))
+        return torch.stack(outputs)
+
+    slowly = True
+    wanted, wanted_state = chain(), state.clone()
+    slowly = False
+    for _ in range(3):
+        same_bits(chain(), wanted)
+        same_bits(state, wanted_state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain()
+    for _ in range(3):
+        result.fill_(float("nan"))
+        graph.replay()
+        same_bits(result, wanted)
+        same_bits(state, wanted_state)
