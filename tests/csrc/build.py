@@ -46,6 +46,8 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "defects": ("defects.cpp", []),
 }
 
+_EMULATOR = ("threads", "schedule")
+
 
 def compiler() -> str | None:
     """The machine's C++ compiler, or None."""
@@ -62,17 +64,17 @@ def build(out: Path, names: list[str] | None = None, csrc: Path = CSRC) -> None:
     command = [str(compiler()), *_FLAGS, f"-I{HERE}", f"-I{csrc}"]
 
     def compile_one(name: str) -> None:
-        if name == "machine":
-            source, flags = "emulator/machine.cpp", ["-O2"]
+        if name in _EMULATOR:
+            source, flags = f"emulator/{name}.cpp", ["-O2"]
         else:
             source, flags = PROGRAMS[name][0], _WATCHED + PROGRAMS[name][1]
         subprocess.run([*command, *flags, "-c", HERE / source, "-o", out / f"{name}.o"], check=True)
 
-    # The longest first; as many at once as there are cores.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(compile_one, [*reversed(names), "machine"]))
+    # As many at once as there are cores.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, [*names, *_EMULATOR]))
     for name in names:
-        objects = [out / f"{name}.o", out / "machine.o"]
+        objects = [out / f"{each}.o" for each in (name, *_EMULATOR)]
         subprocess.run([str(compiler()), *objects, "-o", out / name], check=True)
 
 

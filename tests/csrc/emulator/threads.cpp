@@ -1,0 +1,242 @@
+// What the emulator's threads do, and what it says of it; see machine.h.
+#include <cstdio>
+
+#include "hooks.h"
+#include "state.h"
+
+namespace minserve {
+namespace cuda {
+alignas(128) uint4 memory[emulator::kSharedBytes / sizeof(uint4)];
+}  // namespace cuda
+}  // namespace minserve
+
+namespace emulator {
+
+Index threadIdx, blockIdx, gridDim, blockDim;
+Machine machine;
+
+namespace {
+
+std::string name_of(const Thread& thread) {
+  return thread.block->kernel->launch.name + ", block " + std::to_string(thread.block->number) +
+         ", thread " + std::to_string(thread.number);
+}
+
+void suspend() {
+  me().fiber.suspend();
+}
+void maybe_yield() {
+  Machine& m = machine;
+  if (m.yield_chance && m.below(m.yield_chance) == 0) suspend();
+}
+
+// orders: what arrivers did before is seen by those who wait. `last` is called by the last arriver.
+template <class Last>
+void meet(Meeting& at, unsigned expected, const char* what, bool waits, bool orders, Last last) {
+  Thread& self = me();
+  Block& block = *self.block;
+  if (at.here.empty()) at.here.assign(block.threads.size(), 0);
+  if (at.arrived && (at.expected != expected || at.what != what)) {
+    fail(at.name + ": " + what + " for " + std::to_string(expected) +
+         " threads, where others wait at " + at.what + " for " + std::to_string(at.expected));
+  }
+  if (at.here[self.number]) fail(at.name + ": arrives a second time in one round");
+  at.here[self.number] = 1;
+  at.expected = expected, at.what = what;
+  if (orders) {
+    at.gathered.join(self.clock);
+    ++self.clock.at[self.number];
+  }
+  if (waits) at.waiting.push_back(&self);
+  if (++at.arrived < expected) {
+    if (!waits) return;
+    self.waits_at = &at;
+    suspend();
+    return;
+  }
+  last();
+  for (Thread* thread : at.waiting) {
+    if (orders) thread->clock.join(at.gathered);
+    thread->waits_at = nullptr;
+  }
+  at.waiting.clear();
+  at.arrived = 0;
+  at.gathered.at.clear();
+  std::fill(at.here.begin(), at.here.end(), 0);
+}
+
+Warp& my_warp() {
+  return me().block->warps[me().number / 32];
+}
+void check_mask(unsigned mask) {
+  if (mask != 0xffffffffu) fail("meets others than its whole warp");
+}
+
+std::size_t offset_in_shared(const void* at) {
+  return static_cast<std::size_t>(static_cast<const char*>(at) - shared_memory);
+}
+bool is_shared(const void* at) {
+  return at >= static_cast<void*>(shared_memory) &&
+         at < static_cast<void*>(shared_memory + kSharedBytes);
+}
+
+std::string check_array(const void* at, std::size_t bytes, Use use, bool word) {
+  const Block& block = *me().block;
+  const Kernel& kernel = *block.kernel;
+  return machine.arrays.check(
+      at, bytes,
+      {use, word, kernel.number, block.number, !kernel.launch.overlaps || block.waited_for_kernel});
+}
+void check_word(const void* at, std::size_t bytes, Use use) {
+  if (reinterpret_cast<std::uintptr_t>(at) % bytes) {
+    fail("a word that is not aligned: " + machine.arrays.place(at));
+  }
+  const std::string wrong = check_array(at, bytes, use, true);
+  if (!wrong.empty()) fail(wrong);
+}
+
+}  // namespace
+
+void fail(const std::string& what) {
+  if (machine.current) {
+    std::fprintf(stderr, "%s: %s\n", name_of(me()).c_str(), what.c_str());
+  } else {
+    std::fprintf(stderr, "%s\n", what.c_str());
+  }
+  std::fflush(stdout);
+  std::fflush(stderr);
+  std::_Exit(3);
+}
+
+void touch(const void* at, std::size_t bytes, bool writes) {
+  Machine& m = machine;
+  if (!m.current) return;
+  std::string wrong;
+  if (is_shared(at)) {
+    Thread& self = me();
+    Shadow& shadow = *self.block->shadow;
+    wrong = writes ? shadow.write(offset_in_shared(at), bytes, self.number, self.clock)
+                   : shadow.read(offset_in_shared(at), bytes, self.number, self.clock);
+  } else if (m.arrays.holds(at)) {
+    wrong = check_array(at, bytes, writes ? Use::write : Use::read, false);
+  }
+  if (!wrong.empty()) fail(wrong);
+}
+
+void* allocate(const std::string& name, std::size_t bytes, Use use, std::size_t shift) {
+  return machine.arrays.allocate(name, bytes, use, shift);
+}
+void free_all() {
+  machine.arrays.free_all();
+}
+
+void yield() {
+  suspend();
+}
+void sync_block() {
+  Block& block = *me().block;
+  meet(block.all, static_cast<unsigned>(block.threads.size()), "__syncthreads", true, true,
+       count_progress);
+  maybe_yield();
+}
+void sync_warp(unsigned mask) {
+  check_mask(mask);
+  meet(my_warp().meeting, 32, "__syncwarp", true, true, [] {});
+}
+unsigned ballot(unsigned mask, bool mine) {
+  check_mask(mask);
+  Warp& warp = my_warp();
+  warp.given[me().number % 32] = mine;
+  meet(warp.meeting, 32, "__ballot_sync", true, false,
+       [&] { std::copy(warp.given, warp.given + 32, warp.taken); });
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(warp.taken[lane]) << lane;
+  return votes;
+}
+std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from) {
+  check_mask(mask);
+  Warp& warp = my_warp();
+  warp.given[me().number % 32] = mine;
+  meet(warp.meeting, 32, "__shfl_sync", true, false,
+       [&] { std::copy(warp.given, warp.given + 32, warp.taken); });
+  return warp.taken[from];
+}
+void named_barrier(int number, unsigned threads, bool waits) {
+  Block& block = *me().block;
+  if (number < 1 || number > 15) fail("there is no named barrier " + std::to_string(number));
+  if (threads % 32 || threads > block.threads.size()) {
+    fail("barrier " + std::to_string(number) + ": " + std::to_string(threads) +
+         " threads cannot meet in a block of " + std::to_string(block.threads.size()));
+  }
+  meet(block.named[number], threads, "a barrier", waits, true, count_progress);
+  maybe_yield();
+}
+
+void start_copy(void* shared, const void* global, std::size_t bytes) {
+  Thread& self = me();
+  if (!is_shared(shared)) fail("copies to where no shared memory is");
+  if (reinterpret_cast<std::uintptr_t>(shared) % bytes ||
+      reinterpret_cast<std::uintptr_t>(global) % bytes) {
+    fail("copies " + std::to_string(bytes) +
+         " bytes that are not aligned so: " + machine.arrays.place(global));
+  }
+  std::string wrong = check_array(global, bytes, Use::read, false);
+  if (wrong.empty()) {
+    wrong =
+        self.block->shadow->start_copy(offset_in_shared(shared), bytes, self.number, self.clock);
+  }
+  if (!wrong.empty()) fail(wrong);
+  std::memset(shared, 0xff, bytes);
+  self.copies.push_back({static_cast<char*>(shared), static_cast<const char*>(global), bytes});
+}
+void wait_for_copies() {
+  maybe_yield();
+  Thread& self = me();
+  for (const Copy& copy : self.copies) {
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    self.block->shadow->land_copy(offset_in_shared(copy.to), copy.bytes, self.number, self.clock);
+  }
+  self.copies.clear();
+  maybe_yield();
+}
+
+void load_word(const void* at, void* bits, std::size_t bytes) {
+  Machine& m = machine;
+  check_word(at, bytes, Use::read);
+  me().looks_at = at;
+  maybe_yield();
+  std::memcpy(bits, at, bytes);
+  for (const Store& store : m.stores) {  // a thread sees its own
+    if (store.by == &me() && store.to == at) std::memcpy(bits, store.bits, bytes);
+  }
+}
+void store_word(void* at, const void* bits, std::size_t bytes) {
+  Machine& m = machine;
+  check_word(at, bytes, Use::write);
+  Store store = {&me(), static_cast<char*>(at), {0, 0}, bytes};
+  std::memcpy(store.bits, bits, bytes);
+  m.stores.push_back(store);
+  ++me().block->kernel->stores_under_way;
+  maybe_yield();
+}
+unsigned add(unsigned* at, unsigned more) {
+  maybe_yield();
+  check_word(at, sizeof *at, Use::write);
+  const unsigned before = *at;
+  *at += more;
+  count_progress();
+  maybe_yield();
+  return before;
+}
+void let_next_kernel_start() {
+  me().block->lets_next = true;
+  maybe_yield();
+}
+void wait_for_previous_kernel() {
+  me().looks_at = nullptr;
+  Block& block = *me().block;
+  while (block.kernel->before && !block.kernel->before->ended()) suspend();
+  block.waited_for_kernel = true;
+}
+
+}  // namespace emulator
