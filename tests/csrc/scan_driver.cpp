@@ -3,7 +3,8 @@
 // Compiled once per pair of cells: CELL_HEADER, FORWARD_CELL and BACKWARD_CELL name them, ALL_TYPES
 // asks for more than the two types whose tiles differ most.
 // The outputs and states of every schedule and number of blocks must be equal in every bit, and so
-// must those of a sequence alone; the values must be those of a plain serial loop in doubles.
+// must those of a sequence alone and of one that is cut at a chunk's end, with the state carried;
+// the values must be those of a plain serial loop in doubles.
 #include "cases.h"
 
 #include "common/scan.cuh"
@@ -70,7 +71,19 @@ class Driver {
       }
     }
     for (long s = 0; s < sequences(); ++s) {
-      if (slot(s) >= 0) check_alone(s, first);
+      if (slot(s) < 0) continue;
+      const long from = begin_[s], to = begin_[s + 1];
+      std::vector<V> state = state_of(state_, slot(s));
+      check_piece({s, from, to}, first, &state, "alone");
+      same_bits(state, state_of(first.state, slot(s)), " of the state of a sequence alone");
+      const long cut = (to - from) / kScanChunk / 2 * kScanChunk;
+      if (cut == 0) continue;
+      const long middle = case_.reverse ? to - cut : from + cut;
+      const Piece below = {s, from, middle}, above = {s, middle, to};
+      state = state_of(state_, slot(s));
+      check_piece(case_.reverse ? above : below, first, &state, "up to a chunk's end");
+      check_piece(case_.reverse ? below : above, first, &state, "from a chunk's end");
+      same_bits(state, state_of(first.state, slot(s)), " of the state of a sequence in two pieces");
     }
   }
 
@@ -83,38 +96,46 @@ class Driver {
   long sequences() const { return static_cast<long>(case_.lengths.size()); }
   long slot(long s) const { return case_.packed ? case_.slots[s] : s; }
 
-  // The whole case, or one sequence of it as a case of its own.
+  // Rows of one sequence, as a case of their own; the scan takes them from its state to the next.
+  struct Piece {
+    long sequence, from, to;
+  };
+
   Result run(int blocks, int seed) const {
-    Layout lay;
-    lay.sequences = sequences();
-    lay.tokens = tokens_;
-    if (!case_.packed) lay.time = case_.lengths[0];
-    return run(lay, 0, begin_, case_.slots, 0, blocks, seed);
+    return run(0, tokens_, begin_, case_.slots, state_, previous_, blocks, seed);
   }
-  Result run_alone(long s, int blocks, int seed) const {
-    Layout lay;
-    lay.sequences = 1;
-    lay.tokens = case_.lengths[s];
-    if (!case_.packed) lay.time = lay.tokens;
-    return run(lay, begin_[s], {0, case_.lengths[s]}, {static_cast<int>(slot(s))}, s, blocks, seed);
+  Result run(const Piece& piece, const std::vector<V>& state) const {
+    std::vector<V> previous;
+    for (long c = 0; kBackward && c < case_.channels; ++c) {
+      const long first = case_.reverse ? piece.from : piece.to - 1;
+      previous.push_back(static_cast<V>(before(piece.sequence, first, c)));
+    }
+    const int rows = static_cast<int>(piece.to - piece.from);
+    return run(piece.from, piece.to, {0, rows}, {0}, state, previous, 2, case_.seeds.back());
   }
 
-  Result run(Layout lay, long first_row, const std::vector<int>& begin,
-             const std::vector<int>& slots, long first_sequence, int blocks, int seed) const {
+  Result run(long first_row, long last_row, const std::vector<int>& begin,
+             const std::vector<int>& slots, const std::vector<V>& state_before,
+             const std::vector<V>& previous_state, int blocks, int seed) const {
     emulator::free_all();
-    Tensor<std::int32_t> cu{"cu_seqlens", 0, begin}, of{"slots", 0, slots};
+    Layout lay;
+    lay.sequences = static_cast<long>(begin.size()) - 1;
+    lay.tokens = last_row - first_row;
     lay.channels = case_.channels;
     lay.reverse = case_.reverse;
+    Tensor<std::int32_t> cu{"cu_seqlens", 0, begin}, of{"slots", 0, slots};
     if (case_.packed) {
       cu.to_device(emulator::Use::read);
       of.to_device(emulator::Use::read);
       lay.cu_seqlens = cu.device, lay.slots = of.device, lay.num_slots = rows_;
+    } else {
+      lay.time = begin[1];
     }
     ScanArgs args;
     args.layout = lay;
     args.aligned = kAligned;
     Tensor<T> inputs[kInputs], outputs[kOutputs];
-    const long from = first_row * stride_, to = (first_row + lay.tokens) * stride_;
+    const long from = first_row * stride_, to = last_row * stride_;
     for (int n = 0; n < kInputs; ++n) {
       inputs[n] = {inputs_[n].name, inputs_[n].shift, {}};
       inputs[n].values.assign(inputs_[n].values.begin() + from, inputs_[n].values.begin() + to);
@@ -127,20 +148,12 @@ class Driver {
       outputs[n].to_device(emulator::Use::write);
       args.outputs[n] = {outputs[n].device, stride_};
     }
-    Tensor<V> state{"state", 0, state_}, previous{"previous state", 0, {}};
-    if (!case_.packed && lay.sequences != sequences()) {  // uniform: sequence 0 has row 0
-      std::copy_n(state_.begin() + first_sequence * case_.channels, case_.channels,
-                  state.values.begin());
-    }
+    Tensor<V> state{"state", 0, state_before}, previous{"previous state", 0, previous_state};
     state.to_device(emulator::Use::write);
     args.initial = args.last = state.device;
     args.initial_stride = args.last_stride = case_.channels;
-    if (kBackward) {
-      previous.values.assign(previous_.begin() + first_sequence * case_.channels, previous_.end());
-      previous.values.resize(static_cast<std::size_t>(lay.sequences * case_.channels));
-      previous.to_device(emulator::Use::read);
-      args.h0 = previous.device;
-    }
+    previous.to_device(emulator::Use::read);
+    if (kBackward) args.h0 = previous.device;
     start(args, blocks);
     emulator::run(static_cast<unsigned>(seed));
     Result result;
@@ -172,20 +185,20 @@ class Driver {
                       }});
   }
 
-  void check_alone(long s, const Result& whole) {
-    const Result alone = run_alone(s, 2, case_.seeds.back());
-    const std::string when = " of sequence " + std::to_string(s) + " alone";
+  std::vector<V> state_of(const std::vector<V>& all, long row) const {
+    const auto from = all.begin() + row * case_.channels;
+    return std::vector<V>(from, from + case_.channels);
+  }
+  void check_piece(const Piece& piece, const Result& whole, std::vector<V>* state,
+                   const std::string& what) const {
+    const Result alone = run(piece, *state);
+    const std::string when = " of sequence " + std::to_string(piece.sequence) + " " + what;
     for (int n = 0; n < kOutputs; ++n) {
-      const auto from = whole.outputs[n].begin() + begin_[s] * stride_;
+      const auto from = whole.outputs[n].begin() + piece.from * stride_;
       same_bits(alone.outputs[n],
                 std::vector<T>(from, from + static_cast<long>(alone.outputs[n].size())), when);
     }
-    const long row = case_.packed ? slot(s) : 0;
-    const auto part = [&](const Result& result, long at) {
-      const auto from = result.state.begin() + at * case_.channels;
-      return std::vector<V>(from, from + case_.channels);
-    };
-    same_bits(part(alone, row), part(whole, slot(s)), when);
+    *state = alone.state;
   }
 
   // A serial loop in doubles; what nothing may touch is looked at too.
