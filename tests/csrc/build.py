@@ -28,9 +28,10 @@ _FLAGS = [
 _WATCHED = ["-O1", "-fsanitize=thread"]
 
 
-def _cell(header: str, name: str, types: str) -> list[str]:
+def _cell(header: str, name: str, keep: int, types: str) -> list[str]:
     return [
         f"-D{types}_TYPES",
+        f"-DKEEP_INPUT={keep}",
         f'-DCELL_HEADER="{header}"',
         f"-DFORWARD_CELL={name}Cell",
         f"-DBACKWARD_CELL={name}BackwardCell",
@@ -39,9 +40,9 @@ def _cell(header: str, name: str, types: str) -> list[str]:
 
 # Programs by name: the source and what it is compiled with.
 PROGRAMS: dict[str, tuple[str, list[str]]] = {
-    "linear": ("scan_driver.cpp", _cell("linear_scan/cell.h", "Linear", "TWO")),
-    "mingru": ("scan_driver.cpp", _cell("mingru/cell.h", "MinGru", "ALL")),
-    "minlstm": ("scan_driver.cpp", _cell("minlstm/cell.h", "MinLstm", "TWO")),
+    "linear": ("scan_driver.cpp", _cell("linear_scan/cell.h", "Linear", 0, "TWO")),
+    "mingru": ("scan_driver.cpp", _cell("mingru/cell.h", "MinGru", 0, "ALL")),
+    "minlstm": ("scan_driver.cpp", _cell("minlstm/cell.h", "MinLstm", 1, "TWO")),
     "rows": ("rows_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }

@@ -1,10 +1,10 @@
 // Runs csrc/common/scan.cuh in the emulator: one case, told by options, in many schedules.
 //
-// Compiled once per pair of cells: CELL_HEADER, FORWARD_CELL and BACKWARD_CELL name them, ALL_TYPES
-// asks for more than the two types whose tiles differ most.
-// The outputs and states of every schedule and number of blocks must be equal in every bit, and so
-// must those of a sequence alone and of one that is cut at a chunk's end, with the state carried;
-// the values must be those of a plain serial loop in doubles.
+// Compiled once per pair of cells: CELL_HEADER, FORWARD_CELL and BACKWARD_CELL name them,
+// KEEP_INPUT is the input that decides how much is kept, ALL_TYPES asks for more than the two types
+// whose tiles differ most. The outputs and states of every schedule and number of blocks must be
+// equal in every bit, and so must those of a sequence alone and of one that is cut at a chunk's
+// end, with the state carried; the values must be those of a plain serial loop in doubles.
 #include "cases.h"
 
 #include "common/scan.cuh"
@@ -40,8 +40,13 @@ class Driver {
       inputs_[n].name = "input " + std::to_string(n);
       inputs_[n].shift = case_.shift;
       for (long i = 0; i < tokens_ * stride_; ++i) {
-        const bool decay = !Cell::kHasOptions && n == 0;  // linear_scan's a
-        inputs_[n].values.push_back(rounded<T>(decay ? uniform(random) : normal(random)));
+        // Every second channel forgets so slowly that a chunk's carry is seen at the next one's
+        // end.
+        const bool slow = i % stride_ % 2;
+        double x = normal(random);
+        if (n == KEEP_INPUT && Cell::kHasOptions) x -= slow ? 6 : 0;  // a gate to be almost shut
+        if (n == KEEP_INPUT && !Cell::kHasOptions) x = 1 - uniform(random) * (slow ? 0.01 : 1);
+        inputs_[n].values.push_back(rounded<T>(x));
       }
     }
     if (case_.nan) {  // in the first input of the first row, every second channel, all bits set
