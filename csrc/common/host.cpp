@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "deal.h"
+
 #ifdef MINSERVE_CUDA
 // Weak: the library also loads into a torch built without CUDA, which has no such function.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -92,17 +94,6 @@ ScanFn scan_kernel(Recurrence recurrence, Dtype dtype, bool backward) {
 // Elements under which another thread costs more than it brings.
 constexpr std::int64_t kGrainElements = 8192;
 
-std::int64_t divided_up(std::int64_t x, std::int64_t by) {
-  return (x + by - 1) / by;
-}
-
-// Runs of channels that are one for each thread, or a multiple of that; no wider than allowed.
-std::int64_t item_width(std::int64_t channels, std::int64_t parts) {
-  const std::int64_t of_part = divided_up(channels, parts);
-  const std::int64_t runs = divided_up(of_part, kWidestItem);
-  return divided_up(divided_up(of_part, runs), kNarrowestItem) * kNarrowestItem;
-}
-
 struct Work {  // a scan on the CPU
   const ScanArgs& args;
   ScanFn kernel;
@@ -115,6 +106,28 @@ struct Work {  // a scan on the CPU
     torch::stable::parallel_for(0, count * runs, grain, [&](std::int64_t begin, std::int64_t end) {
       kernel(args, share, which, begin, end);
     });
+  }
+
+  void serial(std::int64_t threads) {
+    const Layout& lay = args.layout;
+    const std::int64_t grains = lay.tokens * lay.channels / kGrainElements;
+    const Deal dealt = deal(lay, std::clamp<std::int64_t>(grains, 1, threads));
+    const std::int64_t parts = static_cast<std::int64_t>(dealt.edges.size()) - 1;
+    share.width = item_width(lay.channels, dealt.columns);
+    const std::int64_t runs = divided_up(lay.channels, share.width);
+    const std::int64_t of_column = divided_up(runs, dealt.columns);
+    const auto part = [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        const std::int64_t first = i / parts * of_column;
+        const std::int64_t last = std::min(runs, first + of_column);
+        for (std::int64_t run = first; run < last; ++run) {
+          const std::int64_t items = run * (lay.sequences + 1);
+          kernel(args, share, Phase::serial, items + dealt.edges[i % parts],
+                 items + dealt.edges[i % parts + 1]);
+        }
+      }
+    };
+    torch::stable::parallel_for(0, dealt.columns * parts, 1, part);
   }
 };
 
@@ -294,17 +307,17 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
                   const Tensor& like) {
   const Layout& lay = args.layout;
   const std::int64_t threads = torch::stable::get_num_threads();
-  std::int64_t inputs = 0;
+  std::int64_t inputs = 0, outputs = 0;
   for (const Stream& s : args.inputs) inputs += s.data != nullptr;
+  for (const Stream& s : args.outputs) outputs += s.data != nullptr;
   const std::int64_t row_bytes = lay.channels * bytes_of(like);
 
   Work work{args, scan_kernel(recurrence, dtype, backward), {}};
   Share& share = work.share;
+  share.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
   const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;
   if (2 * items > threads || lay.tokens < 8 * kScanChunk) {
-    share.width = item_width(lay.channels, threads);
-    work.phase(Phase::serial, lay.sequences + 1, lay.tokens / (lay.sequences + 1));
-    return;
+    return work.serial(threads);
   }
   // Too few sequences and channels for the threads: time is cut too. Waves of chunks, so that the
   // second reading of the inputs finds them in the cache of the thread that read them first.

@@ -1,9 +1,7 @@
 // The affine scan on the CPU: h_t = a_t h_{t-1} + b_t over chunks of time, vectors over channels.
 //
 // An item is a run of channels (Share::width) of one sequence or chunk. It is walked in tiles of
-// kTileRows rows, and each tile line by line: so memory is read in runs as long as the item is
-// wide, while h, A and B of a line stay in registers for the rows of the tile and the gates of
-// those rows, which do not depend on each other, overlap. Between tiles they lie in Lanes.
+// rows (tile_cpu.h), so that memory is read in runs as long as the item is wide.
 //
 // Items of the phases, in a wave of chunks where time is cut:
 //   serial     channel run * (sequences + 1) + sequence   everything in one pass
@@ -14,8 +12,8 @@
 // sequences of one row go by step_cpu.h.
 #pragma once
 
-#include "gates.h"
 #include "step_cpu.h"
+#include "tile_cpu.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -23,169 +21,36 @@ namespace MS_ISA {
 // T: element type of the streams.
 template <template <class> class CellOf, class O, class T>
 struct Scan {
-  using Block = Line<T>;
-  using V = typename Block::V;
-  using S = typename LanesOf<V>::scalar;
-  using Cell = CellOf<V>;
-  static constexpr int W = LanesOf<V>::width, N = Block::kVectors, K = Block::kChannels;
-  static constexpr std::int64_t kTileRows = 16;
-  static constexpr int kTogether = N < 2 ? 2 : 1;  // rows whose gates are formed side by side
+  using Tiles = Tile<CellOf, O, T>;
+  using Block = typename Tiles::Block;
+  using V = typename Tiles::V;
+  using S = typename Tiles::S;
+  using Place = typename Tiles::Place;
+  using Lanes = typename Tiles::Lanes;
+  static constexpr int W = Tiles::W, K = Tiles::K;
 
-  struct Place {  // of a sequence and a run of channels
-    std::int64_t sequence, slot, begin, end, channel;
-    int width;
-    O options;
-  };
-
-  // By channel of the item, in the order of lanes of its lines.
-  struct alignas(kLineBytes) Lanes {
-    S carry[kWidestItem], h[kWidestItem], a[kWidestItem], b[kWidestItem];
-  };
-
-  static MS_CELL V get(const S* p) {
-    V x;
-    __builtin_memcpy(&x, p, sizeof(x));
-    return x;
-  }
-  static MS_CELL void set(S* p, V x) { __builtin_memcpy(p, &x, sizeof(x)); }
-
-  static MS_CELL int lanes_in(Full) { return K; }
-  static MS_CELL int lanes_in(Part part) { return part.count; }
-
-  // One line of channels for positions [from, to), at most a tile of them: the outputs if wanted
-  // and the aggregate since the chunk's start, at which the tile is `fresh`.
-  template <bool kOutput, class L>
-  static void line(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
-                   bool fresh, int offset, Lanes& lanes, L part) {
-    const bool reverse = args.layout.reverse;
-    const std::int64_t row = reverse ? at.end - 1 - from : at.begin + from;
-    const std::int64_t channel = at.channel + offset;
-    const T* source[Cell::kInputs];
-    T* target[Cell::kOutputs];
-    std::int64_t source_step[Cell::kInputs], target_step[Cell::kOutputs];
-    for (int n = 0; n < Cell::kInputs; ++n) {
-      const Stream& s = args.inputs[n];
-      source_step[n] = reverse ? -s.stride : s.stride;
-      source[n] = static_cast<const T*>(s.data) + row * s.stride + channel;
-    }
-    for (int n = 0; n < Cell::kOutputs; ++n) {
-      const Stream& s = args.outputs[n];
-      target_step[n] = reverse ? -s.stride : s.stride;
-      target[n] = static_cast<T*>(s.data) + row * s.stride + channel;
-    }
-    V h[N], a[N], b[N];
-    for (int v = 0; v < N; ++v) {
-      const int i = offset + v * W;
-      if (kOutput) h[v] = get((fresh ? lanes.carry : lanes.h) + i);
-      a[v] = fresh ? splat<V>(1.0f) : get(lanes.a + i);
-      b[v] = fresh ? splat<V>(0.0f) : get(lanes.b + i);
-    }
-    std::int64_t p = from;
-    for (; p + kTogether <= to; p += kTogether) {
-      together<kOutput, kTogether>(args, at, p, channel, source, source_step, target, target_step,
-                                   h, a, b, part);
-    }
-    for (; p < to; ++p) {
-      together<kOutput, 1>(args, at, p, channel, source, source_step, target, target_step, h, a, b,
-                           part);
-    }
-    for (int v = 0; v < N; ++v) {
-      const int i = offset + v * W;
-      if (kOutput) set(lanes.h + i, h[v]);
-      set(lanes.a + i, a[v]);
-      set(lanes.b + i, b[v]);
-    }
-  }
-
-  // R rows from position p on: first the gates of all of them, which do not depend on each other,
-  // so that the compiler can lay their chains of instructions side by side; then the recurrence.
-  template <bool kOutput, int R, class L>
-  static MS_CELL void together(const ScanArgs& args, const Place& at, std::int64_t p,
-                               std::int64_t channel, const T* (&source)[Cell::kInputs],
-                               const std::int64_t (&source_step)[Cell::kInputs],
-                               T* (&target)[Cell::kOutputs],
-                               const std::int64_t (&target_step)[Cell::kOutputs], V (&h)[N],
-                               V (&a)[N], V (&b)[N], L part) {
-    V in[R][Cell::kInputs][N];
-    Affine<V> step[R][N];
-    const std::int64_t last = at.end - at.begin - 1;
-    const std::int64_t ahead = p + R - 1 + kTileRows <= last ? kTileRows : 0;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int n = 0; n < Cell::kInputs; ++n) {
-        if (n == Cell::kPrevious) {
-          previous(args, at, p + r == last, source[n] + source_step[n], channel, in[r][n], part);
-        } else {
-          Block::load(source[n], in[r][n], part);
-        }
-        __builtin_prefetch(source[n] + ahead * source_step[n]);
-        source[n] += source_step[n];
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < N; ++v) {
-        V x[Cell::kInputs];
-        for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[r][n][v];
-        step[r][v] = Cell::affine(at.options, x);
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      V out[Cell::kOutputs][N];
-#pragma GCC unroll 8
-      for (int v = 0; v < N; ++v) {
-        const Affine<V> now = step[r][v];
-        b[v] = fmadd(now.a, b[v], now.b);
-        a[v] = now.a * a[v];
-        if (kOutput) {
-          const V before = h[v];
-          h[v] = fmadd(now.a, before, now.b);
-          V x[Cell::kInputs], y[Cell::kOutputs];
-          for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[r][n][v];
-          Cell::outputs(at.options, x, before, h[v], y);
-          for (int n = 0; n < Cell::kOutputs; ++n) out[n][v] = y[n];
-        }
-      }
-      if (kOutput) {
-#pragma GCC unroll 8
-        for (int n = 0; n < Cell::kOutputs; ++n) {
-          Block::store(target[n], out[n], part);
-          target[n] += target_step[n];
-        }
-      }
-    }
-  }
-
-  // The state before an element in forward order, which a backward scan runs against: the next
-  // row that the scan comes to, or where that was the last one, h0.
-  template <class L>
-  static MS_CELL void previous(const ScanArgs& args, const Place& at, bool last, const T* next,
-                               std::int64_t channel, V (&x)[N], L part) {
-    if (!last) return Block::load(next, x, part);
-    const S* h0 = static_cast<const S*>(args.h0);
-    S ordered[K] = {};
-    if (h0) {
-      h0 += at.sequence * args.layout.channels + channel;
-      Block::to_lanes(h0, ordered, lanes_in(part));
-    }
-    for (int v = 0; v < N; ++v) x[v] = get(ordered + v * W);
-  }
+  static MS_CELL V get(const S* p) { return Tiles::get(p); }
+  static MS_CELL void set(S* p, V x) { Tiles::set(p, x); }
 
   // Positions [from, to) of one chunk.
   template <bool kOutput>
   static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
                     Lanes& lanes) {
-    for (std::int64_t p = from; p < to; p += kTileRows) {
-      const std::int64_t q = p + kTileRows < to ? p + kTileRows : to;
+    for (std::int64_t p = from; p < to; p += Tiles::kRows) {
+      const std::int64_t q = p + Tiles::kRows < to ? p + Tiles::kRows : to;
       int offset = 0;
       for (; offset + K <= at.width; offset += K) {
-        line<kOutput>(args, at, p, q, p == from, offset, lanes, Full{});
+        if constexpr (kOutput && sizeof(S) == sizeof(float)) {
+          if (at.past) {
+            Tiles::template line<kOutput>(args, at, p, q, p == from, offset, lanes, Past{});
+            continue;
+          }
+        }
+        Tiles::template line<kOutput>(args, at, p, q, p == from, offset, lanes, Full{});
       }
       if (offset < at.width) {
-        line<kOutput>(args, at, p, q, p == from, offset, lanes, Part{at.width - offset});
+        Tiles::template line<kOutput>(args, at, p, q, p == from, offset, lanes,
+                                      Part{at.width - offset});
       }
     }
   }
@@ -259,7 +124,7 @@ struct Scan {
   static void carry(const ScanArgs& args, const O& options, const Share& share,
                     std::int64_t channel, int width, Lanes& lanes) {
     const std::int64_t chunks = share.last_chunk - share.first_chunk;
-    Place at{0, 0, 0, 0, channel, width, options};
+    Place at{0, 0, 0, 0, channel, width, false, options};
     S* between = row_of(args, share, 2 * share.wave_chunks, channel);
     copy(at, between, lanes.h);
     for (std::int64_t i = 0; i < chunks; ++i) {
@@ -315,6 +180,16 @@ struct Scan {
     }
   }
 
+  // Whether outputs may be written past the caches in whole lines.
+  static bool lines_aligned(const ScanArgs& args) {
+    bool aligned = true;
+    for (const Stream& s : args.outputs) {
+      aligned = aligned && reinterpret_cast<std::uintptr_t>(s.data) % kLineBytes == 0 &&
+                s.stride % K == 0;
+    }
+    return aligned;
+  }
+
   static void run(const ScanArgs& args, const O& options, const Share& share, Phase phase,
                   std::int64_t begin, std::int64_t end) {
     Lanes lanes;
@@ -322,11 +197,12 @@ struct Scan {
     const std::int64_t count = phase == Phase::serial  ? lay.sequences + 1
                                : phase == Phase::carry ? 1
                                                        : share.last_chunk - share.first_chunk;
+    const bool past = share.past_caches && lines_aligned(args);
     for (std::int64_t item = begin; item < end; ++item) {
       const std::int64_t index = item % count, channel = item / count * share.width;
       const std::int64_t left = lay.channels - channel;
       const int width = static_cast<int>(left < share.width ? left : share.width);
-      Place at{index, 0, 0, 0, channel, width, options};
+      Place at{index, 0, 0, 0, channel, width, past, options};
       if (phase == Phase::serial) {
         at.slot = lay.slot(index), at.begin = lay.begin(index), at.end = lay.end(index);
         serial(args, at, lanes);
@@ -335,6 +211,7 @@ struct Scan {
       if (phase == Phase::carry) carry(args, options, share, channel, width, lanes);
       if (phase == Phase::output) one_chunk<true>(args, share, at, index, lanes);
     }
+    if (past) settle();
   }
 };
 

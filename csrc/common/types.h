@@ -28,9 +28,9 @@ enum class Dtype { f32, f64, bf16, f16 };
 constexpr std::int64_t kScanChunk = 128;
 
 // Work on the CPU is handed out in runs of channels: multiples of a cache line of two-byte floats,
-// and no wider than what a thread keeps of each channel has room for in its first cache.
+// and no wider than what a thread keeps of each channel has room for in its caches.
 constexpr std::int64_t kNarrowestItem = 32;
-constexpr std::int64_t kWidestItem = 512;
+constexpr std::int64_t kWidestItem = 2048;
 
 // Where sequences lie in the token rows: packed (cu_seqlens) or uniform (time rows each).
 struct Layout {
@@ -117,7 +117,8 @@ enum class Phase { serial, aggregate, carry, output };
 
 // How a scan is handed out on the CPU.
 struct Share {
-  std::int64_t width = 0;  // channels of an item, a multiple of kNarrowestItem
+  std::int64_t width = 0;    // channels of an item, a multiple of kNarrowestItem
+  bool past_caches = false;  // what is written has left the caches by the time anyone reads it
   // Where time is cut: the chunks of this wave, of at most wave_chunks, and the channels of a row
   // of the workspace, a multiple of kNarrowestItem.
   std::int64_t first_chunk = 0, last_chunk = 0, wave_chunks = 0, row_channels = 0;
