@@ -68,6 +68,13 @@ T rounded(double x) {
   return stored;
 }
 
+// NaN whose bits are those by which a word says that it is a carry (csrc/common/words.cuh).
+template <class T>
+void make_confusing_nan(T* x) {
+  std::memset(x, 0xff, sizeof *x);
+  *reinterpret_cast<unsigned char*>(x) = 0xfe;
+}
+
 // A tensor on the host: rows of `stride` elements, `shift` elements past an aligned address.
 template <class T>
 struct Tensor {

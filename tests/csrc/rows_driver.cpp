@@ -35,7 +35,7 @@ class Driver {
         inputs_[n].push_back(rounded<T>(n == 0 ? keep : 0.05 * normal(random)));
       }
     }
-    if (case_.nan) std::memset(&inputs_[0][0], 0xff, sizeof(T));  // all bits set
+    if (case_.nan) make_confusing_nan(&inputs_[0][case_.time / 2]);
     for (long r = 0; r < case_.rows; ++r) start_.push_back(static_cast<V>(normal(random)));
   }
 

@@ -49,9 +49,12 @@ class Driver {
         inputs_[n].values.push_back(rounded<T>(x));
       }
     }
-    if (case_.nan) {  // in the first input of the first row, every second channel, all bits set
+    if (case_.nan) {  // in the middle of the longest sequence, in every second channel
+      const long longest =
+          std::max_element(case_.lengths.begin(), case_.lengths.end()) - case_.lengths.begin();
+      const long row = begin_[longest] + case_.lengths[longest] / 2;
       for (long c = 0; c < case_.channels; c += 2) {
-        std::memset(&inputs_[0].values[c], 0xff, sizeof(T));
+        make_confusing_nan(&inputs_[0].values[row * stride_ + c]);
       }
     }
     rows_ = static_cast<long>(case_.lengths.size()) + 3;

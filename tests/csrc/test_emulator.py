@@ -15,7 +15,7 @@ import pytest
 from . import build
 
 RAGGED = "--lengths 1,300,0,128,129,64,700 --slots 3,0,5,-1,1,7,2 --tail 5"
-# More sequences than streams of tiles (tiles.cuh), many without rows.
+# More sequences than streams of tiles (tiles.cuh), some without rows.
 MANY = "--lengths " + ",".join(str(7 * n % 5 * 40) for n in range(45))
 MANY += " --slots " + ",".join(str(-1 if n % 9 == 4 else n) for n in range(45))
 LONG = "--lengths 2300 --slots 1"
@@ -43,7 +43,7 @@ SCANS = [
     for case in TWO_TYPES + (ALL_TYPES if cell == "mingru" else [])
 ]
 SCANS += [
-    ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10"),
+    ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10,11,12"),
     ("mingru", f"{UNIFORM} --type f32 --channels 5 --reverse 1 --seeds 11"),
     ("mingru", f"{UNIFORM} --type bf16 --channels 24 --backward 1 --seeds 12"),
 ]
@@ -51,7 +51,7 @@ SCANS += [
 ROWS = [
     "--type f32 --time 5000",
     "--type f32 --time 5000 --shift 1 --seeds 2",
-    "--type f32 --time 4999 --nan 1 --seeds 3",
+    "--type f32 --time 9999 --nan 1 --rows 1 --seeds 3,4",
     "--type f32 --time 500 --rows 9",
     "--type f32 --time 40000 --rows 1 --blocks 1,7,50 --seeds 4,5",
     "--type bf16 --time 9001 --rows 2",
