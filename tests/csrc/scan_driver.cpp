@@ -7,11 +7,33 @@
 // end, with the state carried; the values must be those of a plain serial loop in doubles.
 #include "cases.h"
 
+#if __has_include("common/tile_kernel.cuh")
+#include "common/tile_kernel.cuh"
+#else
 #include "common/scan.cuh"
+#endif
 #include CELL_HEADER
 
 namespace minserve {
 namespace {
+
+#if __has_include("common/tile_kernel.cuh")
+template <template <class> class CellOf, class T, bool kAligned>
+using ScanOf = cuda::TileWay<CellOf, cuda::UsualOptions, T, kAligned>;
+template <class Scan>
+constexpr unsigned kThreadsOf = Scan::kThreads;
+#else
+template <template <class> class CellOf, class T, bool kAligned>
+using ScanOf = cuda::TileScan<CellOf, cuda::UsualOptions, T, kAligned>;
+template <class Scan>
+constexpr unsigned kThreadsOf = Scan::kAll;
+#endif
+
+// What tickets are taken from begins with a counter; its type is the kernel's business.
+template <class Tickets>
+void call(void (*kernel)(ScanArgs, Tickets*), const ScanArgs& args, void* tickets) {
+  kernel(args, static_cast<Tickets*>(tickets));
+}
 
 struct Case {
   std::vector<int> lengths, slots;
@@ -22,7 +44,7 @@ struct Case {
 
 template <template <class> class CellOf, class T, bool kAligned>
 class Driver {
-  using Scan = cuda::TileScan<CellOf, cuda::UsualOptions, T, kAligned>;
+  using Scan = ScanOf<CellOf, T, kAligned>;
   using V = typename Scan::V;
   using Cell = CellOf<V>;
   static constexpr int kInputs = Cell::kInputs, kOutputs = Cell::kOutputs;
@@ -180,16 +202,16 @@ class Driver {
       const cuda::Word<V> stale = cuda::Word<V>::carry(V(1e6));
       std::memcpy(static_cast<char*>(args.workspace) + i, &stale, sizeof stale);
     }
-    unsigned* counter =
-        reinterpret_cast<unsigned*>(static_cast<char*>(args.workspace) + bytes - 16);
+    void* const tickets = static_cast<char*>(args.workspace) + bytes - 16;
     emulator::launch({"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false, [=] {
                         cuda::clear_kernel(static_cast<uint4*>(args.workspace), bytes / 16);
                       }});
     const std::int64_t tiles =
         lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
     emulator::launch({"scan", static_cast<unsigned>(std::min<std::int64_t>(tiles, most_blocks)),
-                      Scan::kAll, sizeof(typename Scan::Shared), true, [=] {
-                        cuda::tile_kernel<CellOf, cuda::UsualOptions, T, kAligned>(args, counter);
+                      kThreadsOf<Scan>, sizeof(typename Scan::Shared), true, [=] {
+                        call(&cuda::tile_kernel<CellOf, cuda::UsualOptions, T, kAligned>, args,
+                             tickets);
                       }});
   }
 

@@ -173,6 +173,12 @@ inline void __nanosleep(unsigned) {
 inline unsigned __ballot_sync(unsigned mask, bool mine) {
   return emulator::ballot(mask, mine);
 }
+inline bool __all_sync(unsigned mask, bool mine) {
+  return emulator::ballot(mask, mine) == 0xffffffffu;
+}
+inline bool __any_sync(unsigned mask, bool mine) {
+  return emulator::ballot(mask, mine) != 0;
+}
 template <class T>
 inline T exchange_of(unsigned mask, T mine, int from) {
   std::uint64_t bits = 0;
@@ -197,5 +203,8 @@ inline T __shfl_down_sync(unsigned mask, T mine, unsigned distance) {
   return exchange_of(mask, mine, from > 31 ? lane : from);
 }
 inline unsigned atomicAdd(unsigned* at, unsigned more) {
-  return emulator::add(at, more);
+  return emulator::change(at, [=](unsigned x) { return x + more; });
+}
+inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned wanted) {
+  return emulator::change(at, [=](unsigned x) { return x == expected ? wanted : x; });
 }

@@ -52,7 +52,8 @@ void wait_for_copies();
 // Words that other blocks touch meanwhile. Stores land later, in any order.
 void load_word(const void* at, void* bits, std::size_t bytes);
 void store_word(void* at, const void* bits, std::size_t bytes);
-unsigned add(unsigned* at, unsigned more);
+// At once, with no other access between; the value before.
+unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to);
 void let_next_kernel_start();
 void wait_for_previous_kernel();
 

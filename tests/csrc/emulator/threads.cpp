@@ -219,12 +219,13 @@ void store_word(void* at, const void* bits, std::size_t bytes) {
   ++me().block->kernel->stores_under_way;
   maybe_yield();
 }
-unsigned add(unsigned* at, unsigned more) {
-  maybe_yield();
+unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to) {
   check_word(at, sizeof *at, Use::write);
+  maybe_yield();
   const unsigned before = *at;
-  *at += more;
-  count_progress();
+  *at = to(before);
+  me().looks_at = at;
+  if (*at != before) count_progress();
   maybe_yield();
   return before;
 }
