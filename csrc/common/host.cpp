@@ -110,7 +110,7 @@ struct Work {  // a scan on the CPU
 
   void serial(std::int64_t threads) {
     const Layout& lay = args.layout;
-    const std::int64_t grains = lay.tokens * lay.channels / kGrainElements;
+    const std::int64_t grains = divided_up(lay.tokens * lay.channels, kGrainElements);
     const Deal dealt = deal(lay, std::clamp<std::int64_t>(grains, 1, threads));
     const std::int64_t parts = static_cast<std::int64_t>(dealt.edges.size()) - 1;
     share.width = item_width(lay.channels, dealt.columns);

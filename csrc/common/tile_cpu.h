@@ -2,8 +2,8 @@
 //
 // h, A and B of a line stay in registers for the rows of the tile, and the gates of those rows,
 // which do not depend on each other, overlap. Between tiles they lie in Lanes. What a line reads,
-// it asked the second-level cache for a tile before: the first-level cache has no room for a tile,
-// and none at all where rows lie a power of two apart.
+// it asked the second-level cache for a tile before: the first-level cache has no room for most
+// tiles, and none at all where rows lie a power of two apart.
 #pragma once
 
 #include "gates.h"
@@ -21,6 +21,9 @@ struct Tile {
   using Cell = CellOf<V>;
   static constexpr int W = LanesOf<V>::width, N = Block::kVectors, K = Block::kChannels;
   static constexpr std::int64_t kRows = 16;
+  // Inputs of a tile that the first-level cache is asked to hold, where the arithmetic of a line is
+  // so much that it, not memory, bounds the scan.
+  static constexpr std::size_t kNearBytes = 40 * 1024;
   static constexpr int kTogether = N < 2 ? 2 : 1;  // rows whose gates are formed side by side
   // Whether the next rows are loaded before these are stored, which takes registers. A load is held
   // up by any store under way to the same place of another page, as when rows of inputs and outputs
@@ -44,6 +47,7 @@ struct Tile {
     T* target[Cell::kOutputs];
     std::int64_t source_step[Cell::kInputs], target_step[Cell::kOutputs];
     std::int64_t channel;
+    bool near;  // whether to ask the first-level cache
   };
 
   static MS_CELL V get(const S* p) {
@@ -65,6 +69,7 @@ struct Tile {
     const std::int64_t row = reverse ? at.end - 1 - from : at.begin + from;
     Walk walk;
     walk.channel = at.channel + offset;
+    walk.near = N > 1 && kRows * at.width * Cell::kInputs * sizeof(T) <= kNearBytes;
     for (int n = 0; n < Cell::kInputs; ++n) {
       const Stream& s = args.inputs[n];
       walk.source_step[n] = reverse ? -s.stride : s.stride;
@@ -122,7 +127,12 @@ struct Tile {
         } else {
           Block::load(source, in[r][n], part);
         }
-        __builtin_prefetch(source + ahead * walk.source_step[n], 0, 2);
+        const T* later = source + ahead * walk.source_step[n];
+        if (walk.near) {
+          __builtin_prefetch(later, 0, 3);
+        } else {
+          __builtin_prefetch(later, 0, 2);
+        }
       }
     }
   }
