@@ -1,15 +1,21 @@
 // The affine scan on CUDA in one pass over device memory.
 //
-// Blocks stay and take tile after tile (tiles.cuh). In a block, kBlock threads compute: each copies
-// what it will itself read into shared memory ahead of time, folds a short run of time, and the
-// runs' aggregates are folded through shared memory in a fixed order. One more warp, which holds no
-// elements, meanwhile takes the next tile and finds the carry into the current one from the words
-// of earlier tiles (words.cuh), so that neither is waited for. Forward cells keep (a, b) in
-// registers between the fold and the output; backward cells, which need their inputs a second time,
-// leave them in shared memory and compute again.
+// Blocks stay and take tile after tile (tiles.cuh). In a block, kBlock threads
+// compute: each copies what it will itself read into shared memory ahead of
+// time and folds a short run of time; the runs' aggregates are folded through
+// shared memory in a fixed order; the tile's aggregate is published, the carry
+// into it is found from the words of earlier tiles (words.cuh) and spread to
+// the runs, and the outputs are written. Forward cells keep (a, b) from the
+// fold to the output; backward cells, which need their inputs a second time,
+// leave them in shared memory and compute again. One more warp, which holds no
+// elements, takes the tiles.
 //
-// Lengths, slots and padding are found on the device, so a launch depends on tensor shapes alone
-// and can be captured. Source of the recurrences: the cells.
+// What is done while a tile's carry is on its way differs: lagging.cuh folds
+// the next tile first, immediate.cuh waits.
+//
+// Lengths, slots and padding are found on the device, so a launch depends on
+// tensor shapes alone and can be captured. Source of the recurrences: the
+// cells.
 #pragma once
 
 #include "barrier.cuh"
@@ -20,6 +26,7 @@
 namespace minserve {
 namespace cuda {
 
+// What both ways have in common.
 template <template <class> class CellOf, class O, class T, bool kAligned>
 struct TileScan {
   using Memory = TileMemory<CellOf, O, T, kAligned>;
@@ -30,18 +37,20 @@ struct TileScan {
   using Lane = typename Memory::Lane;
   static constexpr bool kHeld = Memory::kHeld, kLag = Memory::kLag;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
-  static constexpr int kStages = Memory::kStages, kTiles = Memory::kTiles;
   static constexpr int kParity = Memory::kParity, kInRegisters = Memory::kInRegisters;
-  static constexpr int kMinBlocks = kBlock == 256 ? 2 : kHeld ? 3 : 2;
-  // Who meets at a barrier, and what for.
-  static constexpr int kAll = kBlock + 32, kTotals = (G::kChannels + 31) / 32 * 32 + 32;
-  enum { kComputing = 1, kStarted, kNextKnown, kTotalKnown, kCarryKnown };  // the last and two more
+  enum { kComputing = 1 };  // the barrier of the computing threads
+  using Held = Affine<V>[kInRegisters][kVec];
+  // How many blocks share a multiprocessor with 228 KiB of shared memory, where
+  // registers allow `most`; 1 KiB of each is the system's.
+  static constexpr int blocks_at_once(int most) {
+    while (most > 1 && most * (sizeof(Shared) + 1024) > 228 * 1024) --most;
+    return most;
+  }
 
   template <bool kFull>
   static __device__ __forceinline__ void fold_run(const ScanArgs& args, const Tile& tile,
                                                   const Lane& lane, Shared& shared, int stage,
-                                                  Affine<V> (&held)[kInRegisters][kVec],
-                                                  Affine<V> (&sum)[kVec]) {
+                                                  Held& held, Affine<V> (&sum)[kVec]) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) sum[v] = {V(1), V(0)};
 #pragma unroll
@@ -65,15 +74,37 @@ struct TileScan {
           steps[v] = step;
         }
       }
-      if (kHeld && k >= kInRegisters) Memory::park(shared, k - kInRegisters, steps);
+      if constexpr (kHeld && Memory::kParked > 0) {
+        if (k >= kInRegisters) Memory::park(shared, k - kInRegisters, steps);
+      }
     }
+  }
+
+  // Folds a thread's run of a tile that has arrived, and puts its aggregate
+  // down.
+  static __device__ __forceinline__ void fold_tile(const ScanArgs& args, const Tile& tile,
+                                                   const Lane& lane, Shared& shared, int turn,
+                                                   Held& held) {
+    Affine<V> sum[kVec];
+    const int stage = turn % Memory::kStages;
+    if (tile.count == kScanChunk) {
+      fold_run<true>(args, tile, lane, shared, stage, held, sum);
+    } else {
+      fold_run<false>(args, tile, lane, shared, stage, held, sum);
+    }
+    V a[kVec], b[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) a[v] = sum[v].a, b[v] = sum[v].b;
+    // Where carries lie in the place of aggregates, all must have read those of
+    // the last tile.
+    if (!kLag) Barrier<kBlock>::sync(kComputing);
+    store_values(&shared.a[lane.segment][lane.channel], a);
+    store_values(&shared.b[lane.segment][lane.channel], b);
   }
 
   static __device__ __forceinline__ void write_run(const ScanArgs& args, const Tile& tile,
                                                    const Lane& lane, const Shared& shared,
-                                                   int stage,
-                                                   const Affine<V> (&held)[kInRegisters][kVec],
-                                                   V (&h)[kVec]) {
+                                                   int stage, const Held& held, V (&h)[kVec]) {
     const int real = Memory::channels_left(args, tile, lane.channel);
     if (real == 0) return;
     const int left = tile.count - lane.position;
@@ -87,10 +118,10 @@ struct TileScan {
       V in[Cell::kInputs][kVec], out[Cell::kOutputs][kVec];
       Affine<V> steps[kVec];
       if (!kHeld) Memory::read(args, tile, lane, shared, stage, k, in);
-      if (kLag) {
+      if constexpr (kLag) {
         Memory::unpark(shared, k, steps);
-      } else if (kHeld && k >= kInRegisters) {
-        Memory::unpark(shared, k - kInRegisters, steps);
+      } else if constexpr (Memory::kParked > 0) {
+        if (k >= kInRegisters) Memory::unpark(shared, k - kInRegisters, steps);
       }
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
@@ -116,33 +147,44 @@ struct TileScan {
     }
   }
 
-  static __device__ __forceinline__ char* word_of(const ScanArgs& args, const Tile& tile,
-                                                  int channel) {
-    return static_cast<char*>(args.workspace) +
-           (tile.word + channel) * static_cast<std::int64_t>(sizeof(Word<V>));
+  // Between the runs a thread stands for one channel and a group of
+  // neighbouring segments.
+  static __device__ __forceinline__ int channel_of_thread() {
+    return static_cast<int>(threadIdx.x) % G::kChannels;
+  }
+  static __device__ __forceinline__ int group_of_thread() {
+    return static_cast<int>(threadIdx.x) / G::kChannels;
   }
 
-  // Aggregates of the groups of segments and of the tile.
-  static __device__ __forceinline__ void fold_groups(const ScanArgs& args, const Tile& tile,
-                                                     Shared& shared, int turn) {
-    const int channel = static_cast<int>(threadIdx.x) % G::kChannels;
-    const int group = static_cast<int>(threadIdx.x) / G::kChannels;
-    const int first = group * G::kGroupSegments;
-    const auto& segment_a = shared.a[turn % kParity];
-    const auto& segment_b = shared.b[turn % kParity];
+  // The aggregates of a thread's group.
+  struct Segments {
+    V a[G::kGroupSegments], b[G::kGroupSegments];
+    __device__ __forceinline__ void read(const Shared& shared) {
+      const int first = group_of_thread() * G::kGroupSegments;
+#pragma unroll
+      for (int i = 0; i < G::kGroupSegments; ++i) {
+        a[i] = shared.a[first + i][channel_of_thread()];
+        b[i] = shared.b[first + i][channel_of_thread()];
+      }
+    }
+  };
+
+  // Aggregates of the groups, and of the tile for the first group's threads.
+  static __device__ __forceinline__ Affine<V> fold_groups(Shared& shared, int turn, Segments& own) {
+    const int channel = channel_of_thread(), group = group_of_thread();
+    Barrier<kBlock>::sync(kComputing);
+    own.read(shared);
     auto& group_a = shared.group_a[turn % kParity];
     auto& group_b = shared.group_b[turn % kParity];
-    V a = segment_a[first][channel], b = segment_b[first][channel];
+    V a = own.a[0], b = own.b[0];
 #pragma unroll
     for (int i = 1; i < G::kGroupSegments; ++i) {
-      const V next = segment_a[first + i][channel];
-      b = fmadd(next, b, segment_b[first + i][channel]);
-      a = next * a;
+      b = fmadd(own.a[i], b, own.b[i]);
+      a = own.a[i] * a;
     }
     group_a[group][channel] = a;
     group_b[group][channel] = b;
     Barrier<kBlock>::sync(kComputing);
-    if (threadIdx.x >= kTotals - 32) return;
     if (group == 0) {
 #pragma unroll
       for (int g = 1; g < G::kGroups; ++g) {
@@ -150,23 +192,16 @@ struct TileScan {
         b = fmadd(next, b, group_b[g][channel]);
         a = next * a;
       }
-      shared.total_a[channel] = a;
-      shared.total_b[channel] = b;
-      if (tile.chunk > 0 && !tile.last && tile.channel + channel < args.layout.channels) {
-        Word<V>::aggregate(a, b).store(word_of(args, tile, channel));
-      }
     }
-    Barrier<kTotals>::arrive(kTotalKnown);
+    return {a, b};
   }
 
-  // From the groups' aggregates to the carry into the thread's segment.
-  static __device__ __forceinline__ void spread_carries(const Lane& lane, Shared& shared, int turn,
-                                                        V (&h)[kVec]) {
-    const int channel = static_cast<int>(threadIdx.x) % G::kChannels;
-    const int group = static_cast<int>(threadIdx.x) / G::kChannels;
-    const int first = group * G::kGroupSegments;
-    Barrier<kAll>::sync(kCarryKnown + turn % 3);
-    V carry = shared.carry[turn % 3][channel];
+  // From the tile's carry and the groups' aggregates to the carry into the
+  // thread's run.
+  static __device__ __forceinline__ void spread_carry(const Lane& lane, Shared& shared, int turn,
+                                                      const Segments& own, V (&h)[kVec]) {
+    const int channel = channel_of_thread(), group = group_of_thread();
+    V carry = shared.carry[turn % 2][channel];
 #pragma unroll
     for (int g = 0; g < G::kGroups - 1; ++g) {
       if (g < group) {
@@ -176,103 +211,52 @@ struct TileScan {
     }
 #pragma unroll
     for (int i = 0; i < G::kGroupSegments; ++i) {
-      const V a = shared.a[turn % kParity][first + i][channel];
-      const V b = shared.b[turn % kParity][first + i][channel];
-      shared.b[turn % kParity][first + i][channel] = carry;
-      carry = fmadd(a, carry, b);
+      shared.entries()[group * G::kGroupSegments + i][channel] = carry;
+      carry = fmadd(own.a[i], carry, own.b[i]);
     }
     Barrier<kBlock>::sync(kComputing);
-    load_values(&shared.b[turn % kParity][lane.segment][lane.channel], h);
+    load_values(&shared.entries()[lane.segment][lane.channel], h);
   }
 
-  static __device__ __forceinline__ void fold_tile(const ScanArgs& args, const Tile& tile,
-                                                   const Lane& lane, Shared& shared, int turn,
-                                                   Affine<V> (&held)[kInRegisters][kVec]) {
-    Affine<V> sum[kVec];
-    if (tile.count == kScanChunk) {
-      fold_run<true>(args, tile, lane, shared, turn % kStages, held, sum);
-    } else {
-      fold_run<false>(args, tile, lane, shared, turn % kStages, held, sum);
+  static __device__ __forceinline__ char* word_of(const ScanArgs& args, const Tile& tile,
+                                                  int channel) {
+    return static_cast<char*>(args.workspace) +
+           (tile.word + channel) * static_cast<std::int64_t>(sizeof(Word<V>));
+  }
+  static __device__ __forceinline__ std::int64_t word_step(const ScanArgs& args) {
+    return args.layout.channels * static_cast<std::int64_t>(sizeof(Word<V>));
+  }
+  static __device__ __forceinline__ V initial_of(const ScanArgs& args, const Tile& tile,
+                                                 int channel) {
+    if (!args.initial) return V(0);
+    return static_cast<const V*>(
+        args.initial)[tile.slot * args.initial_stride + tile.channel + channel];
+  }
+
+  // A tile's aggregate, for those that look for their carries; chunk 0 waits
+  // for none itself.
+  static __device__ __forceinline__ void publish_aggregate(const ScanArgs& args, const Tile& tile,
+                                                           int channel, const Affine<V>& total) {
+    if (tile.chunk > 0 && !tile.last && tile.channel + channel < args.layout.channels) {
+      Word<V>::aggregate(total.a, total.b).store(word_of(args, tile, channel));
     }
-    V a[kVec], b[kVec];
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) a[v] = sum[v].a, b[v] = sum[v].b;
-    // With one set of arrays all must have read the last tile's carries.
-    if (kParity == 1) Barrier<kBlock>::sync(kComputing);
-    store_values(&shared.a[turn % kParity][lane.segment][lane.channel], a);
-    store_values(&shared.b[turn % kParity][lane.segment][lane.channel], b);
   }
-
-  // The computing threads where a tile is written one turn after it was folded, so that its carry
-  // has all that time to arrive.
-  static __device__ __forceinline__ void compute_lagging(const ScanArgs& args, Shared& shared) {
-    const Lane lane;
-    Memory::fetch(args, shared.tiles[0], lane, shared, 0);
-    for (int n = 0;; ++n) {
-      const Tile& tile = shared.tiles[n % kTiles];
-      const bool more = tile.sequence >= 0, scans = more && tile.slot >= 0;
-      Affine<V> held[kInRegisters][kVec];
-      if (more) {
-        wait_for_copies();
-        if (n == 0) Barrier<kAll>::arrive(kStarted);
-        if (scans) fold_tile(args, tile, lane, shared, n, held);
-        Barrier<kAll>::sync(kNextKnown);
-        Memory::fetch(args, shared.tiles[(n + 1) % kTiles], lane, shared, 0);
-        if (scans) {
-          fold_groups(args, tile, shared, n);
-        } else {
-          Memory::zero(args, tile, lane);
-        }
-      }
-      const Tile& before = shared.tiles[(n + kTiles - 1) % kTiles];
-      if (n > 0 && before.slot >= 0) {
-        V h[kVec];
-        spread_carries(lane, shared, n - 1, h);
-        write_run(args, before, lane, shared, 0, held, h);
-      }
-      if (!more) return;
-      if (scans) {
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) Memory::park(shared, k, held[k < kInRegisters ? k : 0]);
-      }
+  // The carry that leaves a tile.
+  static __device__ __forceinline__ void publish_carry(const ScanArgs& args, const Tile& tile,
+                                                       int channel, V next) {
+    if (!tile.last) {
+      Word<V>::carry(next).store(word_of(args, tile, channel));
+    } else if (args.last) {
+      static_cast<V*>(args.last)[tile.slot * args.last_stride + tile.channel + channel] = next;
     }
   }
 
-  // The computing threads where each tile is finished in its turn.
-  static __device__ __forceinline__ void compute(const ScanArgs& args, Shared& shared) {
-    const Lane lane;
-    Memory::fetch(args, shared.tiles[0], lane, shared, 0);
-    for (int n = 0;; ++n) {
-      const Tile& tile = shared.tiles[n % kTiles];
-      if (tile.sequence < 0) return;
-      const Tile& coming = shared.tiles[(n + 1) % kTiles];  // from kNextKnown on
-      const int stage = n % kStages, next_stage = (n + 1) % kStages;
-      wait_for_copies();
-      if (n == 0) Barrier<kAll>::arrive(kStarted);
-      const bool scans = tile.slot >= 0;
-      Affine<V> held[kInRegisters][kVec];
-      if (scans) {
-        fold_tile(args, tile, lane, shared, n, held);
-      } else {
-        Memory::zero(args, tile, lane);
-      }
-      Barrier<kAll>::sync(kNextKnown);
-      if (kHeld || kStages == 2) Memory::fetch(args, coming, lane, shared, next_stage);
-      if (scans) {
-        fold_groups(args, tile, shared, n);
-        V h[kVec];
-        spread_carries(lane, shared, n, h);
-        write_run(args, tile, lane, shared, stage, held, h);
-      }
-      if (!kHeld && kStages == 1) Memory::fetch(args, coming, lane, shared, 0);
-    }
-  }
-
+  // Called by one whole warp.
   static __device__ __forceinline__ void find_tile_into(Tile& to, const ScanArgs& args,
                                                         const Order& order, unsigned ticket,
-                                                        unsigned* counter) {
+                                                        Tickets& tickets) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const Tile tile = find_tile(args.layout, order, ticket, counter, G::kChannels);
+    const Tile tile = find_tile(args.layout, order, ticket, tickets, G::kChannels);
     if (lane == 0) to = tile;
     __syncwarp();
     if (lane < Cell::kInputs) to.input[lane] = tile.row * args.inputs[lane].stride + tile.channel;
@@ -280,92 +264,7 @@ struct TileScan {
       to.output[lane] = tile.row * args.outputs[lane].stride + tile.channel;
     __syncwarp();
   }
-
-  // The warp that takes tiles and finds carries; it may be a turn ahead of the computing threads.
-  // The second tile is taken only when the first has arrived in shared memory, or blocks that start
-  // later would find their predecessors queued behind other work.
-  static __device__ __forceinline__ void carry(const ScanArgs& args, unsigned* counter,
-                                               Shared& shared) {
-    constexpr int kEach = (G::kChannels + 31) / 32;  // neighbouring channels of a lane
-    // Chunks looked at together: as many as stay in registers.
-    constexpr int kWindow = sizeof(V) == 8 ? 4 : (kBlock == 256 ? 12 : 20) / kEach;
-    const int channel = static_cast<int>(threadIdx.x) % 32 * kEach;
-    const std::int64_t word_step =
-        args.layout.channels * static_cast<std::int64_t>(sizeof(Word<V>));
-    const Order order(args.layout, reinterpret_cast<int2*>(shared.a));
-    words_cleared();
-    unsigned ticket = take_ticket(counter);
-    find_tile_into(shared.tiles[0], args, order, ticket, counter);
-    __syncthreads();
-    for (int n = 0;; ++n) {
-      const Tile& tile = shared.tiles[n % kTiles];
-      if (tile.sequence < 0) return;
-      if (n == 0) Barrier<kAll>::sync(kStarted);
-      ticket = take_ticket(counter);
-      find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, ticket, counter);
-      if (tile.slot < 0) {
-        Barrier<kAll>::sync(kNextKnown);  // or this warp could be two turns ahead
-        continue;
-      }
-      Barrier<kAll>::arrive(kNextKnown);
-      const std::int64_t left = args.layout.channels - tile.channel - channel;
-      const int real = channel >= G::kChannels ? 0 : left < kEach ? static_cast<int>(left) : kEach;
-      V h[kEach] = {};
-      if (real > 0 && tile.chunk > 0) {
-        look_back<V, kEach, kWindow>(word_of(args, tile, channel), word_step, tile.chunk,
-                                     tile.close, real, h);
-      } else if (real > 0 && args.initial) {
-        const V* initial = static_cast<const V*>(args.initial) + tile.slot * args.initial_stride +
-                           tile.channel + channel;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          if (i < real) h[i] = initial[i];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (i < real) shared.carry[n % 3][channel + i] = h[i];
-      }
-      __syncwarp();
-      Barrier<kAll>::arrive(kCarryKnown + n % 3);
-      Barrier<kTotals>::sync(kTotalKnown);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (i >= real) break;
-        const V next = fmadd(shared.total_a[channel + i], h[i], shared.total_b[channel + i]);
-        if (!tile.last) {
-          Word<V>::carry(next).store(word_of(args, tile, channel + i));
-        } else if (args.last) {
-          static_cast<V*>(args.last)[tile.slot * args.last_stride + tile.channel + channel + i] =
-              next;
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void run(const ScanArgs& args, unsigned* counter,
-                                             Shared& shared) {
-    if (threadIdx.x < kBlock) {
-      __syncthreads();
-      if constexpr (kLag) {
-        compute_lagging(args, shared);
-      } else {
-        compute(args, shared);
-      }
-    } else {
-      carry(args, counter, shared);
-    }
-  }
 };
-
-template <template <class> class CellOf, class O, class T, bool kAligned>
-__global__ void __launch_bounds__((TileScan<CellOf, O, T, kAligned>::kAll),
-                                  (TileScan<CellOf, O, T, kAligned>::kMinBlocks))
-    tile_kernel(const __grid_constant__ ScanArgs args, unsigned* counter) {
-  using Scan = TileScan<CellOf, O, T, kAligned>;
-  extern __shared__ uint4 memory[];
-  Scan::run(args, counter, *reinterpret_cast<typename Scan::Shared*>(memory));
-}
 
 }  // namespace cuda
 }  // namespace minserve

@@ -2,15 +2,15 @@
 #pragma once
 
 #include "launch.cuh"
-#include "scan.cuh"
 #include "step.cuh"
+#include "tile_kernel.cuh"
 
 namespace minserve {
 namespace cuda {
 
 template <template <class> class CellOf, class O, class T, bool kAligned>
 void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
-  using Scan = TileScan<CellOf, O, T, kAligned>;
+  using Scan = TileWay<CellOf, O, T, kAligned>;
   const auto kernel = &tile_kernel<CellOf, O, T, kAligned>;
   const int shared = static_cast<int>(sizeof(typename Scan::Shared));
   const Layout& lay = args.layout;
@@ -21,19 +21,21 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
                              " tiles");
   }
   const std::int64_t bytes = workspace_bytes(lay, sizeof(Word<typename Scan::V>));
-  char* counter = static_cast<char*>(args.workspace) + bytes - 16;
+  char* tickets = static_cast<char*>(args.workspace) + bytes - sizeof(Tickets::Shared);
   const std::int64_t blocks =
-      resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kAll, shared);
+      resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kThreads, shared);
   clear_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1 : blocks),
                  256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
   check(cudaGetLastError(), "clearing the scan's words");
-  const OverlappedLaunch launch(tiles < blocks ? tiles : blocks, Scan::kAll, shared, stream);
-  check(cudaLaunchKernelEx(launch.config(), kernel, args, reinterpret_cast<unsigned*>(counter)),
+  const OverlappedLaunch launch(tiles < blocks ? tiles : blocks, Scan::kThreads, shared, stream);
+  check(cudaLaunchKernelEx(launch.config(), kernel, args,
+                           reinterpret_cast<Tickets::Shared*>(tickets)),
         "scan");
   check(cudaGetLastError(), "scan");
 }
 
-// Whether rows that begin at data and follow each other by stride elements are aligned to 16 bytes.
+// Whether rows that begin at data and follow each other by stride elements are
+// aligned to 16 bytes.
 inline bool aligned_rows(const void* data, std::int64_t stride, std::int64_t size) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0;
 }

@@ -24,7 +24,7 @@ struct Tile {
   // Inputs of a tile that the first-level cache is asked to hold, where the arithmetic of a line is
   // so much that it, not memory, bounds the scan.
   static constexpr std::size_t kNearBytes = 40 * 1024;
-  static constexpr int kTogether = N < 2 ? 2 : 1;  // rows whose gates are formed side by side
+  static constexpr int kTogether = 2;  // rows whose gates are formed side by side, if kLoadsFirst
   // Whether the next rows are loaded before these are stored, which takes registers. A load is held
   // up by any store under way to the same place of another page, as when rows of inputs and outputs
   // lie multiples of 4 KiB apart: it would wait for all the arithmetic of the rows before.
@@ -88,14 +88,16 @@ struct Tile {
       b[v] = fresh ? splat<V>(0.0f) : get(lanes.b + i);
     }
     std::int64_t p = from;
-    if (p + kTogether <= to) {
-      V in[kTogether][Cell::kInputs][N];
-      fetch(args, at, p, walk, in, part);
-      for (; p + 2 * kTogether <= to; p += kTogether) {
-        rows<kOutput>(args, at, p, true, walk, in, h, a, b, part);
+    if constexpr (kLoadsFirst) {
+      if (p + kTogether <= to) {
+        V in[kTogether][Cell::kInputs][N];
+        fetch(args, at, p, walk, in, part);
+        for (; p + 2 * kTogether <= to; p += kTogether) {
+          rows<kOutput>(args, at, p, true, walk, in, h, a, b, part);
+        }
+        rows<kOutput>(args, at, p, false, walk, in, h, a, b, part);
+        p += kTogether;
       }
-      rows<kOutput>(args, at, p, false, walk, in, h, a, b, part);
-      p += kTogether;
     }
     for (; p < to; ++p) {
       V in[1][Cell::kInputs][N];
@@ -172,7 +174,7 @@ struct Tile {
         }
       }
     }
-    if (kLoadsFirst) {
+    if constexpr (kLoadsFirst) {
       // Or the compiler would load them before it is done with these, and run out of registers.
       __asm__ volatile("" ::: "memory");
       if (more) fetch(args, at, p + R, walk, in, part);
@@ -187,7 +189,6 @@ struct Tile {
         }
       }
     }
-    if (!kLoadsFirst && more) fetch(args, at, p + R, walk, in, part);
   }
 
   // The state before an element in forward order, which a backward scan runs against: the next

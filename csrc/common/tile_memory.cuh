@@ -1,5 +1,8 @@
-// A tile's way through memory: inputs into shared memory ahead of time, parked values, outputs.
+// A tile's way through memory: inputs into shared memory ahead of time, parked
+// values, outputs.
 #pragma once
+
+#include <type_traits>
 
 #include "copies.cuh"
 #include "gates.h"
@@ -15,33 +18,54 @@ struct TileMemory {
   static constexpr bool kHeld = Cell::kPrevious < 0;
   using G = Geometry<T, Cell::kInputs, kHeld>;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
-  // Four-byte types write a tile one turn after they folded it. For two-byte types, whose limit is
-  // the number of instructions, the way through shared memory costs more than the wait.
+  // Four-byte types write a tile one turn after they folded it. For two-byte
+  // types, whose limit is the number of instructions, the way through shared
+  // memory costs more than the wait.
   static constexpr bool kLag = kHeld && sizeof(T) > 2;
   static constexpr int kParity = kLag ? 2 : 1;
-  // Backward cells with room for two stages fetch a tile while the one before is still read.
+  // Backward cells with room for two stages fetch a tile while the one before
+  // is still read.
   static constexpr int kStages = kHeld || G::kStageBytes > 49152 ? 1 : 2;
   static constexpr int kTiles = 4;
   static constexpr bool kAnyOptions = sizeof(O) > 1;
 
-  // The (a, b) of these rows of a thread's run wait for the carry in registers, those of the others
-  // in shared memory, where each thread finds its own again.
+  // The (a, b) of these rows of a thread's run wait for the carry in registers,
+  // those of the others in shared memory, where each thread finds its own
+  // again: all of them where the next tile's take their place.
   static constexpr int kInRegisters = !kHeld ? 1 : kLag || kRun * kVec <= 32 ? kRun : 32 / kVec;
   static constexpr int kParked = kLag ? kRun : kHeld ? kRun - kInRegisters : 0;
   static constexpr int kParkedPacks = 2 * kVec * static_cast<int>(sizeof(V)) / 16;
 
-  struct Shared {
+  using PerRun = V[G::kSegments][G::kChannels];
+  template <int kWhich>
+  struct Nothing {};
+  struct Parking {
+    uint4 parked[kParked > 0 ? kParked : 1][kParkedPacks][kBlock];
+  };
+  struct Lagging {
+    PerRun entry;                                          // carries into the segments
+    V total_a[2][G::kChannels], total_b[2][G::kChannels];  // aggregates of tiles
+  };
+  struct Shared : std::conditional_t<(kParked > 0), Parking, Nothing<0>>,
+                  std::conditional_t<kLag, Lagging, Nothing<1>> {
     uint4 stage[kStages][Cell::kInputs][kRun][kBlock];
-    uint4 parked[kParked > 0 ? kParked : 1][kParked > 0 ? kParkedPacks : 1]
-                [kParked > 0 ? kBlock : 1];
-    // Of two tiles each, by the parity of their turns.
-    V a[kParity][G::kSegments][G::kChannels];  // aggregates of the segments
-    V b[kParity][G::kSegments][G::kChannels];  // then the carries into them
+    PerRun a, b;  // aggregates of the segments
+    // Of two tiles, by the parity of their turns, where they lag.
     V group_a[kParity][G::kGroups][G::kChannels];
     V group_b[kParity][G::kGroups][G::kChannels];
-    V total_a[G::kChannels], total_b[G::kChannels];  // aggregate of the tile
-    V carry[3][G::kChannels];                        // into the tile
+    // Of two tiles, by the parity of their turns.
+    V carry[2][G::kChannels];  // into the tile
+    int known[2];              // whether it was known early
     Tile tiles[kTiles];
+
+    // Where the carries into the segments lie: without lag, in the place of b.
+    __device__ __forceinline__ PerRun& entries() {
+      if constexpr (kLag) {
+        return this->entry;
+      } else {
+        return b;
+      }
+    }
   };
 
   // What a thread is in every tile.
@@ -95,8 +119,8 @@ struct TileMemory {
     for (int n = 0; n < Cell::kInputs; ++n) {
       const std::int64_t step = direction(args) * args.inputs[n].stride;
       const T* from = first_of(args, args.inputs[n], tile.input[n], lane);
-      // The previous state is one row further on, except for the forward scan's first row, whose
-      // value is replaced when it is read.
+      // The previous state is one row further on, except for the forward scan's
+      // first row, whose value is replaced when it is read.
       if (n == Cell::kPrevious) from += step;
       uint4* to = &shared.stage[stage][n][0][threadIdx.x];
 #pragma unroll
@@ -108,7 +132,8 @@ struct TileMemory {
     }
   }
 
-  // The same for tensors that are not aligned to 16 bytes, or whose rows are not.
+  // The same for tensors that are not aligned to 16 bytes, or whose rows are
+  // not.
   static __device__ __forceinline__ void fetch_elements(const ScanArgs& args, const Tile& tile,
                                                         const Lane& lane, Shared& shared, int stage,
                                                         int real) {

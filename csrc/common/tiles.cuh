@@ -1,23 +1,26 @@
 // How a scan is cut into tiles, and in which order running blocks take them.
 //
-// A tile is one chunk of time by kChannels channels. Blocks take tickets from a counter, so whoever
-// holds a tile knows that every earlier one is finished or held by a block that runs: waiting for
-// an earlier tile always ends. Order: the sequences are dealt to up to 32 streams that advance side
-// by side, a chunk of each at a time with all its channels; the more streams, the longer ago was
-// the chunk before, whose carry a tile needs.
+// A tile is one chunk of time by kChannels channels. Blocks take tickets from a
+// counter, so whoever holds a tile knows that every earlier one is finished or
+// held by a block that runs: waiting for an earlier tile always ends. Order:
+// the sequences are dealt to up to 32 streams that advance side by side, a
+// chunk of each at a time with all its channels; the more streams, the longer
+// ago was the chunk before, whose carry a tile needs.
 #pragma once
 
 #include "types.h"
 namespace minserve {
 namespace cuda {
 
-// A warp covers kLanes channel vectors by 32 / kLanes segments of time; a thread holds kRun
-// positions of one segment by kVec channels. The segments of all warps make up the chunk.
+// A warp covers kLanes channel vectors by 32 / kLanes segments of time; a
+// thread holds kRun positions of one segment by kVec channels. The segments of
+// all warps make up the chunk.
 template <class T, int kInputs, bool kHeld>
 struct Geometry {
   static constexpr int kVec = 16 / static_cast<int>(sizeof(T));
-  // Rows of a tile are pieces of 128 bytes or more: the L2 cache is limited by requests as well.
-  // The block of three two-byte streams is wide, or too few would fit a multiprocessor.
+  // Rows of a tile are pieces of 128 bytes or more: the L2 cache is limited by
+  // requests as well. The block of three two-byte streams is wide, or too few
+  // would fit a multiprocessor.
   static constexpr int kBlock = kHeld && sizeof(T) == 2 && kInputs == 3 ? 256 : 128;
   static constexpr int kWarps = kBlock / 32;
   // As long a run as 64 KiB of staged inputs allow.
@@ -38,18 +41,19 @@ struct Tile {
   std::int64_t word;               // of the first channel
   std::int64_t input[kMaxInputs];  // first element in each stream
   std::int64_t output[kMaxOutputs];
-  int first_position;  // where the forward scan of this sequence begins, for backward cells
+  int first_position;  // where the forward scan of this sequence begins, for
+                       // backward cells
   int sequence;        // -1: no more tiles
   int slot;            // of the state; negative: zero the rows
   int chunk;           // of the sequence
   int channel;         // first channel
   int count;           // positions, up to kScanChunk; 0 only in a sequence without rows
   bool last;           // chunk of the sequence
-  bool close;          // to the chunk before: it may still be under way
+  int distance;        // in places of the order, to the chunk before
 };
 
-// The largest s in [low, low + count) with first_chunk(s) <= chunk, found by a whole warp, 32
-// probes at a time; low must be one of them.
+// The largest s in [low, low + count) with first_chunk(s) <= chunk, found by a
+// whole warp, 32 probes at a time; low must be one of them.
 __device__ __forceinline__ int find_sequence(const Layout& lay, int chunk, int low, int count) {
   const int lane = threadIdx.x % 32;
   while (count > 1) {
@@ -62,9 +66,10 @@ __device__ __forceinline__ int find_sequence(const Layout& lay, int chunk, int l
   return low;
 }
 
-// The order of the chunk numbers, spread over the lanes of one warp. Stream n begins at lane n's
-// `first` chunk and `sequence`. Streams end one after another; in phase n, described by lane n,
-// those of rank n and more are left, and `owner` is the stream of that rank.
+// The order of the chunk numbers, spread over the lanes of one warp. Stream n
+// begins at lane n's `first` chunk and `sequence`. Streams end one after
+// another; in phase n, described by lane n, those of rank n and more are left,
+// and `owner` is the stream of that rank.
 class Order {
  public:
   // scratch: 32 of shared memory
@@ -105,8 +110,8 @@ class Order {
     before_ = through_ - own;
   }
 
-  // Which chunk number comes at place n of the order, and in which sequence it is.
-  // How many streams advance side by side at that place goes to `abreast`.
+  // Which chunk number comes at place n of the order, and in which sequence it
+  // is. How many streams advance side by side at that place goes to `abreast`.
   __device__ __forceinline__ void locate(const Layout& lay, int n, int* number, int* sequence,
                                          int* abreast) const {
     const int phase = __popc(__ballot_sync(kAll, lane_ < streams_ && through_ <= n));
@@ -128,20 +133,64 @@ class Order {
   bool direct_;
 };
 
-// The counter starts at all ones, as the words do; called by one whole warp.
-__device__ __forceinline__ unsigned take_ticket(unsigned* counter) {
-  unsigned ticket = 0;
-  if (threadIdx.x % 32 == 0) ticket = atomicAdd(counter, 1u) + 1u;
-  return __shfl_sync(0xffffffffu, ticket, 0);
-}
+// Which places of the order a block's tiles have. Called by one whole warp.
+//
+// By tickets: whoever is ready takes the next. In turn: every block takes each gridDim.x-th tile,
+// so that no block can hold a tile that others wait for behind one that waits itself; but a tile is
+// sure to be taken only if all blocks run. That is known when the last of the first tickets has
+// been drawn; blocks that see it too late agree on tickets.
+class Tickets {
+ public:
+  // All ones at the start.
+  struct Shared {
+    unsigned counter, agreement;
+  };
 
-// The tile of a ticket, or of the next one that has work; called by one whole warp.
+  __device__ __forceinline__ Tickets(Shared* shared, bool rather_in_turn)
+      : shared_(shared), way_(rather_in_turn ? kOpen : kByTickets), own_(draw()) {
+    // While the way is open nobody draws a second one.
+    if (own_ == gridDim.x - 1 && first_lane()) atomicCAS(&shared_->agreement, kOpen, kInTurn);
+  }
+  __device__ __forceinline__ unsigned first() const { return own_; }
+
+  __device__ __forceinline__ unsigned next() {
+    if (way_ == kOpen) way_ = agree();
+    return way_ == kInTurn ? own_ += gridDim.x : draw();
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+  static constexpr unsigned kOpen = 0xffffffffu, kInTurn = 0, kByTickets = 1;
+
+  static __device__ __forceinline__ bool first_lane() { return threadIdx.x % 32 == 0; }
+  __device__ __forceinline__ unsigned draw() const {
+    return __shfl_sync(kAll, first_lane() ? atomicAdd(&shared_->counter, 1u) + 1u : 0, 0);
+  }
+  // Waits a little for the blocks that have not started yet.
+  __device__ __forceinline__ unsigned agree() const {
+    constexpr int kTries = 32;
+    unsigned agreed = kOpen;
+    for (int tries = 1; first_lane() && tries <= kTries && agreed == kOpen; ++tries) {
+      if (tries > 1) __nanosleep(256);
+      const unsigned offer = tries < kTries ? kOpen : kByTickets;
+      agreed = atomicCAS(&shared_->agreement, kOpen, offer);
+    }
+    agreed = __shfl_sync(kAll, agreed, 0);
+    return agreed == kOpen ? kByTickets : agreed;
+  }
+
+  Shared* shared_;
+  unsigned way_, own_;
+};
+
+// The tile of a ticket, or of the next one that has work; called by one whole
+// warp.
 __device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order, unsigned ticket,
-                                          unsigned* counter, int channels) {
+                                          Tickets& tickets, int channels) {
   const unsigned blocks = static_cast<unsigned>((lay.channels + channels - 1) / channels);
   const unsigned total = static_cast<unsigned>(lay.chunk_bound()) * blocks;
   Tile tile;
-  for (;; ticket = take_ticket(counter)) {
+  for (;; ticket = tickets.next()) {
     if (ticket >= total) {
       tile.sequence = -1;
       return tile;
@@ -149,7 +198,7 @@ __device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order,
     const int place = static_cast<int>(ticket / blocks);
     int number, s, abreast;
     order.locate(lay, place, &number, &s, &abreast);
-    tile.close = abreast * blocks < 2 * gridDim.x;
+    tile.distance = abreast * static_cast<int>(blocks);
     tile.channel = static_cast<int>(ticket - place * blocks) * channels;
     const std::int64_t begin = lay.begin(s), end = lay.end(s);
     tile.chunk = number - static_cast<int>(begin / kScanChunk) - s;

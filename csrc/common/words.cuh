@@ -1,11 +1,13 @@
 // What tiles of one sequence tell each other: one word per chunk and channel.
 //
-// A word is empty, an aggregate (A, B) of its chunk, or the carry that leaves the chunk. It is read
-// and written whole, so the value is its own flag: no fence and no second look is needed. A reader
-// that finds only aggregates folds them, oldest first, onto the newest carry that it finds; since
-// every carry is defined as that same fold from the sequence's start, the bits do not depend on how
-// far a reader had to look back (the look-back of Merrill and Garland, "Single-pass Parallel Prefix
-// Scan with Decoupled Look-back", NVR-2016-002, with a fold instead of a tree).
+// A word is empty, an aggregate (A, B) of its chunk, or the carry that leaves
+// the chunk. It is read and written whole, so the value is its own flag: no
+// fence and no second look is needed. A reader that finds only aggregates folds
+// them, oldest first, onto the newest carry that it finds; since every carry is
+// defined as that same fold from the sequence's start, the bits do not depend
+// on how far a reader had to look back (the look-back of Merrill and Garland,
+// "Single-pass Parallel Prefix Scan with Decoupled Look-back", NVR-2016-002,
+// with a fold instead of a tree).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +17,8 @@
 namespace minserve {
 namespace cuda {
 
-// Empty words are all ones: a byte pattern that cudaMemsetAsync can write and that no arithmetic
-// gives. The lower half says which kind a word is.
+// Empty words are all ones: a byte pattern that cudaMemsetAsync can write and
+// that no arithmetic gives. The lower half says which kind a word is.
 template <class V>
 struct Word;
 
@@ -79,13 +81,14 @@ struct Word<double> {
   }
 };
 
-// A word per chunk and channel, then the counter of tiles; in sixteens.
+// A word per chunk and channel, then what the tickets share; in sixteens.
 inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) {
   return (lay.chunk_bound() * lay.channels * word_bytes + 15) / 16 * 16 + 16;
 }
 
-// Empties the words and the counter. It lets the scan start at once, which then waits for it with
-// words_cleared() while it already looks for its first tiles.
+// Empties the words and what the tickets share. It lets the scan start at once,
+// which then waits for it with words_cleared() while it already looks for its
+// first tiles.
 static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
   let_next_kernel_start();
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
@@ -98,64 +101,73 @@ __device__ __forceinline__ void words_cleared() {
   wait_for_previous_kernel();
 }
 
-// The carries into chunk number `chunk` > 0 of a sequence, for the first `real` of kEach
-// neighbouring channels. `own` is the word of that chunk and the first channel; those of the chunk
-// before lie `step` bytes before. close: the chunk before may still be under way, so that it is
-// worth looking at kWindow chunks at once. Chunk 0 publishes a carry without looking back, so the
-// search ends; whoever holds an earlier chunk never waits for a later one.
-template <class V, int kEach, int kWindow>
-__device__ __forceinline__ void look_back(const char* own, std::int64_t step, int chunk, bool close,
-                                          int real, V (&h)[kEach]) {
-  constexpr unsigned kAll = (1u << kWindow) - 1u;
-  constexpr std::int64_t kBytes = sizeof(Word<V>);
-  if (!close) {
-    bool ready = true;
+// Some words of one channel, of the chunks at distances base + 1 ... base +
+// kWindow before one of number `chunk`; those of the chunk before lie `step`
+// bytes before `own`.
+template <class V, int kWindow>
+struct Window {
+  static constexpr unsigned kAll = (1u << kWindow) - 1u;
+  Word<V> words[kWindow];
+
+  __device__ __forceinline__ void load(const char* own, std::int64_t step, int chunk, int base) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const Word<V> word = Word<V>::load(own - step + (i < real ? i : 0) * kBytes);
-      ready = ready && word.is_carry();
-      h[i] = word.b;
+    for (int n = 0; n < kWindow; ++n) {
+      const int distance = base + n + 1;
+      if (distance <= chunk && words[n].empty()) words[n] = Word<V>::load(own - distance * step);
     }
-    if (ready) return;
   }
-  bool have = false;  // h is the carry into the chunk behind the window
-  int base = 0;       // the window holds the words at distances base + 1 ... base + kWindow
-  for (;;) {
-    Word<V> words[kWindow * kEach];
-    unsigned carries, missing;  // by distance
-    do {
-      unsigned others = 0;  // no carries
-      missing = 0;
+  // Whether a carry is among them. Waits until nothing is missing up to the
+  // nearest one, or, if there is none, at all.
+  __device__ __forceinline__ bool wait(const char* own, std::int64_t step, int chunk, int base) {
+    for (;;) {
+      unsigned others = 0, missing = 0;  // by distance: no carries, empty
 #pragma unroll
-      for (int n = 0; n < kWindow * kEach; ++n) {
-        const int distance = base + n / kEach + 1;
-        const int i = n % kEach < real ? n % kEach : 0;
-        if (distance <= chunk && words[n].empty()) {
-          words[n] = Word<V>::load(own - distance * step + i * kBytes);
-        }
+      for (int n = 0; n < kWindow; ++n) {
+        if (!words[n].is_carry()) others |= 1u << n;
+        if (words[n].empty()) missing |= 1u << n;
       }
-#pragma unroll
-      for (int n = 0; n < kWindow * kEach; ++n) {
-        if (!words[n].is_carry()) others |= 1u << n / kEach;
-        if (words[n].empty()) missing |= 1u << n / kEach;
-      }
-      carries = ~others & kAll;
-      // Nothing may be missing from here to the nearest carry, or to the end of the window.
+      const unsigned carries = ~others & kAll;
       missing &= carries ? (carries & (0u - carries)) - 1u : kAll;
-      if (missing) __nanosleep(64);
-    } while (missing);
-    have = have || carries;
-    if (!have) {
-      base += kWindow;
-      continue;
+      if (!missing) return carries != 0;
+      __nanosleep(32);
+      load(own, step, chunk, base);
     }
+  }
+  // The carry behind the nearest chunk, from that behind the farthest.
+  __device__ __forceinline__ V fold(V h) const {
 #pragma unroll
-    for (int n = kWindow * kEach - 1; n >= 0; --n) {
-      V& carry = h[n % kEach];
-      carry = words[n].is_carry() ? words[n].b : fmadd(words[n].a(), carry, words[n].b);
+    for (int n = kWindow - 1; n >= 0; --n) {
+      h = words[n].is_carry() ? words[n].b : fmadd(words[n].a(), h, words[n].b);
     }
-    if (base == 0) return;
-    base -= kWindow;
+    return h;
+  }
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (int n = 0; n < kWindow; ++n) words[n] = Word<V>();
+  }
+};
+
+// The carry into chunk number `chunk` > 0 of a sequence, from a window that was
+// loaded at base 0; it is moved back as far as there is no carry, and forth
+// again. Chunk 0 publishes a carry without looking back, so the search ends;
+// whoever holds an earlier chunk never waits for a later one.
+template <class V, int kWindow>
+__device__ __forceinline__ V look_back(Window<V, kWindow>& window, const char* own,
+                                       std::int64_t step, int chunk) {
+  V h = V(0);
+  bool have = false;
+  int base = 0;
+  for (;;) {
+    have = window.wait(own, step, chunk, base) || have;
+    if (have) {
+      h = window.fold(h);
+      if (base == 0) return h;
+      base -= kWindow;
+    } else {
+      base += kWindow;
+    }
+    window.forget();
+    window.load(own, step, chunk, base);
   }
 }
 

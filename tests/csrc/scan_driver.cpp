@@ -7,27 +7,16 @@
 // end, with the state carried; the values must be those of a plain serial loop in doubles.
 #include "cases.h"
 
-#if __has_include("common/tile_kernel.cuh")
 #include "common/tile_kernel.cuh"
-#else
-#include "common/scan.cuh"
-#endif
 #include CELL_HEADER
 
 namespace minserve {
 namespace {
 
-#if __has_include("common/tile_kernel.cuh")
 template <template <class> class CellOf, class T, bool kAligned>
 using ScanOf = cuda::TileWay<CellOf, cuda::UsualOptions, T, kAligned>;
 template <class Scan>
 constexpr unsigned kThreadsOf = Scan::kThreads;
-#else
-template <template <class> class CellOf, class T, bool kAligned>
-using ScanOf = cuda::TileScan<CellOf, cuda::UsualOptions, T, kAligned>;
-template <class Scan>
-constexpr unsigned kThreadsOf = Scan::kAll;
-#endif
 
 // What tickets are taken from begins with a counter; its type is the kernel's business.
 template <class Tickets>

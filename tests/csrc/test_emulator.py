@@ -26,6 +26,8 @@ TWO_TYPES = [
     f"{RAGGED} --type f32 --channels 72 --seeds 0,1",
     f"{RAGGED} --type bf16 --channels 72",
     f"{LONG} --type bf16 --channels 64 --blocks 2,19 --seeds 2",
+    # Few columns for many blocks and many turns: blocks agree whether they take turns.
+    "--lengths 6000 --slots 1 --type bf16 --channels 64 --blocks 3,4,5 --seeds 3",
 ]
 # The cell matters little: mostly how many inputs there are, and so how many fit shared memory.
 ALL_TYPES = [

@@ -1,0 +1,197 @@
+// Tiles finished in the turn in which they were folded: for two-byte types,
+// whose limit is the number of instructions, so that the way of (a, b) through
+// shared memory would cost more than the wait, and for backward cells, which
+// keep their inputs until then.
+//
+// The computing threads have nothing else to do while a carry is on its way, so
+// they look for it themselves, all at once. The warp that takes the tiles only
+// looks whether it is there early.
+#pragma once
+
+#include "scan.cuh"
+
+namespace minserve {
+namespace cuda {
+
+template <template <class> class CellOf, class O, class T, bool kAligned>
+struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
+  using Scan = TileScan<CellOf, O, T, kAligned>;
+  using Memory = typename Scan::Memory;
+  using V = typename Scan::V;
+  using G = typename Scan::G;
+  using Shared = typename Scan::Shared;
+  using Lane = typename Scan::Lane;
+  using Segments = typename Scan::Segments;
+  static constexpr int kBlock = Scan::kBlock, kTiles = Memory::kTiles, kVec = Scan::kVec;
+  static constexpr int kStages = Memory::kStages;
+  static constexpr bool kHeld = Scan::kHeld;
+  static constexpr int kThreads = kBlock + 32;
+  static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
+  // Barriers: the first tile has arrived; a tile is folded and the next one
+  // known; a stage that holds inputs until the outputs are written is free.
+  enum { kComputing = Scan::kComputing, kStarted, kFolded };
+
+  // Each group of threads looks at the words of some chunks: more in all would
+  // crowd out what the registers hold.
+  static constexpr int kWords = G::kGroups < 8 ? 12 / G::kGroups : 1;
+  using Words = Window<V, kWords>;
+
+  static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
+                                             Shared& shared) {
+    if (threadIdx.x < kBlock) {
+      compute(args, shared);
+    } else {
+      take_tiles(args, shared_tickets, shared);
+    }
+  }
+
+  static __device__ __forceinline__ void compute(const ScanArgs& args, Shared& shared) {
+    const Lane lane;
+    const int channel = Scan::channel_of_thread(), group = Scan::group_of_thread();
+    words_cleared();
+    __syncthreads();
+    Memory::fetch(args, shared.tiles[0], lane, shared, 0);
+    for (int n = 0;; ++n) {
+      const Tile& tile = shared.tiles[n % kTiles];
+      if (tile.sequence < 0) return;
+      const Tile& coming = shared.tiles[(n + 1) % kTiles];  // from kFolded on
+      const int stage = n % kStages, next_stage = (n + 1) % kStages;
+      const bool scans = tile.slot >= 0;
+      const bool real = tile.channel + channel < args.layout.channels;
+      wait_for_copies();
+      if (n == 0) Barrier<kThreads>::arrive(kStarted);
+      typename Scan::Held held;
+      Segments own;
+      Affine<V> total;
+      Words words;
+      if (scans) {
+        Scan::fold_tile(args, tile, lane, shared, n, held);
+        total = Scan::fold_groups(shared, n, own);
+        if (group == 0) Scan::publish_aggregate(args, tile, channel, total);
+        // Behind the copies of the next tile these loads would wait.
+        if (real && within(2.0f, tile)) {
+          words.load(Scan::word_of(args, tile, channel), Scan::word_step(args), tile.chunk,
+                     group * kWords);
+        }
+      } else {
+        Memory::zero(args, tile, lane);
+      }
+      Barrier<kThreads>::sync(kFolded);
+      if (kHeld || kStages == 2) Memory::fetch(args, coming, lane, shared, next_stage);
+      if (scans) {
+        if (!shared.known[n % 2]) wait_for_carry(args, tile, shared, n, words, real);
+        if (group == 0 && real) {
+          Scan::publish_carry(args, tile, channel,
+                              fmadd(total.a, shared.carry[n % 2][channel], total.b));
+        }
+        V h[kVec];
+        own.read(shared);
+        Scan::spread_carry(lane, shared, n, own, h);
+        Scan::write_run(args, tile, lane, shared, stage, held, h);
+      }
+      if (!kHeld && kStages == 1) Memory::fetch(args, coming, lane, shared, 0);
+    }
+  }
+
+  // Whether the chunk before was taken within some rounds of all blocks.
+  static __device__ __forceinline__ bool within(float rounds, const Tile& tile) {
+    return tile.chunk > 0 && tile.distance < rounds * gridDim.x;
+  }
+
+  // From the words to shared.carry: the group that looks at the oldest chunks
+  // hands its fold on to the next.
+  static __device__ __forceinline__ void wait_for_carry(const ScanArgs& args, const Tile& tile,
+                                                        Shared& shared, int turn, Words& words,
+                                                        bool real) {
+    const int channel = Scan::channel_of_thread(), group = Scan::group_of_thread();
+    const std::int64_t step = Scan::word_step(args);
+    const char* const own = Scan::word_of(args, tile, channel);
+    V& carry = shared.carry[turn % 2][channel];
+    const int oldest = min(G::kGroups - 1, (tile.chunk - 1) / kWords), base = group * kWords;
+    if (group <= oldest && real) {
+      if (!within(2.0f, tile)) words.load(own, step, tile.chunk, base);
+      if (group == oldest) {
+        carry = look_back(words, own - base * step, step, tile.chunk - base);
+      } else {
+        words.wait(own, step, tile.chunk, base);
+      }
+    }
+    for (int g = oldest - 1; g >= 0; --g) {
+      Barrier<kBlock>::sync(kComputing);
+      if (group == g && real) carry = words.fold(carry);
+    }
+    Barrier<kBlock>::sync(kComputing);
+  }
+
+  // The second tile is taken only when the first has arrived in shared memory,
+  // or blocks that start later would find their predecessors queued behind
+  // other work.
+  static __device__ __forceinline__ void take_tiles(const ScanArgs& args,
+                                                    Tickets::Shared* shared_tickets,
+                                                    Shared& shared) {
+    const Order order(args.layout, reinterpret_cast<int2*>(shared.a));
+    words_cleared();
+    Tickets tickets(shared_tickets, long_and_few(args.layout));
+    Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
+    __syncthreads();
+    for (int n = 0;; ++n) {
+      const Tile& tile = shared.tiles[n % kTiles];
+      if (tile.sequence < 0) return;
+      if (n == 0) Barrier<kThreads>::sync(kStarted);
+      Scan::find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, tickets.next(), tickets);
+      if (tile.slot >= 0) look_early(args, tile, shared, n);
+      Barrier<kThreads>::sync(kFolded);
+    }
+  }
+
+  // Where all blocks work on neighbouring chunks, tiles held back cost more
+  // than blocks that run unevenly; in few turns the uneven last one costs more.
+  static __device__ __forceinline__ bool long_and_few(const Layout& lay) {
+    const std::int64_t columns = (lay.channels + G::kChannels - 1) / G::kChannels;
+    return 2 * lay.sequences * columns < gridDim.x &&
+           lay.tokens / kScanChunk * columns > 8 * gridDim.x;
+  }
+
+  // Puts down the carry where there is none to be waited for, or where that of
+  // the chunk before arrives while the tile is folded.
+  static __device__ __forceinline__ void look_early(const ScanArgs& args, const Tile& tile,
+                                                    Shared& shared, int turn) {
+    constexpr int kEach = (G::kChannels + 31) / 32;  // neighbouring channels of a lane
+    constexpr int kTries = 3;
+    const int channel = static_cast<int>(threadIdx.x) % 32 * kEach;
+    const std::int64_t left = args.layout.channels - tile.channel - channel;
+    const int real = channel >= G::kChannels || left < 0 ? 0
+                     : left < kEach                      ? static_cast<int>(left)
+                                                         : kEach;
+    const char* const before = Scan::word_of(args, tile, channel) - Scan::word_step(args);
+    V carry[kEach] = {};
+    bool known = real == 0;
+    if (tile.chunk == 0) {
+      known = true;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (i < real) carry[i] = Scan::initial_of(args, tile, channel + i);
+      }
+    } else if (!within(0.5f, tile)) {
+      for (int tries = 0; tries < kTries && !known; ++tries) {
+        known = true;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          if (i >= real) break;
+          const Word<V> word = Word<V>::load(before + i * sizeof(Word<V>));
+          known = known && word.is_carry();
+          carry[i] = word.b;
+        }
+      }
+    }
+    known = __all_sync(0xffffffffu, known);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (i < real) shared.carry[turn % 2][channel + i] = carry[i];
+    }
+    if (channel == 0) shared.known[turn % 2] = known;
+  }
+};
+
+}  // namespace cuda
+}  // namespace minserve
