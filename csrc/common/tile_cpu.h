@@ -21,9 +21,10 @@ struct Tile {
   using Cell = CellOf<V>;
   static constexpr int W = LanesOf<V>::width, N = Block::kVectors, K = Block::kChannels;
   static constexpr std::int64_t kRows = 16;
-  // Inputs of a tile that the first-level cache is asked to hold, where the arithmetic of a line is
-  // so much that it, not memory, bounds the scan.
-  static constexpr std::size_t kNearBytes = 40 * 1024;
+  // Bytes of inputs of a tile up to which the first-level cache is asked, where the arithmetic of a
+  // line is so much that it, not memory, bounds the scan: it pays up to twice what that cache
+  // holds.
+  static constexpr std::size_t kNearBytes = 80 * 1024;
   static constexpr int kTogether = 2;  // rows whose gates are formed side by side, if kLoadsFirst
   // Whether the next rows are loaded before these are stored, which takes registers. A load is held
   // up by any store under way to the same place of another page, as when rows of inputs and outputs
