@@ -1,11 +1,9 @@
-// Tiles finished in the turn in which they were folded: for two-byte types,
-// whose limit is the number of instructions, so that the way of (a, b) through
-// shared memory would cost more than the wait, and for backward cells, which
-// keep their inputs until then.
+// Tiles finished in the turn in which they were folded: for two-byte types, whose limit is the
+// number of instructions, so that the way of (a, b) through shared memory would cost more than the
+// wait, and for backward cells, which keep their inputs until then.
 //
-// The computing threads have nothing else to do while a carry is on its way, so
-// they look for it themselves, all at once. The warp that takes the tiles only
-// looks whether it is there early.
+// The computing threads have nothing else to do while a carry is on its way, so they look for it
+// themselves, all at once. The warp that takes the tiles only looks whether it is there early.
 #pragma once
 
 #include "scan.cuh"
@@ -27,12 +25,12 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   static constexpr bool kHeld = Scan::kHeld;
   static constexpr int kThreads = kBlock + 32;
   static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
-  // Barriers: the first tile has arrived; a tile is folded and the next one
-  // known; a stage that holds inputs until the outputs are written is free.
+  // Barriers: the first tile has arrived; a tile is folded and the next one known; a stage that
+  // holds inputs until the outputs are written is free.
   enum { kComputing = Scan::kComputing, kStarted, kFolded };
 
-  // Each group of threads looks at the words of some chunks: more in all would
-  // crowd out what the registers hold.
+  // Each group of threads looks at the words of some chunks: more in all would crowd out what the
+  // registers hold.
   static constexpr int kWords = G::kGroups < 8 ? 12 / G::kGroups : 1;
   using Words = Window<V, kWords>;
 
@@ -59,7 +57,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
       const bool scans = tile.slot >= 0;
       const bool real = tile.channel + channel < args.layout.channels;
       wait_for_copies();
-      if (n == 0) Barrier<kThreads>::arrive(kStarted);
+      if (n == 0) barrier_sync<kThreads>(kStarted);
       typename Scan::Held held;
       Segments own;
       Affine<V> total;
@@ -76,7 +74,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
       } else {
         Memory::zero(args, tile, lane);
       }
-      Barrier<kThreads>::sync(kFolded);
+      barrier_sync<kThreads>(kFolded);
       if (kHeld || kStages == 2) Memory::fetch(args, coming, lane, shared, next_stage);
       if (scans) {
         if (!shared.known[n % 2]) wait_for_carry(args, tile, shared, n, words, real);
@@ -98,8 +96,8 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
     return tile.chunk > 0 && tile.distance < rounds * gridDim.x;
   }
 
-  // From the words to shared.carry: the group that looks at the oldest chunks
-  // hands its fold on to the next.
+  // From the words to shared.carry: the group that looks at the oldest chunks hands its fold on to
+  // the next.
   static __device__ __forceinline__ void wait_for_carry(const ScanArgs& args, const Tile& tile,
                                                         Shared& shared, int turn, Words& words,
                                                         bool real) {
@@ -117,15 +115,14 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
       }
     }
     for (int g = oldest - 1; g >= 0; --g) {
-      Barrier<kBlock>::sync(kComputing);
+      barrier_sync<kBlock>(kComputing);
       if (group == g && real) carry = words.fold(carry);
     }
-    Barrier<kBlock>::sync(kComputing);
+    barrier_sync<kBlock>(kComputing);
   }
 
-  // The second tile is taken only when the first has arrived in shared memory,
-  // or blocks that start later would find their predecessors queued behind
-  // other work.
+  // The second tile is taken only when the first has arrived in shared memory, or blocks that start
+  // later would find their predecessors queued behind other work.
   static __device__ __forceinline__ void take_tiles(const ScanArgs& args,
                                                     Tickets::Shared* shared_tickets,
                                                     Shared& shared) {
@@ -137,23 +134,23 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
       if (tile.sequence < 0) return;
-      if (n == 0) Barrier<kThreads>::sync(kStarted);
+      if (n == 0) barrier_sync<kThreads>(kStarted);
       Scan::find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, tickets.next(), tickets);
       if (tile.slot >= 0) look_early(args, tile, shared, n);
-      Barrier<kThreads>::sync(kFolded);
+      barrier_sync<kThreads>(kFolded);
     }
   }
 
-  // Where all blocks work on neighbouring chunks, tiles held back cost more
-  // than blocks that run unevenly; in few turns the uneven last one costs more.
+  // Where all blocks work on neighbouring chunks, tiles held back cost more than blocks that run
+  // unevenly; in few turns the uneven last one costs more.
   static __device__ __forceinline__ bool long_and_few(const Layout& lay) {
     const std::int64_t columns = (lay.channels + G::kChannels - 1) / G::kChannels;
     return 2 * lay.sequences * columns < gridDim.x &&
            lay.tokens / kScanChunk * columns > 8 * gridDim.x;
   }
 
-  // Puts down the carry where there is none to be waited for, or where that of
-  // the chunk before arrives while the tile is folded.
+  // Puts down the carry where there is none to be waited for, or where that of the chunk before
+  // arrives while the tile is folded.
   static __device__ __forceinline__ void look_early(const ScanArgs& args, const Tile& tile,
                                                     Shared& shared, int turn) {
     constexpr int kEach = (G::kChannels + 31) / 32;  // neighbouring channels of a lane

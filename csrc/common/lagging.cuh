@@ -1,5 +1,5 @@
-// Tiles written one turn after they were folded, so that their carries have all
-// that time to arrive: for four- and eight-byte forward scans.
+// Tiles written one turn after they were folded, so that their carries have all that time to
+// arrive: for four- and eight-byte forward scans.
 //
 // The warp that takes the tiles finds the carries meanwhile.
 #pragma once
@@ -22,10 +22,8 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
   static constexpr int kThreads = kBlock + 32, kMinBlocks = Scan::blocks_at_once(3);
   // Chunks looked at together: as many as stay in registers.
   static constexpr int kWindow = sizeof(V) == 8 ? 4 : 16;
-  // Barriers of all threads: a tile is folded and the next one known; its carry
-  // is known, which takes turns. Of the first tile's arrival: the computing
-  // threads and one warp.
-  enum { kStarted = Scan::kComputing + 1, kFolded, kCarryKnown };
+  // Barriers of all threads: the first tile has arrived; a tile is folded and the next one known.
+  enum { kStarted = Scan::kComputing + 1, kFolded };
   static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
@@ -48,7 +46,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
       typename Scan::Held held;
       if (more) {
         wait_for_copies();
-        if (n == 0) Barrier<kThreads>::arrive(kStarted);
+        if (n == 0) barrier_sync<kThreads>(kStarted);
         if (scans) {
           Scan::fold_tile(args, tile, lane, shared, n, held);
           const Affine<V> total = Scan::fold_groups(shared, n, now);
@@ -61,13 +59,15 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
         } else {
           Memory::zero(args, tile, lane);
         }
-        Barrier<kThreads>::sync(kFolded);
+        barrier_sync<kThreads>(kFolded);
         Memory::fetch(args, shared.tiles[(n + 1) % kTiles], lane, shared, 0);
+      } else {
+        barrier_sync<kBlock>(Scan::kComputing);  // all have read the last tile's entries
       }
       const Tile& before = shared.tiles[(n + kTiles - 1) % kTiles];
       if (n > 0 && before.slot >= 0) {
         V h[kVec];
-        Barrier<kThreads>::sync(kCarryKnown + (n - 1) % 2);
+        wait_for_flag(shared.carry_known[(n - 1) % 2], (n - 1) / 2 % 2);
         Scan::spread_carry(lane, shared, n - 1, earlier, h);
         Scan::write_run(args, before, lane, shared, 0, held, h);
       }
@@ -80,15 +80,15 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
     }
   }
 
-  // The second tile is taken only when the first has arrived in shared memory,
-  // or blocks that start later would find their predecessors queued behind
-  // other work.
+  // The second tile is taken only when the first has arrived in shared memory, or blocks that start
+  // later would find their predecessors queued behind other work.
   static __device__ __forceinline__ void find_carries(const ScanArgs& args,
                                                       Tickets::Shared* shared_tickets,
                                                       Shared& shared) {
     const int channel = static_cast<int>(threadIdx.x) - kBlock;
     const std::int64_t step = Scan::word_step(args);
     const Order order(args.layout, reinterpret_cast<int2*>(shared.a));
+    if (channel < 2) make_flag(shared.carry_known[channel], 32);
     words_cleared();
     Tickets tickets(shared_tickets, false);
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
@@ -96,7 +96,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
       if (tile.sequence < 0) return;
-      if (n == 0) Barrier<kThreads>::sync(kStarted);
+      if (n == 0) barrier_sync<kThreads>(kStarted);
       Scan::find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, tickets.next(), tickets);
       const bool real =
           channel < G::kChannels && tile.slot >= 0 && tile.channel + channel < args.layout.channels;
@@ -111,8 +111,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
         carry = word.b;
         found = word.is_carry();
       }
-      Barrier<kThreads>::sync(kFolded);
-      if (tile.slot < 0) continue;
+      barrier_sync<kThreads>(kFolded);
       // Looking any earlier would only keep the words' cache lines busy.
       if (!found) {
         Window<V, kWindow> window;
@@ -125,8 +124,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
             fmadd(shared.total_a[n % 2][channel], carry, shared.total_b[n % 2][channel]));
         shared.carry[n % 2][channel] = carry;
       }
-      __syncwarp();
-      Barrier<kThreads>::arrive(kCarryKnown + n % 2);
+      raise_flag(shared.carry_known[n % 2]);
     }
   }
 };

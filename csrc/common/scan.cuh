@@ -1,24 +1,21 @@
 // The affine scan on CUDA in one pass over device memory.
 //
-// Blocks stay and take tile after tile (tiles.cuh). In a block, kBlock threads
-// compute: each copies what it will itself read into shared memory ahead of
-// time and folds a short run of time; the runs' aggregates are folded through
-// shared memory in a fixed order; the tile's aggregate is published, the carry
-// into it is found from the words of earlier tiles (words.cuh) and spread to
-// the runs, and the outputs are written. Forward cells keep (a, b) from the
-// fold to the output; backward cells, which need their inputs a second time,
-// leave them in shared memory and compute again. One more warp, which holds no
-// elements, takes the tiles.
+// Blocks stay and take tile after tile (tiles.cuh). In a block, kBlock threads compute: each copies
+// what it will itself read into shared memory ahead of time and folds a short run of time; the
+// runs' aggregates are folded through shared memory in a fixed order; the tile's aggregate is
+// published, the carry into it is found from the words of earlier tiles (words.cuh) and spread to
+// the runs, and the outputs are written. Forward cells keep (a, b) from the fold to the output;
+// backward cells, which need their inputs a second time, leave them in shared memory and compute
+// again. One more warp, which holds no elements, takes the tiles.
 //
-// What is done while a tile's carry is on its way differs: lagging.cuh folds
-// the next tile first, immediate.cuh waits.
+// What is done while a tile's carry is on its way differs: lagging.cuh folds the next tile first,
+// immediate.cuh waits.
 //
-// Lengths, slots and padding are found on the device, so a launch depends on
-// tensor shapes alone and can be captured. Source of the recurrences: the
-// cells.
+// Lengths, slots and padding are found on the device, so a launch depends on tensor shapes alone
+// and can be captured. Source of the recurrences: the cells.
 #pragma once
 
-#include "barrier.cuh"
+#include "device.cuh"
 #include "tile_memory.cuh"
 #include "tiles.cuh"
 #include "words.cuh"
@@ -40,8 +37,8 @@ struct TileScan {
   static constexpr int kParity = Memory::kParity, kInRegisters = Memory::kInRegisters;
   enum { kComputing = 1 };  // the barrier of the computing threads
   using Held = Affine<V>[kInRegisters][kVec];
-  // How many blocks share a multiprocessor with 228 KiB of shared memory, where
-  // registers allow `most`; 1 KiB of each is the system's.
+  // How many blocks share a multiprocessor with 228 KiB of shared memory, where registers allow
+  // `most`; 1 KiB of each is the system's.
   static constexpr int blocks_at_once(int most) {
     while (most > 1 && most * (sizeof(Shared) + 1024) > 228 * 1024) --most;
     return most;
@@ -80,8 +77,7 @@ struct TileScan {
     }
   }
 
-  // Folds a thread's run of a tile that has arrived, and puts its aggregate
-  // down.
+  // Folds a thread's run of a tile that has arrived, and puts its aggregate down.
   static __device__ __forceinline__ void fold_tile(const ScanArgs& args, const Tile& tile,
                                                    const Lane& lane, Shared& shared, int turn,
                                                    Held& held) {
@@ -95,9 +91,8 @@ struct TileScan {
     V a[kVec], b[kVec];
 #pragma unroll
     for (int v = 0; v < kVec; ++v) a[v] = sum[v].a, b[v] = sum[v].b;
-    // Where carries lie in the place of aggregates, all must have read those of
-    // the last tile.
-    if (!kLag) Barrier<kBlock>::sync(kComputing);
+    // Where carries lie in the place of aggregates, all must have read those of the last tile.
+    if (!kLag) barrier_sync<kBlock>(kComputing);
     store_values(&shared.a[lane.segment][lane.channel], a);
     store_values(&shared.b[lane.segment][lane.channel], b);
   }
@@ -147,8 +142,7 @@ struct TileScan {
     }
   }
 
-  // Between the runs a thread stands for one channel and a group of
-  // neighbouring segments.
+  // Between the runs a thread stands for one channel and a group of neighbouring segments.
   static __device__ __forceinline__ int channel_of_thread() {
     return static_cast<int>(threadIdx.x) % G::kChannels;
   }
@@ -172,7 +166,7 @@ struct TileScan {
   // Aggregates of the groups, and of the tile for the first group's threads.
   static __device__ __forceinline__ Affine<V> fold_groups(Shared& shared, int turn, Segments& own) {
     const int channel = channel_of_thread(), group = group_of_thread();
-    Barrier<kBlock>::sync(kComputing);
+    barrier_sync<kBlock>(kComputing);
     own.read(shared);
     auto& group_a = shared.group_a[turn % kParity];
     auto& group_b = shared.group_b[turn % kParity];
@@ -184,7 +178,7 @@ struct TileScan {
     }
     group_a[group][channel] = a;
     group_b[group][channel] = b;
-    Barrier<kBlock>::sync(kComputing);
+    barrier_sync<kBlock>(kComputing);
     if (group == 0) {
 #pragma unroll
       for (int g = 1; g < G::kGroups; ++g) {
@@ -196,8 +190,7 @@ struct TileScan {
     return {a, b};
   }
 
-  // From the tile's carry and the groups' aggregates to the carry into the
-  // thread's run.
+  // From the tile's carry and the groups' aggregates to the carry into the thread's run.
   static __device__ __forceinline__ void spread_carry(const Lane& lane, Shared& shared, int turn,
                                                       const Segments& own, V (&h)[kVec]) {
     const int channel = channel_of_thread(), group = group_of_thread();
@@ -214,7 +207,7 @@ struct TileScan {
       shared.entries()[group * G::kGroupSegments + i][channel] = carry;
       carry = fmadd(own.a[i], carry, own.b[i]);
     }
-    Barrier<kBlock>::sync(kComputing);
+    barrier_sync<kBlock>(kComputing);
     load_values(&shared.entries()[lane.segment][lane.channel], h);
   }
 
@@ -233,8 +226,7 @@ struct TileScan {
         args.initial)[tile.slot * args.initial_stride + tile.channel + channel];
   }
 
-  // A tile's aggregate, for those that look for their carries; chunk 0 waits
-  // for none itself.
+  // A tile's aggregate, for those that look for their carries; chunk 0 waits for none itself.
   static __device__ __forceinline__ void publish_aggregate(const ScanArgs& args, const Tile& tile,
                                                            int channel, const Affine<V>& total) {
     if (tile.chunk > 0 && !tile.last && tile.channel + channel < args.layout.channels) {

@@ -1,5 +1,4 @@
-// A tile's way through memory: inputs into shared memory ahead of time, parked
-// values, outputs.
+// A tile's way through memory: inputs into shared memory ahead of time, parked values, outputs.
 #pragma once
 
 #include <type_traits>
@@ -18,20 +17,18 @@ struct TileMemory {
   static constexpr bool kHeld = Cell::kPrevious < 0;
   using G = Geometry<T, Cell::kInputs, kHeld>;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
-  // Four-byte types write a tile one turn after they folded it. For two-byte
-  // types, whose limit is the number of instructions, the way through shared
-  // memory costs more than the wait.
+  // Four-byte types write a tile one turn after they folded it. For two-byte types, whose limit is
+  // the number of instructions, the way through shared memory costs more than the wait.
   static constexpr bool kLag = kHeld && sizeof(T) > 2;
   static constexpr int kParity = kLag ? 2 : 1;
-  // Backward cells with room for two stages fetch a tile while the one before
-  // is still read.
+  // Backward cells with room for two stages fetch a tile while the one before is still read.
   static constexpr int kStages = kHeld || G::kStageBytes > 49152 ? 1 : 2;
   static constexpr int kTiles = 4;
   static constexpr bool kAnyOptions = sizeof(O) > 1;
 
-  // The (a, b) of these rows of a thread's run wait for the carry in registers,
-  // those of the others in shared memory, where each thread finds its own
-  // again: all of them where the next tile's take their place.
+  // The (a, b) of these rows of a thread's run wait for the carry in registers, those of the others
+  // in shared memory, where each thread finds its own again: all of them where the next tile's take
+  // their place.
   static constexpr int kInRegisters = !kHeld ? 1 : kLag || kRun * kVec <= 32 ? kRun : 32 / kVec;
   static constexpr int kParked = kLag ? kRun : kHeld ? kRun - kInRegisters : 0;
   static constexpr int kParkedPacks = 2 * kVec * static_cast<int>(sizeof(V)) / 16;
@@ -45,6 +42,7 @@ struct TileMemory {
   struct Lagging {
     PerRun entry;                                          // carries into the segments
     V total_a[2][G::kChannels], total_b[2][G::kChannels];  // aggregates of tiles
+    Flag carry_known[2];
   };
   struct Shared : std::conditional_t<(kParked > 0), Parking, Nothing<0>>,
                   std::conditional_t<kLag, Lagging, Nothing<1>> {
@@ -119,8 +117,8 @@ struct TileMemory {
     for (int n = 0; n < Cell::kInputs; ++n) {
       const std::int64_t step = direction(args) * args.inputs[n].stride;
       const T* from = first_of(args, args.inputs[n], tile.input[n], lane);
-      // The previous state is one row further on, except for the forward scan's
-      // first row, whose value is replaced when it is read.
+      // The previous state is one row further on, except for the forward scan's first row, whose
+      // value is replaced when it is read.
       if (n == Cell::kPrevious) from += step;
       uint4* to = &shared.stage[stage][n][0][threadIdx.x];
 #pragma unroll
@@ -132,8 +130,7 @@ struct TileMemory {
     }
   }
 
-  // The same for tensors that are not aligned to 16 bytes, or whose rows are
-  // not.
+  // The same for tensors that are not aligned to 16 bytes, or whose rows are not.
   static __device__ __forceinline__ void fetch_elements(const ScanArgs& args, const Tile& tile,
                                                         const Lane& lane, Shared& shared, int stage,
                                                         int real) {

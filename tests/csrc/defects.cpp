@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "common/barrier.cuh"
+#include "common/device.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -20,6 +20,7 @@ struct Arrays {
 struct Shared {
   float values[kBlock];
   uint4 stage[kBlock];
+  Flag flag;
 };
 using Kernel = void (*)(const Arrays&);
 
@@ -44,7 +45,7 @@ template <bool kWaits, bool kMeets>
 void exchange_staged(const Arrays& arrays) {
   start_own_copy(arrays);
   if (kWaits) wait_for_copies();
-  if (kMeets) Barrier<kBlock>::sync(1);
+  if (kMeets) barrier_sync<kBlock>(1);
   arrays.output[index_in_grid()] = __uint_as_float(shared().stage[neighbour()].x);
 }
 
@@ -64,33 +65,35 @@ void copy_over_what_is_read(const Arrays& arrays) {
   arrays.output[index_in_grid()] = __uint_as_float(shared().stage[neighbour()].x);
   start_own_copy(arrays);
 }
-// The first warp only leaves word; the second may read what it wrote, but not the reverse.
-template <bool kReverse>
-void one_sided_barrier(const Arrays& arrays) {
-  const bool arrives = first_warp() != kReverse;
-  if (first_warp()) shared().values[threadIdx.x] = 1.0f;
-  if (arrives) {
-    Barrier<kBlock>::arrive(2);
+// The first warp raises a flag, behind what it wrote or before; the second waits for it.
+template <bool kBehind>
+void value_and_flag(const Arrays& arrays) {
+  if (threadIdx.x == 0) make_flag(shared().flag, 32);
+  __syncthreads();
+  if (first_warp()) {
+    if (!kBehind) raise_flag(shared().flag);
+    shared().values[threadIdx.x] = 1.0f;
+    if (kBehind) raise_flag(shared().flag);
   } else {
-    Barrier<kBlock>::sync(2);
+    wait_for_flag(shared().flag, 0);
+    arrays.output[index_in_grid()] = shared().values[threadIdx.x - 32];
   }
-  if (!first_warp()) arrays.output[index_in_grid()] = shared().values[neighbour()];
+}
+void flag_that_one_does_not_raise(const Arrays&) {
+  if (threadIdx.x == 0) make_flag(shared().flag, 32);
+  __syncthreads();
+  if (first_warp() && threadIdx.x > 0) raise_flag(shared().flag);
+  if (!first_warp()) wait_for_flag(shared().flag, 0);
 }
 
 void barrier_with_a_thread_gone(const Arrays&) {
-  if (threadIdx.x != 5) Barrier<kBlock>::sync(3);
+  if (threadIdx.x != 5) barrier_sync<kBlock>(3);
 }
 void barrier_of_two_sizes(const Arrays&) {
   if (first_warp()) {
-    Barrier<kBlock>::sync(4);
+    barrier_sync<kBlock>(4);
   } else {
-    Barrier<32>::sync(4);
-  }
-}
-void barrier_twice_in_a_round(const Arrays&) {
-  if (first_warp()) {
-    Barrier<kBlock>::arrive(5);
-    Barrier<kBlock>::arrive(5);
+    barrier_sync<32>(4);
   }
 }
 void lanes_at_other_calls(const Arrays&) {
@@ -166,11 +169,11 @@ const std::map<std::string, Kernel> kernels = {
     NAMED(values_without_barrier),
     NAMED(values_after_shuffle),
     NAMED(copy_over_what_is_read),
-    {"arrive_then_sync", &one_sided_barrier<false>},
-    {"sync_then_arrive", &one_sided_barrier<true>},
+    {"value_behind_flag", &value_and_flag<true>},
+    {"value_after_flag", &value_and_flag<false>},
     NAMED(barrier_with_a_thread_gone),
     NAMED(barrier_of_two_sizes),
-    NAMED(barrier_twice_in_a_round),
+    NAMED(flag_that_one_does_not_raise),
     NAMED(lanes_at_other_calls),
     NAMED(word_that_nobody_stores),
     NAMED(shared_memory_not_asked_for),

@@ -51,11 +51,20 @@ inline void store_relaxed(void* at, unsigned long long low, unsigned long long h
 
 template <int kThreads>
 inline void barrier_sync(int number) {
-  emulator::named_barrier(number, kThreads, true);
+  emulator::named_barrier(number, kThreads);
 }
-template <int kThreads>
-inline void barrier_arrive(int number) {
-  emulator::named_barrier(number, kThreads, false);
+
+struct Flag {
+  unsigned long long state;
+};
+inline void make_flag(Flag& flag, unsigned threads) {
+  emulator::make_flag(&flag, threads);
+}
+inline void raise_flag(Flag& flag) {
+  emulator::raise_flag(&flag);
+}
+inline void wait_for_flag(Flag& flag, unsigned parity) {
+  emulator::wait_for_flag(&flag, parity);
 }
 
 inline void let_next_kernel_start() {

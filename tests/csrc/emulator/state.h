@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -28,8 +29,13 @@ struct Meeting {
   unsigned arrived = 0, expected = 0;
   const char* what = "";
   Clock gathered;
-  std::vector<char> here;
   std::vector<Thread*> waiting;
+};
+
+// A flag in a block's shared memory.
+struct Signal {
+  unsigned expected = 0, raised = 0, rounds = 0;
+  Clock gathered, seen;  // by who waits: of the rounds that are complete
 };
 
 struct Copy {
@@ -64,6 +70,7 @@ struct Block {
   std::vector<char> shared;
   std::unique_ptr<Shadow> shadow;
   Meeting all, named[16];
+  std::map<const void*, Signal> flags;
 };
 
 struct Kernel {

@@ -32,24 +32,20 @@ void maybe_yield() {
 
 // orders: what arrivers did before is seen by those who wait. `last` is called by the last arriver.
 template <class Last>
-void meet(Meeting& at, unsigned expected, const char* what, bool waits, bool orders, Last last) {
+void meet(Meeting& at, unsigned expected, const char* what, bool orders, Last last) {
   Thread& self = me();
   Block& block = *self.block;
-  if (at.here.empty()) at.here.assign(block.threads.size(), 0);
   if (at.arrived && (at.expected != expected || at.what != what)) {
     fail(at.name + ": " + what + " for " + std::to_string(expected) +
          " threads, where others wait at " + at.what + " for " + std::to_string(at.expected));
   }
-  if (at.here[self.number]) fail(at.name + ": arrives a second time in one round");
-  at.here[self.number] = 1;
   at.expected = expected, at.what = what;
   if (orders) {
     at.gathered.join(self.clock);
     ++self.clock.at[self.number];
   }
-  if (waits) at.waiting.push_back(&self);
+  at.waiting.push_back(&self);
   if (++at.arrived < expected) {
-    if (!waits) return;
     self.waits_at = &at;
     suspend();
     return;
@@ -62,11 +58,16 @@ void meet(Meeting& at, unsigned expected, const char* what, bool waits, bool ord
   at.waiting.clear();
   at.arrived = 0;
   at.gathered.at.clear();
-  std::fill(at.here.begin(), at.here.end(), 0);
 }
 
 Warp& my_warp() {
   return me().block->warps[me().number / 32];
+}
+Signal& flag_at(const void* at) {
+  touch(at, 8, false);
+  const auto found = me().block->flags.find(at);
+  if (found == me().block->flags.end()) fail("no flag was made there");
+  return found->second;
 }
 void check_mask(unsigned mask) {
   if (mask != 0xffffffffu) fail("meets others than its whole warp");
@@ -135,19 +136,19 @@ void yield() {
 }
 void sync_block() {
   Block& block = *me().block;
-  meet(block.all, static_cast<unsigned>(block.threads.size()), "__syncthreads", true, true,
+  meet(block.all, static_cast<unsigned>(block.threads.size()), "__syncthreads", true,
        count_progress);
   maybe_yield();
 }
 void sync_warp(unsigned mask) {
   check_mask(mask);
-  meet(my_warp().meeting, 32, "__syncwarp", true, true, [] {});
+  meet(my_warp().meeting, 32, "__syncwarp", true, [] {});
 }
 unsigned ballot(unsigned mask, bool mine) {
   check_mask(mask);
   Warp& warp = my_warp();
   warp.given[me().number % 32] = mine;
-  meet(warp.meeting, 32, "__ballot_sync", true, false,
+  meet(warp.meeting, 32, "__ballot_sync", false,
        [&] { std::copy(warp.given, warp.given + 32, warp.taken); });
   unsigned votes = 0;
   for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(warp.taken[lane]) << lane;
@@ -157,19 +158,48 @@ std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from) {
   check_mask(mask);
   Warp& warp = my_warp();
   warp.given[me().number % 32] = mine;
-  meet(warp.meeting, 32, "__shfl_sync", true, false,
+  meet(warp.meeting, 32, "__shfl_sync", false,
        [&] { std::copy(warp.given, warp.given + 32, warp.taken); });
   return warp.taken[from];
 }
-void named_barrier(int number, unsigned threads, bool waits) {
+void named_barrier(int number, unsigned threads) {
   Block& block = *me().block;
   if (number < 1 || number > 15) fail("there is no named barrier " + std::to_string(number));
   if (threads % 32 || threads > block.threads.size()) {
     fail("barrier " + std::to_string(number) + ": " + std::to_string(threads) +
          " threads cannot meet in a block of " + std::to_string(block.threads.size()));
   }
-  meet(block.named[number], threads, "a barrier", waits, true, count_progress);
+  meet(block.named[number], threads, "a barrier", true, count_progress);
   maybe_yield();
+}
+void make_flag(const void* at, unsigned threads) {
+  if (!is_shared(at)) fail("makes a flag where no shared memory is");
+  touch(at, 8, true);
+  me().block->flags[at] = {threads, 0, 0, {}, {}};
+}
+void raise_flag(const void* at) {
+  Thread& self = me();
+  Signal& flag = flag_at(at);
+  flag.gathered.join(self.clock);
+  ++self.clock.at[self.number];
+  if (++flag.raised == flag.expected) {
+    flag.raised = 0;
+    flag.seen = flag.gathered;
+    ++flag.rounds;
+    count_progress();
+  }
+  maybe_yield();
+}
+void wait_for_flag(const void* at, unsigned parity) {
+  maybe_yield();
+  Thread& self = me();
+  const Signal& flag = flag_at(at);
+  while (flag.rounds % 2 == parity) {
+    self.looks_at = at;
+    suspend();
+  }
+  self.looks_at = nullptr;
+  self.clock.join(flag.seen);
 }
 
 void start_copy(void* shared, const void* global, std::size_t bytes) {
