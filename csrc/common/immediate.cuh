@@ -25,8 +25,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   static constexpr bool kHeld = Scan::kHeld;
   static constexpr int kThreads = kBlock + 32;
   static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
-  // Barriers: the first tile has arrived; a tile is folded and the next one known; a stage that
-  // holds inputs until the outputs are written is free.
+  // Barriers of all threads: the first tile has arrived; a tile is folded and the next one known.
   enum { kComputing = Scan::kComputing, kStarted, kFolded };
 
   // Each group of threads looks at the words of some chunks: more in all would crowd out what the
