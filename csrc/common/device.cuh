@@ -96,45 +96,6 @@ __device__ __forceinline__ void barrier_sync(int number) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
 }
 
-// --- flags in shared memory, which some threads raise without waiting and others wait for
-//
-// A flag is raised once a round by each of the threads that it was made for. Whoever waits says the
-// parity of the round, counted from 0, and must not be two rounds behind.
-
-struct Flag {
-  unsigned long long state;
-};
-__device__ __forceinline__ unsigned address_of(Flag& flag) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(&flag));
-}
-__device__ __forceinline__ void make_flag(Flag& flag, unsigned threads) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address_of(flag)), "r"(threads)
-               : "memory");
-}
-__device__ __forceinline__ void raise_flag(Flag& flag) {
-  asm volatile(
-      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address_of(flag))
-      : "memory");
-}
-__device__ __forceinline__ void wait_for_flag(Flag& flag, unsigned parity) {
-  unsigned raised;
-  do {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(raised)
-        : "r"(address_of(flag)), "r"(parity)
-        : "memory");
-#else
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(raised)
-        : "r"(address_of(flag)), "r"(parity)
-        : "memory");
-#endif
-  } while (!raised);
-}
-
 // --- kernels that overlap with the one before them on the stream, where the GPU can
 
 __device__ __forceinline__ void let_next_kernel_start() {

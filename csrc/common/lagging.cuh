@@ -22,7 +22,8 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
   static constexpr int kThreads = kBlock + 32, kMinBlocks = Scan::blocks_at_once(3);
   // Chunks looked at together: as many as stay in registers.
   static constexpr int kWindow = sizeof(V) == 8 ? 4 : 16;
-  // Barriers of all threads: the first tile has arrived; a tile is folded and the next one known.
+  // Barriers of all threads: the first tile has arrived; a tile is folded, or there is none, the
+  // carry into the tile before and the next tile are known.
   enum { kStarted = Scan::kComputing + 1, kFolded };
   static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
 
@@ -62,12 +63,11 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
         barrier_sync<kThreads>(kFolded);
         Memory::fetch(args, shared.tiles[(n + 1) % kTiles], lane, shared, 0);
       } else {
-        barrier_sync<kBlock>(Scan::kComputing);  // all have read the last tile's entries
+        barrier_sync<kThreads>(kFolded);
       }
       const Tile& before = shared.tiles[(n + kTiles - 1) % kTiles];
       if (n > 0 && before.slot >= 0) {
         V h[kVec];
-        wait_for_flag(shared.carry_known[(n - 1) % 2], (n - 1) / 2 % 2);
         Scan::spread_carry(lane, shared, n - 1, earlier, h);
         Scan::write_run(args, before, lane, shared, 0, held, h);
       }
@@ -88,14 +88,13 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
     const int channel = static_cast<int>(threadIdx.x) - kBlock;
     const std::int64_t step = Scan::word_step(args);
     const Order order(args.layout, reinterpret_cast<int2*>(shared.a));
-    if (channel < 2) make_flag(shared.carry_known[channel], 32);
     words_cleared();
     Tickets tickets(shared_tickets, false);
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
     __syncthreads();
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
-      if (tile.sequence < 0) return;
+      if (tile.sequence < 0) break;
       if (n == 0) barrier_sync<kThreads>(kStarted);
       Scan::find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, tickets.next(), tickets);
       const bool real =
@@ -124,8 +123,8 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
             fmadd(shared.total_a[n % 2][channel], carry, shared.total_b[n % 2][channel]));
         shared.carry[n % 2][channel] = carry;
       }
-      raise_flag(shared.carry_known[n % 2]);
     }
+    barrier_sync<kThreads>(kFolded);
   }
 };
 

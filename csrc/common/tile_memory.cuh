@@ -42,7 +42,6 @@ struct TileMemory {
   struct Lagging {
     PerRun entry;                                          // carries into the segments
     V total_a[2][G::kChannels], total_b[2][G::kChannels];  // aggregates of tiles
-    Flag carry_known[2];
   };
   struct Shared : std::conditional_t<(kParked > 0), Parking, Nothing<0>>,
                   std::conditional_t<kLag, Lagging, Nothing<1>> {

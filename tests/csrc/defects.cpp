@@ -20,7 +20,6 @@ struct Arrays {
 struct Shared {
   float values[kBlock];
   uint4 stage[kBlock];
-  Flag flag;
 };
 using Kernel = void (*)(const Arrays&);
 
@@ -65,27 +64,6 @@ void copy_over_what_is_read(const Arrays& arrays) {
   arrays.output[index_in_grid()] = __uint_as_float(shared().stage[neighbour()].x);
   start_own_copy(arrays);
 }
-// The first warp raises a flag, behind what it wrote or before; the second waits for it.
-template <bool kBehind>
-void value_and_flag(const Arrays& arrays) {
-  if (threadIdx.x == 0) make_flag(shared().flag, 32);
-  __syncthreads();
-  if (first_warp()) {
-    if (!kBehind) raise_flag(shared().flag);
-    shared().values[threadIdx.x] = 1.0f;
-    if (kBehind) raise_flag(shared().flag);
-  } else {
-    wait_for_flag(shared().flag, 0);
-    arrays.output[index_in_grid()] = shared().values[threadIdx.x - 32];
-  }
-}
-void flag_that_one_does_not_raise(const Arrays&) {
-  if (threadIdx.x == 0) make_flag(shared().flag, 32);
-  __syncthreads();
-  if (first_warp() && threadIdx.x > 0) raise_flag(shared().flag);
-  if (!first_warp()) wait_for_flag(shared().flag, 0);
-}
-
 void barrier_with_a_thread_gone(const Arrays&) {
   if (threadIdx.x != 5) barrier_sync<kBlock>(3);
 }
@@ -169,11 +147,8 @@ const std::map<std::string, Kernel> kernels = {
     NAMED(values_without_barrier),
     NAMED(values_after_shuffle),
     NAMED(copy_over_what_is_read),
-    {"value_behind_flag", &value_and_flag<true>},
-    {"value_after_flag", &value_and_flag<false>},
     NAMED(barrier_with_a_thread_gone),
     NAMED(barrier_of_two_sizes),
-    NAMED(flag_that_one_does_not_raise),
     NAMED(lanes_at_other_calls),
     NAMED(word_that_nobody_stores),
     NAMED(shared_memory_not_asked_for),

@@ -54,19 +54,6 @@ inline void barrier_sync(int number) {
   emulator::named_barrier(number, kThreads);
 }
 
-struct Flag {
-  unsigned long long state;
-};
-inline void make_flag(Flag& flag, unsigned threads) {
-  emulator::make_flag(&flag, threads);
-}
-inline void raise_flag(Flag& flag) {
-  emulator::raise_flag(&flag);
-}
-inline void wait_for_flag(Flag& flag, unsigned parity) {
-  emulator::wait_for_flag(&flag, parity);
-}
-
 inline void let_next_kernel_start() {
   emulator::let_next_kernel_start();
 }

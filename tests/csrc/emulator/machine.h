@@ -47,9 +47,6 @@ void sync_warp(unsigned mask);
 unsigned ballot(unsigned mask, bool mine);
 std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from);
 void named_barrier(int number, unsigned threads);
-void make_flag(const void* at, unsigned threads);
-void raise_flag(const void* at);
-void wait_for_flag(const void* at, unsigned parity);
 void start_copy(void* shared, const void* global, std::size_t bytes);
 void wait_for_copies();
 // Words that other blocks touch meanwhile. Stores land later, in any order.

@@ -7,15 +7,6 @@ namespace emulator {
 
 namespace {
 
-std::string place(const void* at) {
-  if (!at) return "the kernel before";
-  const std::ptrdiff_t offset = static_cast<const char*>(at) - shared_memory;
-  if (offset < 0 || offset >= static_cast<std::ptrdiff_t>(kSharedBytes)) {
-    return machine.arrays.place(at);
-  }
-  return "the flag at byte " + std::to_string(offset) + " of shared memory";
-}
-
 void start(Kernel& kernel) {
   Machine& m = machine;
   const Launch& launch = kernel.launch;
@@ -137,7 +128,8 @@ void land_some_stores() {
                  std::to_string(thread.waits_at->arrived) + " of " +
                  std::to_string(thread.waits_at->expected) + " threads are there)";
         } else {
-          line = "looks again and again at " + place(thread.looks_at);
+          line = "looks again and again at " +
+                 (thread.looks_at ? machine.arrays.place(thread.looks_at) : "the kernel before");
         }
         line = ", warp " + std::to_string(thread.number / 32) + ": " + line;
         if (line == said || ++lines > 40) continue;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -30,12 +29,6 @@ struct Meeting {
   const char* what = "";
   Clock gathered;
   std::vector<Thread*> waiting;
-};
-
-// A flag in a block's shared memory.
-struct Signal {
-  unsigned expected = 0, raised = 0, rounds = 0;
-  Clock gathered, seen;  // by who waits: of the rounds that are complete
 };
 
 struct Copy {
@@ -70,7 +63,6 @@ struct Block {
   std::vector<char> shared;
   std::unique_ptr<Shadow> shadow;
   Meeting all, named[16];
-  std::map<const void*, Signal> flags;
 };
 
 struct Kernel {

@@ -63,12 +63,6 @@ void meet(Meeting& at, unsigned expected, const char* what, bool orders, Last la
 Warp& my_warp() {
   return me().block->warps[me().number / 32];
 }
-Signal& flag_at(const void* at) {
-  touch(at, 8, false);
-  const auto found = me().block->flags.find(at);
-  if (found == me().block->flags.end()) fail("no flag was made there");
-  return found->second;
-}
 void check_mask(unsigned mask) {
   if (mask != 0xffffffffu) fail("meets others than its whole warp");
 }
@@ -171,35 +165,6 @@ void named_barrier(int number, unsigned threads) {
   }
   meet(block.named[number], threads, "a barrier", true, count_progress);
   maybe_yield();
-}
-void make_flag(const void* at, unsigned threads) {
-  if (!is_shared(at)) fail("makes a flag where no shared memory is");
-  touch(at, 8, true);
-  me().block->flags[at] = {threads, 0, 0, {}, {}};
-}
-void raise_flag(const void* at) {
-  Thread& self = me();
-  Signal& flag = flag_at(at);
-  flag.gathered.join(self.clock);
-  ++self.clock.at[self.number];
-  if (++flag.raised == flag.expected) {
-    flag.raised = 0;
-    flag.seen = flag.gathered;
-    ++flag.rounds;
-    count_progress();
-  }
-  maybe_yield();
-}
-void wait_for_flag(const void* at, unsigned parity) {
-  maybe_yield();
-  Thread& self = me();
-  const Signal& flag = flag_at(at);
-  while (flag.rounds % 2 == parity) {
-    self.looks_at = at;
-    suspend();
-  }
-  self.looks_at = nullptr;
-  self.clock.join(flag.seen);
 }
 
 void start_copy(void* shared, const void* global, std::size_t bytes) {

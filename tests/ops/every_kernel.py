@@ -1,0 +1,95 @@
+"""Runs every CUDA kernel once on small tensors, for tools that watch memory.
+
+``compute-sanitizer --tool memcheck python -m tests.ops.every_kernel``, and likewise with
+``--tool racecheck`` and ``--tool synccheck``. Sequences are ragged: empty ones, ends of chunks, a
+negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
+alignment, both layouts of linear_scan, forward and backward.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from engine import ops
+
+LENGTHS = {
+    "ragged": [1, 300, 0, 128, 129, 64, 700],
+    "one": [2300],
+    "many": [7 * n % 5 * 40 for n in range(45)],
+}
+TAIL = 5
+TAPS = 4
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def batch(lengths: list[int]) -> tuple[int, Tensor, Tensor]:
+    """Tokens with the padding tail, cu_seqlens and slots, of which one is negative."""
+    slots = list(range(len(lengths)))
+    if len(lengths) > 3:
+        slots[3] = -1
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return (
+        ends[-1] + TAIL,
+        torch.tensor(ends, dtype=torch.int32, device="cuda"),
+        torch.tensor(slots, dtype=torch.int32, device="cuda"),
+    )
+
+
+def serving(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
+    tokens, cu_seqlens, slots = batch(lengths)
+    rows = len(lengths)
+    state = random(rows, channels, dtype=torch.float32)
+    inputs = random(rows, TAPS - 1, channels, dtype=torch.float32)
+    weight, bias = random(channels, TAPS, dtype=dtype), random(channels, dtype=dtype)
+    ops.conv_scan(random(tokens, channels, dtype=dtype), weight, bias, cu_seqlens, inputs, slots)
+    ops.conv_step(random(rows, channels, dtype=dtype), weight, None, inputs, slots)
+    for gates, scan, step in (
+        (2, ops.mingru_scan, ops.mingru_step),
+        (3, ops.minlstm_scan, ops.minlstm_step),
+    ):
+        scan(random(tokens, gates * channels, dtype=dtype), cu_seqlens, state, slots)
+        step(random(rows, gates * channels, dtype=dtype), state, slots)
+
+
+def training(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
+    tokens, cu_seqlens, _ = batch(lengths)
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    for gates, scan in ((2, ops.mingru_scan_train), (3, ops.minlstm_scan_train)):
+        pre = random(tokens, gates * channels, dtype=dtype).requires_grad_()
+        h0 = random(len(lengths), channels, dtype=kept).requires_grad_()
+        h, last = scan(pre, cu_seqlens, h0)
+        (h.sum() + last.sum()).backward()
+
+
+def linear(channels: int, dtype: torch.dtype, time_contiguous: bool, reverse: bool) -> None:
+    def values() -> Tensor:
+        if time_contiguous:
+            return random(2, channels, 900, dtype=dtype).transpose(1, 2)
+        return random(2, 900, channels, dtype=dtype)
+
+    a, b = values().sigmoid().requires_grad_(), values().requires_grad_()
+    ops.linear_scan(a, b, reverse=reverse).sum().backward()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for lengths in LENGTHS.values():
+        for channels, dtype in itertools.product(
+            (72, 37), (torch.float32, torch.bfloat16, torch.float16)
+        ):
+            serving(lengths, channels, dtype)
+            training(lengths, channels, dtype)
+        training(lengths, 20, torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for time_contiguous, reverse in itertools.product((False, True), repeat=2):
+            linear(40, dtype, time_contiguous, reverse)
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
