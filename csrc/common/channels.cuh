@@ -9,8 +9,8 @@
 namespace minserve {
 namespace cuda {
 
-// One access of four-byte words, or of half of one. What is stored is one number, for
-// the compiler takes several apart.
+// One access to whole words of four bytes, or to half a word. What is stored is put together into
+// one number first: a store of several words the compiler may take apart.
 template <int kBytes>
 struct Access;
 template <>
@@ -127,7 +127,8 @@ class Channels {
   unsigned words_[(kBytes + 3) / 4] = {};
 };
 
-// Whether rows that begin at data and follow each other by stride elements of T lie so.
+// Whether all rows are aligned for Channels<T, kCount>: they begin at data and follow each other by
+// stride elements.
 template <class T, int kCount>
 inline bool lie_aligned(const void* data, std::int64_t stride = 0) {
   constexpr int kAlignment = Channels<T, kCount>::kAlignment;

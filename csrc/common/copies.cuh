@@ -90,20 +90,6 @@ __device__ __forceinline__ void store_values(double* p, const double (&x)[2]) {
 
 // One access where the tensor is aligned for it, else element by element; `count` of them are real.
 template <class T>
-__device__ __forceinline__ uint4 load_pack(const T* p, bool aligned, int count) {
-  if (aligned) return *reinterpret_cast<const uint4*>(p);
-  union {
-    uint4 all;
-    T each[16 / sizeof(T)];
-  } bits;
-  bits.all = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) {
-    if (i < count) bits.each[i] = p[i];
-  }
-  return bits.all;
-}
-template <class T>
 __device__ __forceinline__ void store_pack(T* p, const uint4& given, bool aligned, int count) {
   if (aligned) {
     *reinterpret_cast<uint4*>(p) = given;

@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     step_kernel(const __grid_constant__ ScanArgs args, const O options) {
   using V = typename ComputeType<T>::type;
   using Cell = CellOf<V>;
+  static_assert(Cell::kOutputs == 1, "what a forward cell puts out is h");
   const Layout& lay = args.layout;
   const std::int64_t row = row_group(), channel = thread_of_group() * kVec;
   let_next_kernel_start();

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) any_scan_kernel(const __grid_constan
     if (slot < 0) {
       from_lane(static_cast<T*>(args.out) + row * lay.channels + c, 0.0f);
     } else {
-      // A begin beyond the row is told by bad indices alone.
+      // Only bad indices put begin beyond the row.
       output_one<T>(args, row, begin < row ? begin : row, slot, c);
     }
   }

@@ -34,7 +34,7 @@ inline bool in_vectors(const ConvArgs& args) {
   return lay.channels % kVec == 0 && lay.tokens < 1LL << 31 && lay.sequences < (1LL << 31) - 1 &&
          lay.num_slots < 1LL << 31 && lie_aligned<T, kVec>(args.x) &&
          lie_aligned<T, kVec>(args.out) && lie_aligned<T, kVec * kTaps>(args.weight) &&
-         lie_aligned<T, kVec>(args.bias) && lie_aligned<float, kVec>(args.state) &&
+         lie_aligned<T, kVec>(args.bias) &&
          lie_aligned<float, kVec>(args.state, args.slot_stride) &&
          lie_aligned<float, kVec>(args.state, args.tap_stride);
 }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter
   const T* x = static_cast<const T*>(args.x) + first * channels + c;
   T* out = static_cast<T*>(args.out) + first * channels + c;
   // Rows of the sequence before `first`; fewer than the window's are filled up by carried inputs,
-  // of which the newest has index kTaps - 2. A begin beyond `first` is told by bad indices alone.
+  // of which the newest has index kTaps - 2. Only bad indices put span.begin beyond `first`.
   const int done = first > span.begin ? first - span.begin : 0;
   Channels<T, kVec> old_rows[kTaps - 1];
   Channels<float, kVec> carried[kTaps - 1];
@@ -102,6 +102,8 @@ __device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter
   }
 }
 
+// Five blocks are the most on a multiprocessor whose registers hold the rows on their way, the
+// window and the weights (of four taps of two-byte types all but a few words).
 template <class T, int kTaps>
 __global__ void __launch_bounds__(kThreads, 5)
     conv_scan_kernel(const __grid_constant__ ConvArgs args, const int run) {
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 }
 
 // The last inputs of every sequence, once the old ones have been read: after conv_scan_kernel. A
-// short sequence moves some of the old ones down.
+// short sequence moves some of the old ones down. Eight blocks for the same reason as a step's.
 template <class T, int kTaps>
 __global__ void __launch_bounds__(kThreads, 8)
     conv_keep_kernel(const __grid_constant__ ConvArgs args) {

@@ -21,16 +21,17 @@ __global__ void __launch_bounds__(kThreads, 8)
   wait_for_previous_kernel();
   if (first >= lay.tokens || c >= lay.channels) return;
 
+  const auto exists = [&](int r) { return r == 0 || first + r < lay.tokens; };
   std::int64_t slot[kRows];
   Channels<T, kVec> x[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     slot[r] = -1;
-    if (r == 0 || first + r < lay.tokens) slot[r] = lay.slots[first + r];
+    if (exists(r)) slot[r] = lay.slots[first + r];
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (r == 0 || first + r < lay.tokens) {
+    if (exists(r)) {
       x[r].load(static_cast<const T*>(args.x) + (first + r) * lay.channels + c);
     }
   }
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     }
     Channels<T, kVec> out;
     out.set(y);
-    if (r == 0 || first + r < lay.tokens) {
+    if (exists(r)) {
       out.store(static_cast<T*>(args.out) + (first + r) * lay.channels + c);
     }
   }

@@ -191,6 +191,56 @@ def test_the_size_of_a_batch_changes_no_bit(device: str, dtype: torch.dtype) -> 
     assert not y[~real].any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_rows_than_one_side_of_a_grid_holds(device: str, dtype: torch.dtype) -> None:
+    """70,001 rows and sequences of one token; NaN in padding rows and free slots goes nowhere."""
+    batch, channels, taps = 70_001, 8, 4
+    generator = torch.Generator().manual_seed(27)
+    x = torch.randn(batch, channels, generator=generator).to(dtype)
+    weight = torch.randn(channels, taps, generator=generator).to(dtype)
+    before = torch.randn(batch, taps - 1, channels, generator=generator)
+    slots = torch.randperm(batch, generator=generator).int()
+    padding = torch.zeros(batch, dtype=torch.bool)
+    padding[[0, 65_535, 65_536, batch - 1]] = True
+    x[padding], before[slots[padding].long()] = float("nan"), float("nan")
+    slots[padding] = -1
+    stepped, scanned = (before.to(device, copy=True) for _ in range(2))
+    given = x.to(device), weight.to(device), None
+    y = conv_step(*given, stepped, slots.to(device))
+    edges = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    same_bits(conv_scan(*given, edges, scanned, slots.to(device)), y)
+    same_bits(scanned, stepped)
+    used = slots[~padding].long()
+    window = torch.cat([before[used], x[~padding, None].float()], dim=1)
+    close(y[~padding], (window.double() * weight.double().T).sum(1), dtype, factor=8.0)
+    wanted = before.clone()
+    wanted[used] = window[:, 1:]
+    same_bits(stepped, wanted)
+    assert not y[padding].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("width", [72, 73])
+def test_rows_of_the_state_may_be_apart(device: str, taps: int, width: int) -> None:
+    """64 channels of rows of 72 or 73, which keeps their alignment or does not, and a tap more."""
+    x, weight = exact(20, 64, seed=28).float().to(device), exact(64, taps, seed=29).float()
+    weight, slots = weight.to(device), int32(2, 0, 4, device=device)
+    room = exact(5, taps, width, seed=30).float().to(device)
+    packed, around = room[:, 1:, :64].contiguous(), room.clone()
+    apart = room[:, 1:, :64]
+    edges = int32(0, 1, 3, 20, device=device)
+    for _ in range(2):
+        wanted = conv_scan(x, weight, None, edges, packed, slots)
+        same_bits(conv_scan(x, weight, None, edges, apart, slots), wanted)
+        wanted = conv_step(x[:3], weight, None, packed, slots)
+        same_bits(conv_step(x[:3], weight, None, apart, slots), wanted)
+    same_bits(apart, packed)
+    around[:, 1:, :64] = packed
+    same_bits(room, around)
+
+
 @pytest.mark.gpu
 def test_slots_out_of_range_are_skipped_on_a_gpu() -> None:
     x, weight = exact(4, 64, seed=23).float().cuda(), exact(64, 4, seed=24).float().cuda()
