@@ -21,7 +21,6 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   using Lane = typename Scan::Lane;
   using Segments = typename Scan::Segments;
   static constexpr int kBlock = Scan::kBlock, kTiles = Memory::kTiles, kVec = Scan::kVec;
-  static constexpr int kStages = Memory::kStages;
   static constexpr bool kHeld = Scan::kHeld;
   static constexpr int kThreads = kBlock + 32;
   static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
@@ -34,25 +33,26 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   using Words = Window<V, kWords>;
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
-                                             Shared& shared) {
+                                             Shared& shared, int stages) {
     if (threadIdx.x < kBlock) {
-      compute(args, shared);
+      compute(args, shared, Memory::kMostStages == 2 && stages == 2);
     } else {
       take_tiles(args, shared_tickets, shared);
     }
   }
 
-  static __device__ __forceinline__ void compute(const ScanArgs& args, Shared& shared) {
+  // two_stages: there is room for the next tile's inputs beside those that are still read.
+  static __device__ __forceinline__ void compute(const ScanArgs& args, Shared& shared,
+                                                 bool two_stages) {
     const Lane lane;
     const int channel = Scan::channel_of_thread(), group = Scan::group_of_thread();
-    words_cleared();
     __syncthreads();
     Memory::fetch(args, shared.tiles[0], lane, shared, 0);
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
       if (tile.sequence < 0) return;
       const Tile& coming = shared.tiles[(n + 1) % kTiles];  // from kFolded on
-      const int stage = n % kStages, next_stage = (n + 1) % kStages;
+      const int stage = two_stages ? n % 2 : 0, next_stage = two_stages ? (n + 1) % 2 : 0;
       const bool scans = tile.slot >= 0;
       const bool real = tile.channel + channel < args.layout.channels;
       wait_for_copies();
@@ -62,10 +62,11 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
       Affine<V> total;
       Words words;
       if (scans) {
-        Scan::fold_tile(args, tile, lane, shared, n, held);
+        Scan::fold_tile(args, tile, lane, shared, stage, held);
         total = Scan::fold_groups(shared, n, own);
         if (group == 0) Scan::publish_aggregate(args, tile, channel, total);
-        // Behind the copies of the next tile these loads would wait.
+        // Two rounds ago a chunk's carry was sure to be known early. Now, because behind the copies
+        // of the next tile these loads would wait.
         if (real && within(2.0f, tile)) {
           words.load(Scan::word_of(args, tile, channel), Scan::word_step(args), tile.chunk,
                      group * kWords);
@@ -74,7 +75,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
         Memory::zero(args, tile, lane);
       }
       barrier_sync<kThreads>(kFolded);
-      if (kHeld || kStages == 2) Memory::fetch(args, coming, lane, shared, next_stage);
+      if (kHeld || two_stages) Memory::fetch(args, coming, lane, shared, next_stage);
       if (scans) {
         if (!shared.known[n % 2]) wait_for_carry(args, tile, shared, n, words, real);
         if (group == 0 && real) {
@@ -82,11 +83,11 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
                               fmadd(total.a, shared.carry[n % 2][channel], total.b));
         }
         V h[kVec];
-        own.read(shared);
+        own.read(shared);  // again: until here the registers had better uses
         Scan::spread_carry(lane, shared, n, own, h);
         Scan::write_run(args, tile, lane, shared, stage, held, h);
       }
-      if (!kHeld && kStages == 1) Memory::fetch(args, coming, lane, shared, 0);
+      if (!kHeld && !two_stages) Memory::fetch(args, coming, lane, shared, 0);
     }
   }
 
@@ -148,8 +149,9 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
            lay.tokens / kScanChunk * columns > 8 * gridDim.x;
   }
 
-  // Puts down the carry where there is none to be waited for, or where that of the chunk before
-  // arrives while the tile is folded.
+  // Puts down the carry where there is none to be waited for, or where that of the chunk before,
+  // taken half a round of all blocks ago or more, arrives in the time of some looks, which is about
+  // that of folding the tile.
   static __device__ __forceinline__ void look_early(const ScanArgs& args, const Tile& tile,
                                                     Shared& shared, int turn) {
     constexpr int kEach = (G::kChannels + 31) / 32;  // neighbouring channels of a lane

@@ -28,7 +28,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
   static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
-                                             Shared& shared) {
+                                             Shared& shared, int) {
     if (threadIdx.x < kBlock) {
       compute(args, shared);
     } else {
@@ -49,7 +49,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
         wait_for_copies();
         if (n == 0) barrier_sync<kThreads>(kStarted);
         if (scans) {
-          Scan::fold_tile(args, tile, lane, shared, n, held);
+          Scan::fold_tile(args, tile, lane, shared, 0, held);
           const Affine<V> total = Scan::fold_groups(shared, n, now);
           if (Scan::group_of_thread() == 0) {
             const int channel = Scan::channel_of_thread();

@@ -11,6 +11,7 @@ namespace cuda {
 
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // what is said here is not the next launch's error
   throw std::runtime_error(
       std::string("minserve: ") + what + ": " + cudaGetErrorString(error) +
       (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction
@@ -48,32 +49,48 @@ inline dim3 grid_of(long long rows, long long channels) {
   return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(blocks));
 }
 
-// A launch that may begin before the kernel ahead of it on the stream has ended, where the GPU can
-// (compute capability 9.0 and later): the kernel waits for the other's results itself.
-class OverlappedLaunch {
- public:
-  OverlappedLaunch(long long blocks, int threads, int shared_bytes, cudaStream_t stream) {
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-          "compute capability");
-    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute_.val.programmaticStreamSerializationAllowed = 1;
-    config_.gridDim = dim3(static_cast<unsigned>(blocks));
-    config_.blockDim = dim3(static_cast<unsigned>(threads));
-    config_.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-    config_.stream = stream;
-    config_.attrs = &attribute_;
-    config_.numAttrs = major >= 9 ? 1 : 0;
+// Whether a kernel's code on the current device holds the wait. Code made from PTX for older GPUs
+// does not, whatever GPU it runs on.
+template <auto kKernel>
+bool waits_for_previous() {
+  static thread_local int asked = -1;
+  static thread_local bool waits = false;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device != asked) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)),
+          "attributes of a kernel");
+    waits = attributes.ptxVersion >= 90;
+    asked = device;
   }
-  OverlappedLaunch(const OverlappedLaunch&) = delete;
-  OverlappedLaunch& operator=(const OverlappedLaunch&) = delete;
-  const cudaLaunchConfig_t* config() const { return &config_; }
+  return waits;
+}
 
- private:
-  cudaLaunchAttribute attribute_ = {};
-  cudaLaunchConfig_t config_ = {};
+struct Grid {
+  dim3 blocks;
+  unsigned threads;
+  int shared_bytes = 0;
 };
+
+// The kernel may begin before the one ahead of it on the stream has ended, where the GPU can. So
+// every thread of it calls wait_for_previous_kernel() before it reads or writes global memory, and
+// before it returns: then whoever waits for this kernel has waited for all before it.
+template <auto kKernel, class... Arguments>
+void launch_early(const Grid& grid, cudaStream_t stream, const char* what,
+                  const Arguments&... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.blocks;
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = waits_for_previous<kKernel>() ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
+}
 
 // Blocks of a kernel that the current device runs at once. Also asks for the kernel's shared
 // memory.

@@ -62,7 +62,7 @@ struct TileScan {
         for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
         Affine<V> step = Cell::affine(Memory::options(args), element);
         // Positions past the end change nothing, not even bits.
-        if (!kFull && lane.position + k >= tile.count) step = {V(1), V(0)};
+        if (!kFull && lane.position + k >= tile.count) step = {V(1), V(-0.0)};
         sum[v].b = fmadd(step.a, sum[v].b, step.b);
         sum[v].a = step.a * sum[v].a;
         if (k < kInRegisters) {
@@ -79,10 +79,9 @@ struct TileScan {
 
   // Folds a thread's run of a tile that has arrived, and puts its aggregate down.
   static __device__ __forceinline__ void fold_tile(const ScanArgs& args, const Tile& tile,
-                                                   const Lane& lane, Shared& shared, int turn,
+                                                   const Lane& lane, Shared& shared, int stage,
                                                    Held& held) {
     Affine<V> sum[kVec];
-    const int stage = turn % Memory::kStages;
     if (tile.count == kScanChunk) {
       fold_run<true>(args, tile, lane, shared, stage, held, sum);
     } else {

@@ -8,11 +8,24 @@
 namespace minserve {
 namespace cuda {
 
+// As many stages of inputs as the scan can use and a block may have.
+template <class Scan>
+int stages_for() {
+  int device = 0, most = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "shared memory of a block");
+  int stages = Scan::Memory::kMostStages;
+  while (stages > 1 && Scan::Memory::shared_bytes(stages) > most) --stages;
+  return stages;
+}
+
 template <template <class> class CellOf, class O, class T, bool kAligned>
 void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
   using Scan = TileWay<CellOf, O, T, kAligned>;
-  const auto kernel = &tile_kernel<CellOf, O, T, kAligned>;
-  const int shared = static_cast<int>(sizeof(typename Scan::Shared));
+  constexpr auto kernel = &tile_kernel<CellOf, O, T, kAligned>;
+  const int stages = stages_for<Scan>();
+  const int shared = Scan::Memory::shared_bytes(stages);
   const Layout& lay = args.layout;
   const std::int64_t tiles =
       lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
@@ -21,21 +34,19 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
                              " tiles");
   }
   const std::int64_t bytes = workspace_bytes(lay, sizeof(Word<typename Scan::V>));
-  char* tickets = static_cast<char*>(args.workspace) + bytes - sizeof(Tickets::Shared);
+  char* tickets = static_cast<char*>(args.workspace) + bytes - kTicketBytes;
   const std::int64_t blocks =
       resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kThreads, shared);
   clear_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1 : blocks),
                  256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
   check(cudaGetLastError(), "clearing the scan's words");
-  const OverlappedLaunch launch(tiles < blocks ? tiles : blocks, Scan::kThreads, shared, stream);
-  check(cudaLaunchKernelEx(launch.config(), kernel, args,
-                           reinterpret_cast<Tickets::Shared*>(tickets)),
-        "scan");
-  check(cudaGetLastError(), "scan");
+  const Grid grid = {dim3(static_cast<unsigned>(tiles < blocks ? tiles : blocks)), Scan::kThreads,
+                     shared};
+  launch_early<kernel>(grid, stream, "scan", args, reinterpret_cast<Tickets::Shared*>(tickets),
+                       stages);
 }
 
-// Whether rows that begin at data and follow each other by stride elements are
-// aligned to 16 bytes.
+// Whether rows that begin at data and follow each other by stride elements are aligned to 16 bytes.
 inline bool aligned_rows(const void* data, std::int64_t stride, std::int64_t size) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0;
 }
@@ -45,13 +56,16 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
   using Cell = CellOf<float>;
   const Layout& lay = args.layout;
   args.aligned = lay.channels * sizeof(T) % 16 == 0;
-  for (int n = 0; n < Cell::kInputs; ++n) {
-    args.aligned =
-        args.aligned && aligned_rows(args.inputs[n].data, args.inputs[n].stride, sizeof(T));
-  }
-  for (int n = 0; n < Cell::kOutputs; ++n) {
-    args.aligned =
-        args.aligned && aligned_rows(args.outputs[n].data, args.outputs[n].stride, sizeof(T));
+  for (const Stream* streams : {args.inputs, args.outputs}) {
+    const int count = streams == args.inputs ? Cell::kInputs : Cell::kOutputs;
+    for (int n = 0; n < count; ++n) {
+      // Within a chunk the kernels count elements in 32 bits.
+      if (streams[n].stride > 2147483647LL / kScanChunk) {
+        throw std::runtime_error("minserve: too large for one scan: rows of " +
+                                 std::to_string(streams[n].stride) + " elements");
+      }
+      args.aligned = args.aligned && aligned_rows(streams[n].data, streams[n].stride, sizeof(T));
+    }
   }
   const std::int64_t size = sizeof(typename ComputeType<T>::type);
   args.aligned_state = args.aligned && aligned_rows(args.initial, args.initial_stride, size) &&

@@ -63,7 +63,7 @@ constexpr long long kFewThreads = 1 << 16;
 
 template <template <class> class CellOf, class O, class T, int kVec>
 void launch_step_of(const ScanArgs& args, O options, cudaStream_t stream) {
-  const RowGrid grid = row_grid(args.layout.tokens, (args.layout.channels + kVec - 1) / kVec);
+  const Grid grid = row_grid(args.layout.tokens, (args.layout.channels + kVec - 1) / kVec);
   launch_early<&step_kernel<CellOf, O, T, kVec>>(grid, stream, "step", args, options);
 }
 

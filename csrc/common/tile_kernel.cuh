@@ -1,4 +1,5 @@
-// The kernel of a scan by tiles: which way its tiles go.
+// The kernel of a scan by tiles: which way its tiles go. `stages` of inputs find room in its shared
+// memory.
 #pragma once
 
 #include <type_traits>
@@ -17,10 +18,10 @@ using TileWay =
 template <template <class> class CellOf, class O, class T, bool kAligned>
 __global__ void __launch_bounds__((TileWay<CellOf, O, T, kAligned>::kThreads),
                                   (TileWay<CellOf, O, T, kAligned>::kMinBlocks))
-    tile_kernel(const __grid_constant__ ScanArgs args, Tickets::Shared* tickets) {
+    tile_kernel(const __grid_constant__ ScanArgs args, Tickets::Shared* tickets, int stages) {
   using Scan = TileWay<CellOf, O, T, kAligned>;
   extern __shared__ uint4 memory[];
-  Scan::run(args, tickets, *reinterpret_cast<typename Scan::Shared*>(memory));
+  Scan::run(args, tickets, *reinterpret_cast<typename Scan::Shared*>(memory), stages);
 }
 
 }  // namespace cuda

@@ -17,12 +17,13 @@ struct TileMemory {
   static constexpr bool kHeld = Cell::kPrevious < 0;
   using G = Geometry<T, Cell::kInputs, kHeld>;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
-  // Four-byte types write a tile one turn after they folded it. For two-byte types, whose limit is
-  // the number of instructions, the way through shared memory costs more than the wait.
+  // Forward cells of wide types write a tile one turn after they folded it. For two-byte types,
+  // whose limit is the number of instructions, the way through shared memory costs more than the
+  // wait.
   static constexpr bool kLag = kHeld && sizeof(T) > 2;
   static constexpr int kParity = kLag ? 2 : 1;
   // Backward cells with room for two stages fetch a tile while the one before is still read.
-  static constexpr int kStages = kHeld || G::kStageBytes > 49152 ? 1 : 2;
+  static constexpr int kMostStages = kHeld || G::kStageBytes > 49152 ? 1 : 2;
   static constexpr int kTiles = 4;
   static constexpr bool kAnyOptions = sizeof(O) > 1;
 
@@ -45,7 +46,6 @@ struct TileMemory {
   };
   struct Shared : std::conditional_t<(kParked > 0), Parking, Nothing<0>>,
                   std::conditional_t<kLag, Lagging, Nothing<1>> {
-    uint4 stage[kStages][Cell::kInputs][kRun][kBlock];
     PerRun a, b;  // aggregates of the segments
     // Of two tiles, by the parity of their turns, where they lag.
     V group_a[kParity][G::kGroups][G::kChannels];
@@ -54,6 +54,8 @@ struct TileMemory {
     V carry[2][G::kChannels];  // into the tile
     int known[2];              // whether it was known early
     Tile tiles[kTiles];
+    // At the end, so that a launch may do with fewer.
+    alignas(16) uint4 stage[kMostStages][Cell::kInputs][kRun][kBlock];
 
     // Where the carries into the segments lie: without lag, in the place of b.
     __device__ __forceinline__ PerRun& entries() {
@@ -64,6 +66,10 @@ struct TileMemory {
       }
     }
   };
+
+  static constexpr int shared_bytes(int stages) {
+    return static_cast<int>(sizeof(Shared)) - (kMostStages - stages) * G::kStageBytes;
+  }
 
   // What a thread is in every tile.
   struct Lane {

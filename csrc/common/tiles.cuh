@@ -9,6 +9,7 @@
 #pragma once
 
 #include "types.h"
+
 namespace minserve {
 namespace cuda {
 
@@ -23,7 +24,7 @@ struct Geometry {
   // would fit a multiprocessor.
   static constexpr int kBlock = kHeld && sizeof(T) == 2 && kInputs == 3 ? 256 : 128;
   static constexpr int kWarps = kBlock / 32;
-  // As long a run as 64 KiB of staged inputs allow.
+  // Longer runs would leave a multiprocessor room for fewer blocks.
   static constexpr int kRun = !kHeld && sizeof(T) == 2 ? 4 : kBlock == 256 ? 4 : 8;
   static constexpr int kSegmentsPerWarp = static_cast<int>(kScanChunk) / (kWarps * kRun);
   static constexpr int kLanes = 32 / kSegmentsPerWarp;
@@ -207,6 +208,7 @@ __device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order,
     // A sequence without rows still hands its initial carry on as the last one.
     const bool empty = left == 0 && tile.chunk == 0 && tile.slot >= 0;
     if (left <= 0 && !empty) continue;  // a number that no chunk has
+    if (tile.chunk < 0) continue;       // cu_seqlens that do not begin at 0
     tile.sequence = s;
     tile.row = lay.reverse ? end - 1 - done : begin + done;
     tile.word = number * lay.channels + tile.channel;

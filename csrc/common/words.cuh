@@ -82,8 +82,9 @@ struct Word<double> {
 };
 
 // A word per chunk and channel, then what the tickets share; in sixteens.
+constexpr std::int64_t kTicketBytes = 16;
 inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) {
-  return (lay.chunk_bound() * lay.channels * word_bytes + 15) / 16 * 16 + 16;
+  return (lay.chunk_bound() * lay.channels * word_bytes + 15) / 16 * 16 + kTicketBytes;
 }
 
 // Empties the words and what the tickets share. It lets the scan start at once,

@@ -13,17 +13,6 @@
 namespace minserve {
 namespace {
 
-template <template <class> class CellOf, class T, bool kAligned>
-using ScanOf = cuda::TileWay<CellOf, cuda::UsualOptions, T, kAligned>;
-template <class Scan>
-constexpr unsigned kThreadsOf = Scan::kThreads;
-
-// What tickets are taken from begins with a counter; its type is the kernel's business.
-template <class Tickets>
-void call(void (*kernel)(ScanArgs, Tickets*), const ScanArgs& args, void* tickets) {
-  kernel(args, static_cast<Tickets*>(tickets));
-}
-
 struct Case {
   std::vector<int> lengths, slots;
   long channels, tail, extra_stride, shift;
@@ -33,7 +22,7 @@ struct Case {
 
 template <template <class> class CellOf, class T, bool kAligned>
 class Driver {
-  using Scan = ScanOf<CellOf, T, kAligned>;
+  using Scan = cuda::TileWay<CellOf, cuda::UsualOptions, T, kAligned>;
   using V = typename Scan::V;
   using Cell = CellOf<V>;
   static constexpr int kInputs = Cell::kInputs, kOutputs = Cell::kOutputs;
@@ -191,17 +180,19 @@ class Driver {
       const cuda::Word<V> stale = cuda::Word<V>::carry(V(1e6));
       std::memcpy(static_cast<char*>(args.workspace) + i, &stale, sizeof stale);
     }
-    void* const tickets = static_cast<char*>(args.workspace) + bytes - 16;
+    auto* const tickets = reinterpret_cast<cuda::Tickets::Shared*>(
+        static_cast<char*>(args.workspace) + bytes - cuda::kTicketBytes);
+    const int stages = most_blocks % 2 ? 1 : Scan::Memory::kMostStages;  // both are to be right
     emulator::launch({"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false, [=] {
                         cuda::clear_kernel(static_cast<uint4*>(args.workspace), bytes / 16);
                       }});
     const std::int64_t tiles =
         lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
-    emulator::launch({"scan", static_cast<unsigned>(std::min<std::int64_t>(tiles, most_blocks)),
-                      kThreadsOf<Scan>, sizeof(typename Scan::Shared), true, [=] {
-                        call(&cuda::tile_kernel<CellOf, cuda::UsualOptions, T, kAligned>, args,
-                             tickets);
-                      }});
+    emulator::launch(
+        {"scan", static_cast<unsigned>(std::min<std::int64_t>(tiles, most_blocks)), Scan::kThreads,
+         static_cast<std::size_t>(Scan::Memory::shared_bytes(stages)), true, [=] {
+           cuda::tile_kernel<CellOf, cuda::UsualOptions, T, kAligned>(args, tickets, stages);
+         }});
   }
 
   std::vector<V> state_of(const std::vector<V>& all, long row) const {
