@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         f"log-probability elsewhere {figures['largest_logprob_difference']:.2e}"
     )
     save_json(args.json, figures)
-    return 0
+    return 1 if figures["differing"] else 0
 
 
 if __name__ == "__main__":
