@@ -111,6 +111,8 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
         found = word.is_carry();
       }
       barrier_sync<kThreads>(kFolded);
+      const V a = real ? shared.total_a[n % 2][channel] : V(1);
+      const V b = real ? shared.total_b[n % 2][channel] : V(0);
       // Looking any earlier would only keep the words' cache lines busy.
       if (!found) {
         Window<V, kWindow> window;
@@ -118,9 +120,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
         carry = look_back(window, own, step, tile.chunk);
       }
       if (real) {
-        Scan::publish_carry(
-            args, tile, channel,
-            fmadd(shared.total_a[n % 2][channel], carry, shared.total_b[n % 2][channel]));
+        Scan::publish_carry(args, tile, channel, fmadd(a, carry, b));
         shared.carry[n % 2][channel] = carry;
       }
     }

@@ -34,11 +34,13 @@ struct TileMemory {
   static constexpr int kParked = kLag ? kRun : kHeld ? kRun - kInRegisters : 0;
   static constexpr int kParkedPacks = 2 * kVec * static_cast<int>(sizeof(V)) / 16;
 
+  // Lines of global memory that are copied across lines of shared memory take a seventh longer.
+  static constexpr int kLine = 128;
   using PerRun = V[G::kSegments][G::kChannels];
   template <int kWhich>
   struct Nothing {};
   struct Parking {
-    uint4 parked[kParked > 0 ? kParked : 1][kParkedPacks][kBlock];
+    alignas(kLine) uint4 parked[kParked > 0 ? kParked : 1][kParkedPacks][kBlock];
   };
   struct Lagging {
     PerRun entry;                                          // carries into the segments
@@ -55,7 +57,7 @@ struct TileMemory {
     int known[2];              // whether it was known early
     Tile tiles[kTiles];
     // At the end, so that a launch may do with fewer.
-    alignas(16) uint4 stage[kMostStages][Cell::kInputs][kRun][kBlock];
+    alignas(kLine) uint4 stage[kMostStages][Cell::kInputs][kRun][kBlock];
 
     // Where the carries into the segments lie: without lag, in the place of b.
     __device__ __forceinline__ PerRun& entries() {
