@@ -1,11 +1,10 @@
 // How a scan is cut into tiles, and in which order running blocks take them.
 //
-// A tile is one chunk of time by kChannels channels. Blocks take tickets from a
-// counter, so whoever holds a tile knows that every earlier one is finished or
-// held by a block that runs: waiting for an earlier tile always ends. Order:
-// the sequences are dealt to up to 32 streams that advance side by side, a
-// chunk of each at a time with all its channels; the more streams, the longer
-// ago was the chunk before, whose carry a tile needs.
+// A tile is one chunk of time by kChannels channels. Blocks take tickets from a counter, so whoever
+// holds a tile knows that every earlier one is finished or held by a block that runs: waiting for
+// an earlier tile always ends. Order: the sequences are dealt to up to 32 streams that advance side
+// by side, a chunk of each at a time with all its channels; the more streams, the longer ago was
+// the chunk before, whose carry a tile needs.
 #pragma once
 
 #include "types.h"
@@ -13,15 +12,13 @@
 namespace minserve {
 namespace cuda {
 
-// A warp covers kLanes channel vectors by 32 / kLanes segments of time; a
-// thread holds kRun positions of one segment by kVec channels. The segments of
-// all warps make up the chunk.
+// A warp covers kLanes channel vectors by 32 / kLanes segments of time; a thread holds kRun
+// positions of one segment by kVec channels. The segments of all warps make up the chunk.
 template <class T, int kInputs, bool kHeld>
 struct Geometry {
   static constexpr int kVec = 16 / static_cast<int>(sizeof(T));
-  // Rows of a tile are pieces of 128 bytes or more: the L2 cache is limited by
-  // requests as well. The block of three two-byte streams is wide, or too few
-  // would fit a multiprocessor.
+  // Rows of a tile are pieces of 128 bytes or more: the L2 cache is limited by requests as well.
+  // The block of three two-byte streams is wide, or too few would fit a multiprocessor.
   static constexpr int kBlock = kHeld && sizeof(T) == 2 && kInputs == 3 ? 256 : 128;
   static constexpr int kWarps = kBlock / 32;
   // Longer runs would leave a multiprocessor room for fewer blocks.
@@ -67,10 +64,9 @@ __device__ __forceinline__ int find_sequence(const Layout& lay, int chunk, int l
   return low;
 }
 
-// The order of the chunk numbers, spread over the lanes of one warp. Stream n
-// begins at lane n's `first` chunk and `sequence`. Streams end one after
-// another; in phase n, described by lane n, those of rank n and more are left,
-// and `owner` is the stream of that rank.
+// The order of the chunk numbers, spread over the lanes of one warp. Stream n begins at lane n's
+// `first` chunk and `sequence`. Streams end one after another; in phase n, described by lane n,
+// those of rank n and more are left, and `owner` is the stream of that rank.
 class Order {
  public:
   // scratch: 32 of shared memory
@@ -184,8 +180,7 @@ class Tickets {
   unsigned way_, own_;
 };
 
-// The tile of a ticket, or of the next one that has work; called by one whole
-// warp.
+// The tile of a ticket, or of the next one that has work; called by one whole warp.
 __device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order, unsigned ticket,
                                           Tickets& tickets, int channels) {
   const unsigned blocks = static_cast<unsigned>((lay.channels + channels - 1) / channels);

@@ -1,13 +1,11 @@
 // What tiles of one sequence tell each other: one word per chunk and channel.
 //
-// A word is empty, an aggregate (A, B) of its chunk, or the carry that leaves
-// the chunk. It is read and written whole, so the value is its own flag: no
-// fence and no second look is needed. A reader that finds only aggregates folds
-// them, oldest first, onto the newest carry that it finds; since every carry is
-// defined as that same fold from the sequence's start, the bits do not depend
-// on how far a reader had to look back (the look-back of Merrill and Garland,
-// "Single-pass Parallel Prefix Scan with Decoupled Look-back", NVR-2016-002,
-// with a fold instead of a tree).
+// A word is empty, an aggregate (A, B) of its chunk, or the carry that leaves the chunk. It is read
+// and written whole, so the value is its own flag: no fence and no second look is needed. A reader
+// that finds only aggregates folds them, oldest first, onto the newest carry that it finds; since
+// every carry is defined as that same fold from the sequence's start, the bits do not depend on how
+// far a reader had to look back (the look-back of Merrill and Garland, "Single-pass Parallel Prefix
+// Scan with Decoupled Look-back", NVR-2016-002, with a fold instead of a tree).
 #pragma once
 
 #include <cstdint>
@@ -87,9 +85,8 @@ inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) 
   return (lay.chunk_bound() * lay.channels * word_bytes + 15) / 16 * 16 + kTicketBytes;
 }
 
-// Empties the words and what the tickets share. It lets the scan start at once,
-// which then waits for it with words_cleared() while it already looks for its
-// first tiles.
+// Empties the words and what the tickets share. It lets the scan start at once, which then waits
+// for it with words_cleared() while it already looks for its first tiles.
 static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
   let_next_kernel_start();
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
@@ -102,9 +99,8 @@ __device__ __forceinline__ void words_cleared() {
   wait_for_previous_kernel();
 }
 
-// Some words of one channel, of the chunks at distances base + 1 ... base +
-// kWindow before one of number `chunk`; those of the chunk before lie `step`
-// bytes before `own`.
+// Some words of one channel, of the chunks at distances base + 1 ... base + kWindow before one of
+// number `chunk`; those of the chunk before lie `step` bytes before `own`.
 template <class V, int kWindow>
 struct Window {
   static constexpr unsigned kAll = (1u << kWindow) - 1u;
@@ -148,10 +144,9 @@ struct Window {
   }
 };
 
-// The carry into chunk number `chunk` > 0 of a sequence, from a window that was
-// loaded at base 0; it is moved back as far as there is no carry, and forth
-// again. Chunk 0 publishes a carry without looking back, so the search ends;
-// whoever holds an earlier chunk never waits for a later one.
+// The carry into chunk number `chunk` > 0 of a sequence, from a window that was loaded at base 0;
+// it is moved back as far as there is no carry, and forth again. Chunk 0 publishes a carry without
+// looking back, so the search ends; whoever holds an earlier chunk never waits for a later one.
 template <class V, int kWindow>
 __device__ __forceinline__ V look_back(Window<V, kWindow>& window, const char* own,
                                        std::int64_t step, int chunk) {
