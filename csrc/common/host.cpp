@@ -80,10 +80,11 @@ Fn by_isa(Fn (*generic_entry)(Args...), Fn (*avx2_entry)(Args...), Fn (*avx512_e
 #define MS_BY_ISA(name, ...) by_isa(&generic::name, &generic::name, &generic::name, __VA_ARGS__)
 #endif
 
-ScanFn scan_kernel(Recurrence recurrence, Dtype dtype, bool backward) {
+ScanFn scan_kernel(Recurrence recurrence, bool in_rows, Dtype dtype, bool backward) {
   switch (recurrence) {
     case Recurrence::linear:
-      return MS_BY_ISA(linear_kernel, dtype, backward);
+      return in_rows ? MS_BY_ISA(linear_row_kernel, dtype, backward)
+                     : MS_BY_ISA(linear_kernel, dtype, backward);
     case Recurrence::mingru:
       return MS_BY_ISA(mingru_kernel, dtype, backward);
     default:
@@ -93,6 +94,10 @@ ScanFn scan_kernel(Recurrence recurrence, Dtype dtype, bool backward) {
 
 // Elements under which another thread costs more than it brings.
 constexpr std::int64_t kGrainElements = 8192;
+
+// Where time is contiguous, channels that a thread reads side by side: a line of floats. The pages
+// of more are too many to be looked up quickly.
+constexpr std::int64_t kRowsTogether = 16;
 
 struct Work {  // a scan on the CPU
   const ScanArgs& args;
@@ -312,17 +317,22 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
   for (const Stream& s : args.outputs) outputs += s.data != nullptr;
   const std::int64_t row_bytes = lay.channels * bytes_of(like);
 
-  Work work{args, scan_kernel(recurrence, dtype, backward), {}};
+  // Only linear_scan has streams of stride 1 and more channels than one: time is contiguous there.
+  const bool in_rows =
+      recurrence == Recurrence::linear && args.inputs[0].stride == 1 && lay.channels > 1;
+  Work work{args, scan_kernel(recurrence, in_rows, dtype, backward), {}};
   Share& share = work.share;
   share.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
   const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;
   if (2 * items > threads || lay.tokens < 8 * kScanChunk) {
-    return work.serial(threads);
+    if (!in_rows) return work.serial(threads);
+    share.width = kRowsTogether;
+    return work.phase(Phase::serial, lay.sequences + 1, lay.time);
   }
   // Too few sequences and channels for the threads: time is cut too. Waves of chunks, so that the
   // second reading of the inputs finds them in the cache of the thread that read them first.
   const std::int64_t bound = lay.chunk_bound();
-  share.width = item_width(lay.channels, 1);
+  share.width = in_rows ? kNarrowestItem : item_width(lay.channels, 1);
   share.row_channels = divided_up(lay.channels, kNarrowestItem) * kNarrowestItem;
   share.wave_chunks = std::min(
       bound, threads * std::max<std::int64_t>(1, kWaveBytes / (inputs * row_bytes * kScanChunk)));

@@ -5,12 +5,14 @@
 
 namespace minserve {
 
-#define MS_DECLARE_KERNELS(isa)                      \
-  namespace isa {                                    \
-  ScanFn linear_kernel(Dtype dtype, bool backward);  \
-  ScanFn mingru_kernel(Dtype dtype, bool backward);  \
-  ScanFn minlstm_kernel(Dtype dtype, bool backward); \
-  ConvFn conv_kernel(Dtype dtype);                   \
+// linear_row_kernel: where the streams' stride is 1, channels lying layout.time elements apart.
+#define MS_DECLARE_KERNELS(isa)                         \
+  namespace isa {                                       \
+  ScanFn linear_kernel(Dtype dtype, bool backward);     \
+  ScanFn linear_row_kernel(Dtype dtype, bool backward); \
+  ScanFn mingru_kernel(Dtype dtype, bool backward);     \
+  ScanFn minlstm_kernel(Dtype dtype, bool backward);    \
+  ConvFn conv_kernel(Dtype dtype);                      \
   }
 
 MS_DECLARE_KERNELS(generic)

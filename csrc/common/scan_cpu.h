@@ -18,10 +18,9 @@
 namespace minserve {
 namespace MS_ISA {
 
-// T: element type of the streams.
-template <template <class> class CellOf, class O, class T>
+// T: element type of the streams. Tiles: Tile, or TurnedTile where time is contiguous.
+template <template <class> class CellOf, class O, class T, class Tiles>
 struct Scan {
-  using Tiles = Tile<CellOf, O, T>;
   using Block = typename Tiles::Block;
   using V = typename Tiles::V;
   using S = typename Tiles::S;
@@ -31,29 +30,6 @@ struct Scan {
 
   static MS_CELL V get(const S* p) { return Tiles::get(p); }
   static MS_CELL void set(S* p, V x) { Tiles::set(p, x); }
-
-  // Positions [from, to) of one chunk.
-  template <bool kOutput>
-  static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
-                    Lanes& lanes) {
-    for (std::int64_t p = from; p < to; p += Tiles::kRows) {
-      const std::int64_t q = p + Tiles::kRows < to ? p + Tiles::kRows : to;
-      int offset = 0;
-      for (; offset + K <= at.width; offset += K) {
-        if constexpr (kOutput && sizeof(S) == sizeof(float)) {
-          if (at.past) {
-            Tiles::template line<kOutput>(args, at, p, q, p == from, offset, lanes, Past{});
-            continue;
-          }
-        }
-        Tiles::template line<kOutput>(args, at, p, q, p == from, offset, lanes, Full{});
-      }
-      if (offset < at.width) {
-        Tiles::template line<kOutput>(args, at, p, q, p == from, offset, lanes,
-                                      Part{at.width - offset});
-      }
-    }
-  }
 
   static void zero(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to) {
     for (const Stream& s : args.outputs) {
@@ -108,7 +84,7 @@ struct Scan {
     initial(args, at, lanes.carry);
     for (std::int64_t from = 0; from < length; from += kScanChunk) {
       const std::int64_t to = from + kScanChunk < length ? from + kScanChunk : length;
-      chunk<true>(args, at, from, to, lanes);
+      Tiles::template chunk<true>(args, at, from, to, lanes);
       advance(at, lanes.a, lanes.b, lanes.carry);
     }
     finish(args, at, lanes.carry);
@@ -173,21 +149,11 @@ struct Scan {
     }
     S* a = row_of(args, share, index, at.channel);
     if (kOutput) copy(at, a, lanes.carry);
-    chunk<kOutput>(args, at, from, to, lanes);
+    Tiles::template chunk<kOutput>(args, at, from, to, lanes);
     if (!kOutput) {
       copy(at, lanes.a, a);
       copy(at, lanes.b, row_of(args, share, share.wave_chunks + index, at.channel));
     }
-  }
-
-  // Whether outputs may be written past the caches in whole lines.
-  static bool lines_aligned(const ScanArgs& args) {
-    bool aligned = true;
-    for (const Stream& s : args.outputs) {
-      aligned = aligned && reinterpret_cast<std::uintptr_t>(s.data) % kLineBytes == 0 &&
-                s.stride % K == 0;
-    }
-    return aligned;
   }
 
   static void run(const ScanArgs& args, const O& options, const Share& share, Phase phase,
@@ -197,7 +163,7 @@ struct Scan {
     const std::int64_t count = phase == Phase::serial  ? lay.sequences + 1
                                : phase == Phase::carry ? 1
                                                        : share.last_chunk - share.first_chunk;
-    const bool past = share.past_caches && lines_aligned(args);
+    const bool past = share.past_caches && Tiles::lines_aligned(args);
     for (std::int64_t item = begin; item < end; ++item) {
       const std::int64_t index = item % count, channel = item / count * share.width;
       const std::int64_t left = lay.channels - channel;
@@ -216,25 +182,28 @@ struct Scan {
 };
 
 // The kernel of a cell for a dtype; its options are chosen once per call of it.
-template <template <class> class CellOf, class T>
+template <template <class> class CellOf, class T,
+          template <template <class> class, class, class> class TileOf>
 void run_scan(const ScanArgs& args, const Share& share, Phase phase, std::int64_t begin,
               std::int64_t end) {
   with_options<CellOf<float>::kHasOptions>(args, [&](auto options) {
-    Scan<CellOf, decltype(options), T>::run(args, options, share, phase, begin, end);
+    using O = decltype(options);
+    Scan<CellOf, O, T, TileOf<CellOf, O, T>>::run(args, options, share, phase, begin, end);
   });
 }
 
-template <template <class> class CellOf>
+template <template <class> class CellOf,
+          template <template <class> class, class, class> class TileOf = Tile>
 ScanFn scan_for(Dtype dtype) {
   switch (dtype) {
     case Dtype::f32:
-      return &run_scan<CellOf, float>;
+      return &run_scan<CellOf, float, TileOf>;
     case Dtype::f64:
-      return &run_scan<CellOf, double>;
+      return &run_scan<CellOf, double, TileOf>;
     case Dtype::bf16:
-      return &run_scan<CellOf, bf16>;
+      return &run_scan<CellOf, bf16, TileOf>;
     case Dtype::f16:
-      return &run_scan<CellOf, f16>;
+      return &run_scan<CellOf, f16, TileOf>;
   }
   return nullptr;
 }

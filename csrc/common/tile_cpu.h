@@ -61,11 +61,9 @@ struct Tile {
   static MS_CELL int lanes_in(Full) { return K; }
   static MS_CELL int lanes_in(Part part) { return part.count; }
 
-  // One line of channels for positions [from, to), at most a tile of them: the outputs if wanted
-  // and the aggregate since the chunk's start, at which the tile is `fresh`.
-  template <bool kOutput, class L>
-  static void line(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
-                   bool fresh, int offset, Lanes& lanes, L part) {
+  // From position `from` of a sequence on.
+  static MS_CELL Walk walk_from(const ScanArgs& args, const Place& at, std::int64_t from,
+                                int offset) {
     const bool reverse = args.layout.reverse;
     const std::int64_t row = reverse ? at.end - 1 - from : at.begin + from;
     Walk walk;
@@ -81,6 +79,14 @@ struct Tile {
       walk.target_step[n] = reverse ? -s.stride : s.stride;
       walk.target[n] = static_cast<T*>(s.data) + row * s.stride + walk.channel;
     }
+    return walk;
+  }
+
+  // One line of channels for positions [from, to): the outputs if wanted and the aggregate since
+  // the chunk's start, at which the tile is `fresh`.
+  template <bool kOutput, class L>
+  static void line(const ScanArgs& args, const Place& at, Walk walk, std::int64_t from,
+                   std::int64_t to, bool fresh, int offset, Lanes& lanes, L part) {
     V h[N], a[N], b[N];
     for (int v = 0; v < N; ++v) {
       const int i = offset + v * W;
@@ -111,6 +117,40 @@ struct Tile {
       set(lanes.a + i, a[v]);
       set(lanes.b + i, b[v]);
     }
+  }
+
+  // Positions [from, to) of one chunk.
+  template <bool kOutput>
+  static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
+                    Lanes& lanes) {
+    for (std::int64_t p = from; p < to; p += kRows) {
+      const std::int64_t q = p + kRows < to ? p + kRows : to;
+      const auto next = [&](int offset, auto part) {
+        line<kOutput>(args, at, walk_from(args, at, p, offset), p, q, p == from, offset, lanes,
+                      part);
+      };
+      int offset = 0;
+      for (; offset + K <= at.width; offset += K) {
+        if constexpr (kOutput && sizeof(S) == sizeof(float)) {
+          if (at.past) {
+            next(offset, Past{});
+            continue;
+          }
+        }
+        next(offset, Full{});
+      }
+      if (offset < at.width) next(offset, Part{at.width - offset});
+    }
+  }
+
+  // Whether outputs may be written past the caches in whole lines.
+  static bool lines_aligned(const ScanArgs& args) {
+    bool aligned = true;
+    for (const Stream& s : args.outputs) {
+      aligned = aligned && reinterpret_cast<std::uintptr_t>(s.data) % kLineBytes == 0 &&
+                s.stride % K == 0;
+    }
+    return aligned;
   }
 
   // The inputs of R rows from position p on.

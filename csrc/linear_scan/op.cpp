@@ -43,10 +43,10 @@ class Tensors {
 
   // The caller keeps the result alive.
   Tensor input(const Tensor& given) const {
-    return torch::stable::contiguous(in_rows() ? torch::stable::transpose(given, 1, 2) : given);
+    return torch::stable::contiguous(by_time_ ? torch::stable::transpose(given, 1, 2) : given);
   }
   Tensor output() const {
-    if (!in_rows()) return torch::stable::new_empty(a_, a_.sizes());
+    if (!by_time_) return torch::stable::new_empty(a_, a_.sizes());
     return torch::stable::new_empty(a_, {layout_.sequences, layout_.channels, layout_.time});
   }
   // A stride of 1 between time steps says that time is contiguous.
@@ -55,18 +55,12 @@ class Tensors {
 
   // The output as the caller is to see it, with the strides of a.
   Tensor result(const Tensor& output) const {
-    if (!by_time_) return output;
-    if (in_rows()) return torch::stable::transpose(output, 1, 2);
-    Tensor rows = torch::stable::new_empty(a_, {layout_.sequences, layout_.channels, layout_.time});
-    Tensor out = torch::stable::transpose(rows, 1, 2);
-    return torch::stable::copy_(out, output);
+    return by_time_ ? torch::stable::transpose(output, 1, 2) : output;
   }
 
  private:
-  // On the CPU the scan works on channels, and such tensors are copied.
-  bool in_rows() const { return by_time_ && a_.is_cuda(); }
   Stream with_stride(Stream stream) const {
-    stream.stride = in_rows() ? 1 : layout_.channels;
+    stream.stride = by_time_ ? 1 : layout_.channels;
     return stream;
   }
 

@@ -5,9 +5,9 @@ It is computed in linear space with float32 accumulation (float64 for float64). 
 of Heinsen (arXiv 2311.06281), used by that paper, is kept below as a reference only: it loses
 accuracy with length.
 
-Two layouts are computed in place, without copies: channels contiguous, and on CUDA time contiguous
-(strides (channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The
-layout of `a` decides; results and gradients have its strides, on the CPU too, which copies.
+Two layouts are computed in place, without copies: channels contiguous, and time contiguous (strides
+(channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The layout of
+`a` decides; results and gradients have its strides.
 """
 
 from typing import Any

@@ -69,3 +69,48 @@ def test_outputs_past_the_caches(dtype: torch.dtype, cell: str, channels: int) -
         alone, state = _scan(cell, pre[rows], start[s : s + 1], [length])
         same_bits(together[rows], alone)
         same_bits(last[s], state[0])
+
+
+def _by_time(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("shape", [(1, 5000, 3), (2, 3001, 50), (7, 200, 33), (40, 10, 2)])
+def test_every_share_of_rows_of_time(
+    threads: Callable[[int], None], shape: tuple[int, int, int], reverse: bool
+) -> None:
+    """Time contiguous: rows dealt out, or cut into chunks where there are too few of them."""
+    batch, _, channels = shape
+    a, b = exact(*shape, seed=1).sigmoid().float(), exact(*shape, seed=2).float()
+    h0 = exact(batch, channels, seed=3).float()
+    threads(1)
+    h = ops.linear_scan(a, b, h0, reverse)
+    wanted = [h, *torch.ops.minserve.linear_scan_backward(b, a, h, h0, reverse)]
+    a, b = _by_time(a), _by_time(b)
+    for count in (1, 2, 3, 16):
+        threads(count)
+        h = ops.linear_scan(a, b, h0, reverse)
+        found = [h, *torch.ops.minserve.linear_scan_backward(b, a, h, h0, reverse)]
+        for x, y in zip(found, wanted, strict=True):
+            same_bits(x, y)
+
+
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("channels", [512, 500])
+@pytest.mark.parametrize("tail", [0, 64, 5])
+def test_rows_of_time_past_the_caches(dtype: torch.dtype, channels: int, tail: int) -> None:
+    """The bits of channels contiguous, where rows start on lines of the caches and where not."""
+    length = PAST_CACHES // (3 * channels * dtype.itemsize) // 128 * 128 + tail
+    a = torch.rand(1, length, channels).to(dtype)
+    b = torch.randn(1, length, channels).to(dtype)
+    h = ops.linear_scan(a, b)
+    same_bits(ops.linear_scan(_by_time(a), _by_time(b)), h)
+    same_bits(
+        ops.linear_scan(_by_time(a), _by_time(b), None, True), ops.linear_scan(a, b, None, True)
+    )
+    wanted = torch.ops.minserve.linear_scan_backward(b, a, h, None, False)
+    given = (_by_time(x) for x in (b, a, h))
+    found = torch.ops.minserve.linear_scan_backward(*given, None, False)
+    for x, y in zip(found, wanted, strict=True):
+        same_bits(x, y)

@@ -225,6 +225,23 @@ def test_the_layout_of_a_decides(device: str, others: Callable[[Tensor], Tensor]
         assert grads[0].stride() == grads[1].stride() == a.stride()
 
 
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("length", [1, 2, 15, 33, 127, 128, 129, 300, 5000])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_cpu_forms_every_number_alike(dtype: torch.dtype, length: int, reverse: bool) -> None:
+    """Bit for bit what it computes where channels are contiguous, whatever the width."""
+    for channels in (2, 7, 16, 17, 33, 48, 100):
+        a = exact(2, length, channels, seed=channels).sigmoid().to(dtype)
+        b, seen = (exact(2, length, channels, seed=s).to(dtype) for s in (1, 2))
+        for h0 in (None, exact(2, channels, seed=3).to(dtype)):
+            h = linear_scan(a, b, h0, reverse)
+            same_bits(linear_scan(by_time(a), by_time(b), h0, reverse), h)
+            given = (by_time_misaligned(seen), by_time(a), by_time_misaligned(h))
+            wanted = BACKWARD(seen, a, h, h0, reverse)
+            for x, y in zip(BACKWARD(*given, h0, reverse), wanted, strict=True):
+                same_bits(x, y)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_without_strides_of_its_own(device: str) -> None:
     """The gradient of a sum is one number, expanded."""
