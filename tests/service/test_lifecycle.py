@@ -289,7 +289,8 @@ async def test_a_client_that_leaves_aborts_its_requests(
 
 
 async def test_a_reader_that_stalls_is_cut(byte_folder: Path) -> None:
-    async with running(fake_runner(byte_folder), stall_timeout=0.1) as service:
+    runner = fake_runner(byte_folder, step_seconds=0.005)  # or its events are all the loop gets to
+    async with running(runner, stall_timeout=0.1) as service:
         connection = Connection(GENERATE, {"prompts": ["a"], **LONG, "stream": True})
         task = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
