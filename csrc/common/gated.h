@@ -2,7 +2,7 @@
 // channels] and differ in the number of gates, the recurrence and its options.
 #pragma once
 
-#include "host.h"
+#include "run.h"
 
 namespace minserve {
 

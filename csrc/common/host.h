@@ -1,4 +1,4 @@
-// Host side of every operator: argument checks with one wording, and starting a scan on a device.
+// Argument checks of every operator, with one wording, and what checked tensors give.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -48,6 +48,9 @@ class Check {
   const Tensor& main_;
 };
 
+// Of an element: that of float64, float32 or a two-byte float.
+std::int64_t bytes_of(const Tensor& t);
+
 // The accumulation type: float64 for float64, else float32.
 ScalarType accumulation_type(Dtype dtype);
 
@@ -64,12 +67,5 @@ Layout step_layout(const Check& check, const Tensor& slots, std::int64_t num_slo
 
 // State rows [num_slots, channels], float32, changed in place.
 void check_state(const Check& check, const Tensor& state, std::int64_t channels);
-
-enum class Recurrence { linear, mingru, minlstm };
-void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward, const Tensor& like);
-void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
-
-// Name of the instruction set chosen on this machine: generic, avx2 or avx512.
-const char* cpu_isa();
 
 }  // namespace minserve

@@ -1,7 +1,7 @@
 // The C++ functions behind the schemas of library.cpp.
 #pragma once
 
-#include "host.h"
+#include "run.h"
 
 namespace minserve {
 

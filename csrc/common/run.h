@@ -1,0 +1,17 @@
+// Starting scans and convolutions on the device of their tensors.
+#pragma once
+
+#include "host.h"
+
+namespace minserve {
+
+enum class Recurrence { linear, mingru, minlstm };
+
+// `like`: a tensor of the operator's dtype, on its device.
+void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward, const Tensor& like);
+void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
+
+// Name of the instruction set chosen on this machine: generic, avx2 or avx512.
+const char* cpu_isa();
+
+}  // namespace minserve
