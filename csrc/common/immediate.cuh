@@ -22,10 +22,11 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   using Segments = typename Scan::Segments;
   static constexpr int kBlock = Scan::kBlock, kTiles = Memory::kTiles, kVec = Scan::kVec;
   static constexpr bool kHeld = Scan::kHeld;
-  static constexpr int kThreads = kBlock + 32;
+  static constexpr int kThreads = Scan::kThreads;
   static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
-  // Barriers of all threads: the first tile has arrived; a tile is folded and the next one known.
-  enum { kComputing = Scan::kComputing, kStarted, kFolded };
+  // At kFolded the next tile is known too.
+  static constexpr int kComputing = Scan::kComputing, kStarted = Scan::kStarted;
+  static constexpr int kFolded = Scan::kFolded;
 
   // Each group of threads looks at the words of some chunks: more in all would crowd out what the
   // registers hold.

@@ -19,12 +19,12 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
   using Lane = typename Scan::Lane;
   using Segments = typename Scan::Segments;
   static constexpr int kBlock = Scan::kBlock, kTiles = Memory::kTiles, kVec = Scan::kVec;
-  static constexpr int kThreads = kBlock + 32, kMinBlocks = Scan::blocks_at_once(3);
+  static constexpr int kThreads = Scan::kThreads, kMinBlocks = Scan::blocks_at_once(3);
   // Chunks looked at together: as many as stay in registers.
   static constexpr int kWindow = sizeof(V) == 8 ? 4 : 16;
-  // Barriers of all threads: the first tile has arrived; a tile is folded, or there is none, the
-  // carry into the tile before and the next tile are known.
-  enum { kStarted = Scan::kComputing + 1, kFolded };
+  // At kFolded the carry into the tile before and the next tile are known too; it also comes once
+  // when there is no more tile.
+  static constexpr int kStarted = Scan::kStarted, kFolded = Scan::kFolded;
   static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,

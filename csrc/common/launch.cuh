@@ -37,6 +37,9 @@ class DeviceGuard {
   int wanted_ = 0;
 };
 
+// Counters of tickets have 32 bits and are passed a few times by each block.
+constexpr long long kMostTickets = 4294967295LL - 1000000;
+
 constexpr int kThreads = 128;
 
 // Rows of work in x, channels in y; both come from tensor shapes alone.
@@ -74,8 +77,9 @@ struct Grid {
 };
 
 // The kernel may begin before the one ahead of it on the stream has ended, where the GPU can. So
-// every thread of it calls wait_for_previous_kernel() before it reads or writes global memory, and
-// before it returns: then whoever waits for this kernel has waited for all before it.
+// every thread of it calls wait_for_previous_kernel(), or meets one that has at a barrier, before
+// it reads or writes global memory and before it returns: then whoever waits for this kernel has
+// waited for all before it.
 template <auto kKernel, class... Arguments>
 void launch_early(const Grid& grid, cudaStream_t stream, const char* what,
                   const Arguments&... arguments) {

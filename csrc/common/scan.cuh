@@ -35,7 +35,9 @@ struct TileScan {
   static constexpr bool kHeld = Memory::kHeld, kLag = Memory::kLag;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
   static constexpr int kParity = Memory::kParity, kInRegisters = Memory::kInRegisters;
-  enum { kComputing = 1 };  // the barrier of the computing threads
+  static constexpr int kThreads = kBlock + 32;  // one more warp takes the tiles
+  // Barriers: of the computing threads; and of all: the first tile has arrived; a tile is folded.
+  enum { kComputing = 1, kStarted, kFolded };
   using Held = Affine<V>[kInRegisters][kVec];
   // How many blocks share a multiprocessor with 228 KiB of shared memory, where registers allow
   // `most`; 1 KiB of each is the system's.

@@ -29,7 +29,7 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
   const Layout& lay = args.layout;
   const std::int64_t tiles =
       lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
-  if (tiles > 4294967295LL - 1000000) {  // the counter has 32 bits and is passed once by each block
+  if (tiles > kMostTickets) {
     throw std::runtime_error("minserve: too large for one scan: " + std::to_string(tiles) +
                              " tiles");
   }
@@ -46,14 +46,11 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
                        stages);
 }
 
-// Whether rows that begin at data and follow each other by stride elements are aligned to 16 bytes.
-inline bool aligned_rows(const void* data, std::int64_t stride, std::int64_t size) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && stride * size % 16 == 0;
-}
-
 template <template <class> class CellOf, class T>
 void launch_scan(ScanArgs args, cudaStream_t stream) {
   using Cell = CellOf<float>;
+  using V = typename ComputeType<T>::type;
+  constexpr int kVec = 16 / sizeof(T), kWide = 16 / sizeof(V);
   const Layout& lay = args.layout;
   args.aligned = lay.channels * sizeof(T) % 16 == 0;
   for (const Stream* streams : {args.inputs, args.outputs}) {
@@ -64,12 +61,11 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
         throw std::runtime_error("minserve: too large for one scan: rows of " +
                                  std::to_string(streams[n].stride) + " elements");
       }
-      args.aligned = args.aligned && aligned_rows(streams[n].data, streams[n].stride, sizeof(T));
+      args.aligned = args.aligned && lie_aligned<T, kVec>(streams[n].data, streams[n].stride);
     }
   }
-  const std::int64_t size = sizeof(typename ComputeType<T>::type);
-  args.aligned_state = args.aligned && aligned_rows(args.initial, args.initial_stride, size) &&
-                       aligned_rows(args.last, args.last_stride, size);
+  args.aligned_state = args.aligned && lie_aligned<V, kWide>(args.initial, args.initial_stride) &&
+                       lie_aligned<V, kWide>(args.last, args.last_stride);
   const bool step = Cell::kPrevious < 0 && !lay.cu_seqlens && lay.time == 1;
   with_options<Cell::kHasOptions>(args, [&](auto options) {
     if constexpr (Cell::kPrevious < 0) {

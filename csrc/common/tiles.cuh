@@ -1,10 +1,10 @@
 // How a scan is cut into tiles, and in which order running blocks take them.
 //
-// A tile is one chunk of time by kChannels channels. Blocks take tickets from a counter, so whoever
-// holds a tile knows that every earlier one is finished or held by a block that runs: waiting for
-// an earlier tile always ends. Order: the sequences are dealt to up to 32 streams that advance side
-// by side, a chunk of each at a time with all its channels; the more streams, the longer ago was
-// the chunk before, whose carry a tile needs.
+// A tile is one chunk of time by kChannels channels. Whoever holds a tile knows that every earlier
+// one is finished or belongs to a block that runs (see Tickets): waiting for an earlier tile always
+// ends. Order: the sequences are dealt to up to 32 streams that advance side by side, a chunk of
+// each at a time with all its channels; the more streams, the longer ago was the chunk before,
+// whose carry a tile needs.
 #pragma once
 
 #include "types.h"

@@ -113,8 +113,8 @@ struct Window {
       if (distance <= chunk && words[n].empty()) words[n] = Word<V>::load(own - distance * step);
     }
   }
-  // Whether a carry is among them. Waits until nothing is missing up to the
-  // nearest one, or, if there is none, at all.
+  // Whether a carry is among them. Waits until nothing is missing up to the nearest one, or, if
+  // there is none, at all.
   __device__ __forceinline__ bool wait(const char* own, std::int64_t step, int chunk, int base) {
     for (;;) {
       unsigned others = 0, missing = 0;  // by distance: no carries, empty

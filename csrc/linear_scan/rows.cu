@@ -1,4 +1,5 @@
 // linear_scan on CUDA where time is contiguous: launches.
+#include "../common/channels.cuh"
 #include "../common/kernels.h"
 #include "../common/launch.cuh"
 #include "cell.h"
@@ -36,7 +37,8 @@ void launch_rows(const ScanArgs& args, RowTiles tiles, cudaStream_t stream) {
   if (tiles.per_row > 1) {
     const std::int64_t bytes =
         tiles.words() * static_cast<std::int64_t>(sizeof(Word<typename Scan::V>));
-    check(cudaMemsetAsync(args.workspace, 0xff, static_cast<std::size_t>(bytes + 16), stream),
+    check(cudaMemsetAsync(args.workspace, 0xff, static_cast<std::size_t>(bytes + kTicketBytes),
+                          stream),
           "clearing the scan's words");
     tiles.counter = reinterpret_cast<unsigned*>(static_cast<char*>(args.workspace) + bytes);
   }
@@ -51,16 +53,13 @@ template <template <class> class CellOf, class T>
 void launch_for(ScanArgs args, cudaStream_t stream) {
   using Cell = CellOf<float>;
   const std::int64_t size = sizeof(T);
-  const auto aligned = [&](const Stream& s) {
-    return reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0;
-  };
+  const auto aligned = [](const Stream& s) { return lie_aligned<T, 16 / sizeof(T)>(s.data); };
   args.aligned = args.layout.time * size % 16 == 0;
   for (int n = 0; n < Cell::kInputs; ++n) args.aligned = args.aligned && aligned(args.inputs[n]);
   for (int n = 0; n < Cell::kOutputs; ++n) args.aligned = args.aligned && aligned(args.outputs[n]);
   const RowTiles tiles = row_tiles(args.layout, size);
-  // The counter has 32 bits and is passed once by each block.
   const Layout& lay = args.layout;
-  if (lay.sequences * lay.channels > (4294967295LL - 1000000) / tiles.per_row) {
+  if (lay.sequences * lay.channels > kMostTickets / tiles.per_row) {
     throw std::runtime_error(
         "minserve: too large for one scan: " + std::to_string(lay.sequences * lay.channels) +
         " rows of " + std::to_string(lay.time) + " steps");
@@ -83,7 +82,7 @@ void launch_either(const ScanArgs& args, bool backward, cudaStream_t stream) {
 std::int64_t row_scan_workspace_bytes(const Layout& layout, Dtype dtype) {
   const std::int64_t size = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
   const std::int64_t word = dtype == Dtype::f64 ? sizeof(Word<double>) : sizeof(Word<float>);
-  return row_tiles(layout, size).words() * word + 16;
+  return row_tiles(layout, size).words() * word + kTicketBytes;
 }
 
 void linear_scan_rows(const ScanArgs& args, Dtype dtype, bool backward, int device,
