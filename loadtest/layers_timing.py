@@ -9,10 +9,8 @@ from time import perf_counter
 import torch
 
 from loadtest.measuring import seconds_of
-from loadtest.report import median
 
 SLOW = 0.1  # seconds of a call beyond which it is timed twice only
-SLOW_CALLS = 2
 
 
 class Budget:
@@ -45,8 +43,7 @@ def step_seconds(call: Callable[[], object], device: torch.device) -> float:
     Calls of up to SLOW seconds are timed by `seconds_of`. A slower one is made twice, by the host's
     clock, to which a launch's latency is nothing then, and the faster counts.
     """
-    samples = [host_seconds(call, device)]
-    if samples[0] <= SLOW:
+    first = host_seconds(call, device)
+    if first <= SLOW:
         return seconds_of(call, device)
-    samples += [host_seconds(call, device) for _ in range(SLOW_CALLS - 1)]
-    return median(samples)
+    return min(first, host_seconds(call, device))

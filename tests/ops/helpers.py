@@ -52,6 +52,17 @@ def exact(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return x.bfloat16().half().double()
 
 
+@lru_cache(maxsize=64)
+def linear_case(
+    length: int, channels: int, reverse: bool, with_h0: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """a, b [2, length, channels] and h0 [2, channels] for linear_scan, and its float64 result."""
+    a = exact(2, length, channels, seed=length).sigmoid().bfloat16().double()
+    b = exact(2, length, channels, seed=length + 1)
+    h0 = exact(2, channels, seed=length + 2) if with_h0 else None
+    return a, b, h0, op("linear_scan").reference(a, b, h0, reverse)
+
+
 def close(given: Tensor, wanted: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
     rtol, atol = TOLERANCE[dtype]
     torch.testing.assert_close(

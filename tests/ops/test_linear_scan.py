@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
-from torch import Tensor
 
 from engine.ops import linear_scan
 from tests.ops.helpers import (
@@ -17,21 +14,11 @@ from tests.ops.helpers import (
     channels_for,
     close,
     exact,
+    linear_case,
     op,
 )
 
 reference = op("linear_scan").reference
-
-
-@lru_cache(maxsize=32)
-def _case(
-    length: int, reverse: bool, with_h0: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    channels = channels_for(length)
-    a = exact(2, length, channels, seed=length).sigmoid().bfloat16().double()
-    b = exact(2, length, channels, seed=length + 1)
-    h0 = exact(2, channels, seed=length + 2) if with_h0 else None
-    return a, b, h0, reference(a, b, h0, reverse)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,7 +28,7 @@ def _case(
 def test_equals_the_recurrence(
     device: str, dtype: torch.dtype, length: int, reverse: bool, with_h0: bool
 ) -> None:
-    a, b, h0, wanted = _case(length, reverse, with_h0)
+    a, b, h0, wanted = linear_case(length, channels_for(length), reverse, with_h0)
     start = None if h0 is None else h0.to(device, dtype)
     h = linear_scan(a.to(device, dtype), b.to(device, dtype), start, reverse)
     assert h.dtype == dtype and h.device.type == device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tests.ops.helpers import (
     channels_for,
     close,
     exact,
+    linear_case,
     op,
     same_bits,
 )
@@ -52,17 +52,6 @@ def small(device: str, length: int = 70, channels: int = 5) -> tuple[Tensor, Ten
     return by_time(a.to(device)), by_time(b.float().to(device)), h0.to(device)
 
 
-@lru_cache(maxsize=32)
-def _case(
-    length: int, reverse: bool, with_h0: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    channels = channels_for(length) if length != 5000 else 5
-    a = exact(2, length, channels, seed=length).sigmoid().bfloat16().double()
-    b = exact(2, length, channels, seed=length + 1)
-    h0 = exact(2, channels, seed=length + 2) if with_h0 else None
-    return a, b, h0, reference(a, b, h0, reverse)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
@@ -70,7 +59,8 @@ def _case(
 def test_equals_the_recurrence(
     device: str, dtype: torch.dtype, length: int, reverse: bool, with_h0: bool
 ) -> None:
-    a, b, h0, wanted = _case(length, reverse, with_h0)
+    channels = 5 if length == 5000 else channels_for(length)
+    a, b, h0, wanted = linear_case(length, channels, reverse, with_h0)
     start = None if h0 is None else h0.to(device, dtype)
     given = by_time(a.to(device, dtype))
     h = linear_scan(given, by_time(b.to(device, dtype)), start, reverse)
