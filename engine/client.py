@@ -121,6 +121,10 @@ class Delivery:
         if self._wants_logprobs:
             self._update.logprobs.append(logprobs)
 
+    def add_tokens(self, tokens: list[int]) -> None:
+        """Tokens of a request that asked for no log-probabilities."""
+        self._update.tokens.extend(tokens)
+
     def add_scores(self, scores: list[TokenLogprobs]) -> None:
         self._update.scores.extend(scores)
 
@@ -322,6 +326,11 @@ class EngineClient:
             delivery = deliveries.get(request)
             if delivery is not None:
                 delivery.add_token(token, report)
+                touched[request] = delivery
+        for request, tokens in events.in_runs():
+            delivery = deliveries.get(request)
+            if delivery is not None:
+                delivery.add_tokens(tokens)
                 touched[request] = delivery
         for scores in events.scores:
             delivery = deliveries.get(scores.request)

@@ -1,9 +1,12 @@
-"""Engine: one model's scheduler and runner, advanced step by step.
+"""Engine: one model's scheduler and runner, advanced round by round.
 
-A step plans, runs the plan, takes in aborts that came meanwhile, and commits. When the runner
-raises, the sequences that took part in the step fail and the engine lives on. A CUDA error is
-another matter: it spoils the process's context for good, so every request fails and the engine
-is `broken`; its process has to end.
+A round is planned, started, awaited and committed. Where the runner's device works by itself, the
+next round is started before this one's results are awaited, if it does not depend on them: while
+the device goes on, the host takes in messages, commits, and sends what the round brought.
+
+When the runner raises, the sequences that took part in the round fail, those of a round started
+after it too, and the engine lives on. A CUDA error is another matter: it spoils the process's
+context for good, so every request fails and the engine is `broken`; its process has to end.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, StepFailed
@@ -32,7 +37,19 @@ class PlanRunner(Protocol):
     def config(self) -> EngineConfig:
         """With `max_step_tokens` chosen."""
 
-    def run(self, plan: Plan) -> StepResult: ...
+    @property
+    def most_steps(self) -> int:
+        """Of a round; 1 where the host has a part in every draw."""
+
+    @property
+    def overlaps(self) -> bool:
+        """`start` returns before the work is done, and may be called again before `finish`."""
+
+    def start(self, plan: Plan) -> Any:
+        """Begins a round; `finish` takes what this returns."""
+
+    def finish(self, pending: Any) -> StepResult:
+        """Waits for the results of the oldest round begun."""
 
 
 class Engine:
@@ -58,7 +75,9 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
             state_bytes=info.state_bytes,
+            most_steps=runner.most_steps,
         )
+        self._round: _Round | None = None  # under way
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -75,7 +94,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to run or to report."""
-        return self._scheduler.has_work
+        return self._round is not None or self._scheduler.has_work
 
     def add(self, client: Hashable, request: Request) -> None:
         """Takes a request; a refusal comes as an event of the next step."""
@@ -98,30 +117,78 @@ class Engine:
         self._scheduler.drain()
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
-        """Advances every sequence and returns what there is to tell, by client.
+        """Completes a round and returns what there is to tell, by client; the next round may be
+        under way then.
 
-        `take_in` is called once the model has run: it may `add` and `abort`, so that nothing more
-        is delivered of a request that was aborted while the step ran.
+        `take_in` is called once the round is done: it may `add` and `abort`, so that nothing more
+        is delivered of a request that was aborted meanwhile.
         """
-        plan = self._scheduler.plan(self._clock())
-        if not plan.empty:
-            try:
-                result = self._runner.run(plan)
-            except Exception as error:
-                self._fail(plan, error)
-            else:
-                if take_in is not None:
-                    take_in()
-                self._scheduler.commit(plan, result, self._clock())
+        current, self._round = self._round or self._start(), None
+        if current is None:
+            return self._scheduler.events()
+        ahead = self._start_ahead() if current.error is None else None
+        try:
+            result = self._finish(current)
+        except Exception as error:
+            self._fail(current.plan, error)
+            if ahead is not None:
+                with suppress(Exception):  # what it brings is lost with the rounds before it
+                    self._finish(ahead)
+                self._scheduler.fail(ahead.plan, _step_failed(error))
+            return self._scheduler.events()
+        if take_in is not None:
+            take_in()
+        self._scheduler.commit(current.plan, result, self._clock())
+        if ahead is not None and ahead.error is not None:
+            self._fail(ahead.plan, ahead.error)
+        else:
+            self._round = ahead
         return self._scheduler.events()
 
+    def _start(self) -> _Round | None:
+        plan = self._scheduler.plan(self._clock())
+        return None if plan.empty else self._begin(plan)
+
+    def _start_ahead(self) -> _Round | None:
+        if not self._runner.overlaps:
+            return None
+        plan = self._scheduler.plan_ahead(self._clock())
+        return None if plan is None else self._begin(plan)
+
+    def _begin(self, plan: Plan) -> _Round:
+        try:
+            return _Round(plan, self._runner.start(plan), None)
+        except Exception as error:
+            return _Round(plan, None, error)
+
+    def _finish(self, current: _Round) -> StepResult:
+        if current.error is not None:
+            raise current.error
+        return self._runner.finish(current.pending)
+
     def _fail(self, plan: Plan, error: Exception) -> None:
-        log.exception("a step failed")
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._scheduler.fail(plan, StepFailed(f"a step of the engine failed: {reason}"))
+        log.error("a step failed", exc_info=error)
+        self._scheduler.fail(plan, _step_failed(error))
         if _is_sticky(error):
-            self.broken = EngineDead(f"the engine ends after a CUDA error: {reason}")
+            self.broken = EngineDead(f"the engine ends after a CUDA error: {_reason(error)}")
             self._scheduler.fail_all(self.broken)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round that was started, or that could not be: then `error` says why."""
+
+    plan: Plan
+    pending: Any
+    error: Exception | None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _step_failed(error: Exception) -> StepFailed:
+    return StepFailed(f"a step of the engine failed: {_reason(error)}")
 
 
 def _is_sticky(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """What crosses the process boundary: requests in, events out; plain data, encoded by msgspec.
 
 Towards the engine: `Request`, `Abort`, `Ping`, `Shutdown`. From the engine: `Ready` or
-`LoadFailed` once, `Pong`, and one `StepEvents` per step and API process.
+`LoadFailed` once, `Pong`, and one `StepEvents` per round and API process.
 
 Every request that is submitted ends in exactly one `Finished` or `Failed`.
 """
@@ -9,7 +9,7 @@ Every request that is submitted ends in exactly one `Finished` or `Failed`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -150,8 +150,19 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     retry_after: float | None = None
 
 
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """The next `length` tokens of each of `requests`, which several decode steps brought at once.
+
+    `tokens` holds them packed (`pack_ids`), one request's after the other's.
+    """
+
+    requests: list[int]
+    length: int
+    tokens: bytes
+
+
 class Stats(msgspec.Struct, frozen=True):
-    """One step and the engine's load after it; feeds the metrics."""
+    """One round of the engine and its load after it; feeds the metrics."""
 
     running: int = 0
     waiting: int = 0
@@ -159,26 +170,35 @@ class Stats(msgspec.Struct, frozen=True):
     slots_used: int = 0
     slots_total: int = 0
     state_bytes: int = 0  # held in device memory by sequences and shared prefixes
-    batch_size: int = 0  # sequences in the step
-    prefill_tokens: int = 0  # prompt tokens read in the step
-    decode_tokens: int = 0  # tokens generated in the step
+    batch_size: int = 0  # sequences in the round
+    prefill_tokens: int = 0  # prompt tokens read in the round
+    decode_tokens: int = 0  # tokens generated in the round
     prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the step
+    decode_seconds: float = 0.0  # of one decode step; a round may take several
+    prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the round
     prefix_hits_tokens: int = 0  # those of them that a shared state already covered
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All that one step has to say to one API process. `requests`, `tokens` run in parallel, and
-    so does `logprobs` unless it is empty (no request of the step asked for any)."""
+    """All that one round has to say to one API process. `requests`, `tokens` run in parallel, and
+    so does `logprobs` unless it is empty (no request of the round asked for any). A request's
+    tokens in `runs` come after those in `tokens`."""
 
     requests: list[int] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
+    runs: list[Run] = []
     scores: list[Scores] = []
     finished: list[Finished] = []
     failed: list[Failed] = []
     stats: Stats = Stats()
+
+    def in_runs(self) -> Iterator[tuple[int, list[int]]]:
+        """Every request of `runs` with its tokens, in order."""
+        for run in self.runs:
+            ids, length = unpack_ids(run.tokens).tolist(), run.length
+            for index, request in enumerate(run.requests):
+                yield request, ids[index * length : (index + 1) * length]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Outbox: gathers what a step has to say, one message per API process."""
+"""Outbox: gathers what a round has to say, one message per API process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
-from engine.messages import Failed, Finished, Scores, Stats, StepEvents, TokenLogprobs
+from engine.messages import (
+    Failed,
+    Finished,
+    Run,
+    Scores,
+    Stats,
+    StepEvents,
+    TokenLogprobs,
+    pack_ids,
+)
 
 
 @dataclass(slots=True)
@@ -15,6 +24,7 @@ class _Events:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_logprobs: bool = False
+    runs: list[Run] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -40,11 +50,18 @@ class Outbox:
     ) -> None:
         """One token of a streamed request."""
         events = self._of(client)
+        if events.runs and logprobs is None:  # it may follow tokens of a run
+            events.runs.append(Run([request], 1, pack_ids([token])))
+            return
         events.requests.append(request)
         events.tokens.append(token)
         events.logprobs.append(logprobs)
         if logprobs is not None:
             events.has_logprobs = True
+
+    def run(self, client: Hashable, run: Run) -> None:
+        """Tokens of streamed requests that asked for no log-probabilities."""
+        self._of(client).runs.append(run)
 
     def scores(self, client: Hashable, scores: Scores) -> None:
         """The next run of scored prompt tokens."""
@@ -70,6 +87,7 @@ class Outbox:
                 requests=events.requests,
                 tokens=events.tokens,
                 logprobs=events.logprobs if events.has_logprobs else [],
+                runs=events.runs,
                 scores=events.scores,
                 finished=events.finished,
                 failed=events.failed,

@@ -1,5 +1,6 @@
-"""Plan: all that one step does, in plain integers.
+"""Plan: all that one round does, in plain integers.
 
+A round is what the engine asks of the device at once: one step, or several decode steps in a row.
 The runner carries a plan out in this order: `release`, `admit`, then `prefill` and `decode`, then
 `after`. Slots are rows of the state pool; shared prefixes live in rows of the same pool, so
 that forking a state is a copy of one row. What a step has one of per running sequence is a
@@ -60,7 +61,15 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `sampled` of its result has one entry per chunk with `sample`, then per row."""
+    """One round. `sampled` of its result has one entry per chunk with `sample`, and then, unless
+    the plan is `plain`, one per row.
+
+    In a `plain` plan the device draws for every row without the host and ends rows by itself (at
+    their stop ids and their max_tokens), so that it may take several `steps`. With `again`, its
+    rows are those of the plain plan before it, `decode` being that very list: the device goes on
+    where it is, passing over the rows that it has ended, and what the rows say of `token` and
+    `position` is out of date. Such a plan may be started before that one's result is known.
+    """
 
     admit: list[Admission] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
@@ -68,6 +77,9 @@ class Plan:
     after: list[Copy] = field(default_factory=list)  # snapshots of shared prefixes
     # Keys that ended since the last plan; after a step that failed some may be unknown.
     release: list[int] = field(default_factory=list)
+    plain: bool = False
+    again: bool = False
+    steps: int = 1  # of `decode`; more than one only where `plain` and there is no prefill
 
     @property
     def empty(self) -> bool:
@@ -84,6 +96,16 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the rows of a plain plan drew: `Plan.steps` tokens each, but for those in `ended`."""
+
+    tokens: bytes  # int32 [rows, steps] (messages.pack_ids); rubbish after the end of a row
+    # The rows that the device ended, now or before, and how many of the tokens are theirs. The last
+    # of these may be a stop id.
+    ended: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Log-probabilities of the targets of one chunk, without the -1 entries."""
 
@@ -94,12 +116,13 @@ class Scored:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gives back to the scheduler."""
+    """What a round gives back to the scheduler."""
 
     sampled: list[Sampled] = field(default_factory=list)
+    drawn: Drawn | None = None  # of a plain plan with rows
     scored: list[Scored] = field(default_factory=list)
     # Keys whose logits held NaN or infinity. What the step drew for them means nothing (it is in
-    # `sampled` or `scored` nevertheless); their requests fail.
+    # `sampled`, `drawn` or `scored` nevertheless); their requests fail.
     non_finite: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

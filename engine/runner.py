@@ -40,6 +40,9 @@ class Runner:
     On CUDA, fp32 matrix products are fp32: TF32 would cost three digits of the log-probabilities.
     """
 
+    most_steps = 1
+    overlaps = False
+
     def __init__(self, config: EngineConfig) -> None:
         folder = checkpoint.resolve(config.model)
         self.config = device.resolve(config, checkpoint.load_config(folder).dtype)
@@ -109,9 +112,17 @@ class Runner:
             self.run(Plan(decode=[DecodeRow(-1, 0, token=0, position=1)]))
             self.run(Plan(release=[-1]))
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
         """Carries out one step. An exception leaves the rows of its sequences undefined."""
+        return self.finish(self.start(plan))
+
+    def finish(self, pending: StepResult) -> StepResult:
+        """The results of a step."""
+        return pending
+
+    @torch.inference_mode()
+    def start(self, plan: Plan) -> StepResult:
+        """Begins a step; see `run`."""
         for key in plan.release:
             self._sampler.release(key)
         self._admit(plan.admit)

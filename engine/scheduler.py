@@ -1,31 +1,30 @@
-"""Scheduler: which tokens of which sequences are read in the next step; integers only, no torch.
+"""Scheduler: which tokens of which sequences are read in the next round; integers only, no torch.
 
-Continuous batching: a step decodes one token of every sequence whose prompt has been read, and
-reads up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is
-admitted as soon as a slot is free, in order of arrival.
+Continuous batching: a round is one step, which decodes one token of every sequence whose prompt has
+been read, and reads up to `max_step_tokens` prompt tokens of the others. State never grows, so a
+request is admitted as soon as a slot is free, in order of arrival. While no prompt is being read
+and every request is plain (`Plan`), a round takes several decode steps, and the next one can be
+planned before its results are known.
 
-Prompts share a step's budget so that neither long nor short ones starve: the sequence that was
-admitted first gets half of it, the others the rest, least remaining first; what they leave goes
-to the first again.
-
-Prompt chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at
-the request's share_at marks, from which the count begins anew. Marks split the prompt whether or
-not a state is kept there, so that a sequence computes the same bits on a hit as on a miss.
+Prompt chunks (`budget`) end at the request's share_at marks, whether or not a state is kept there,
+so that a sequence computes the same bits on a hit as on a miss.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Hashable, Iterable
 
 import msgspec
 
-from engine.config import SCAN_CHUNK
+from engine.budget import share_budget
 from engine.errors import Draining, EngineError, QueueFull, StepFailed
-from engine.messages import FinishReason, Request, Scores, Stats, StepEvents
+from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
-from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, Sampled, StepResult
+from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
+from engine.rounds import Rounds
 from engine.sequence import ID_BYTES, Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
@@ -38,8 +37,11 @@ class Scheduler:
     """Turns requests into plans and step results into events.
 
     Call `plan`, carry it out, then `commit` (or `fail`, when that raised); `add` and `abort` may
-    come at any time between these calls. Every request that is added ends in exactly one
+    come at any time between these calls. Before `commit`, `plan_ahead` may give the plan that is
+    to follow; they are committed in their order. Every request that is added ends in exactly one
     `Finished` or `Failed` of `events`. Times are seconds of any one monotonic clock.
+
+    `most_steps` bounds the steps of a round; with 1, no plan is plain.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Scheduler:
         max_step_tokens: int,
         max_waiting: int,
         state_bytes: int,
+        most_steps: int = 1,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -62,7 +65,7 @@ class Scheduler:
         self._prefixes = SharedPrefixes(share_slots, first_row=slots)
         self._waiting = WaitingQueue()
         self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
-        self._decoding: dict[int, Sequence] = {}
+        self._rounds = Rounds(most_steps)  # the others that run
         self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
         self._released: list[int] = []  # keys to be released with the next plan
         self._refusal: EngineError | None = None  # of everything new
@@ -124,7 +127,7 @@ class Scheduler:
         if self._refusal is not None:
             raise self._refusal
         check_request(request, self._vocab_size)
-        if len(self._waiting) >= self._max_waiting + self._slots.free:
+        if len(self._waiting) >= self._max_waiting + self._slots.free + len(self._rounds.leaving):
             seconds = self._waiting.retry_after()
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting already; "
@@ -135,23 +138,39 @@ class Scheduler:
     # A step.
 
     def plan(self, now: float) -> Plan:
-        """The next step; empty only when nothing is in flight."""
+        """The next round; empty only when nothing is in flight. None may be under way."""
         self._expire(now)
         plan = Plan()
         self._step = Stats()
         self._admit(plan, now)
-        for sequence in self._decoding.values():
-            plan.decode.append(
-                DecodeRow(sequence.key, sequence.slot, sequence.last_token, sequence.drawn)
-            )
-        for sequence, length in self._share_budget():
+        self._rounds.plan(plan, reading=bool(self._prefilling))
+        for sequence, length in share_budget(self._prefilling.values(), self._max_step_tokens):
             self._read(plan, sequence, length, now)
         if not plan.empty:
             plan.release, self._released = self._released, []
+            self._rounds.start(plan)
+        return plan
+
+    def plan_ahead(self, now: float) -> Plan | None:
+        """What follows the one round under way, whatever that brings.
+
+        None when that cannot be said: when it reads prompts, when the host has a part in its draws,
+        when somebody can be admitted after it or nobody may be left.
+        """
+        self._expire(now)
+        admits = self._waiting.first() is not None and (self._slots.free or self._rounds.leaving)
+        if admits or self._prefilling:
+            return None
+        plan = self._rounds.plan_ahead()
+        if plan is not None:
+            self._rounds.start(plan)
         return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
+        batch, decoding = self._rounds.land(plan), len(self._rounds.sequences)
+        if batch is not None and result.drawn is not None:
+            batch.note_ended(result.drawn)
         for key in result.non_finite:
             sequence = self._running(key)
             if sequence is not None:
@@ -165,17 +184,27 @@ class Scheduler:
             sequence = self._running(chunk.key)
             if sequence is not None:
                 self._advance(sequence, chunk.start + len(chunk.tokens), now)
-        drawn = 0
+        tokens = 0
         for sampled in result.sampled:
             sequence = self._running(sampled.key)
             if sequence is not None:
-                drawn += self._take(sequence, sampled, now)
+                tokens += self._take(sequence, sampled, now)
+        if batch is not None and result.drawn is not None:
+            tokens += batch.take_in(
+                result.drawn,
+                plan.steps,
+                self._outbox,
+                lambda sequence, ids: self._take_last(sequence, ids, now),
+                now,
+            )
+        self._rounds.note(plan, result)
+        self._settle()
         self._step = Stats(
-            batch_size=len(plan.prefill) + len(plan.decode),
+            batch_size=len(plan.prefill) + (decoding if plan.plain else len(plan.decode)),
             prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
-            decode_tokens=drawn,
+            decode_tokens=tokens,
             prefill_seconds=result.prefill_seconds,
-            decode_seconds=result.decode_seconds,
+            decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
                 len(admission.request.prompt) // ID_BYTES for admission in plan.admit
             ),
@@ -183,7 +212,11 @@ class Scheduler:
         )
 
     def fail(self, plan: Plan, error: EngineError) -> None:
-        """The plan could not be carried out: every sequence that took part in it fails."""
+        """The plan could not be carried out: every sequence that took part in it fails.
+
+        So must every plan under way after it.
+        """
+        self._rounds.land(plan)
         keys = [admission.key for admission in plan.admit]
         keys += [chunk.key for chunk in plan.prefill]
         keys += [row.key for row in plan.decode]
@@ -192,6 +225,7 @@ class Scheduler:
             if sequence is not None:
                 self._fail(sequence, error)
         self._released.extend(plan.release)
+        self._settle()
 
     def fail_all(self, error: EngineError) -> None:
         """Nothing can be served any more: every request fails, and so does every new one."""
@@ -203,7 +237,7 @@ class Scheduler:
         """What happened since the last call, for every client that has a part in it."""
         stats = msgspec.structs.replace(
             self._step,
-            running=self._slots.used,
+            running=self._slots.used - len(self._rounds.leaving),
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
             slots_used=self._slots.used,
@@ -257,37 +291,6 @@ class Scheduler:
                 return prefix
         return None
 
-    def _share_budget(self) -> list[tuple[Sequence, int]]:
-        """Who reads how many prompt tokens."""
-        if not self._prefilling:
-            return []
-        first, *others = self._prefilling.values()
-        budget = self._max_step_tokens
-        half = max(budget // 2 // SCAN_CHUNK, 1) * SCAN_CHUNK
-        left = budget - self._chunk_length(first, min(half, budget))
-        shares = []
-        for sequence in sorted(others, key=lambda other: other.remaining):
-            length = self._chunk_length(sequence, left)
-            if length:
-                shares.append((sequence, length))
-                left -= length
-            if left == 0:
-                break
-        taken = sum(length for _, length in shares)
-        return [(first, self._chunk_length(first, budget - taken)), *shares]
-
-    def _chunk_length(self, sequence: Sequence, available: int) -> int:
-        """How many tokens its next chunk may have, when `available` are left of the budget.
-
-        0 where the chunk could not end at a multiple of SCAN_CHUNK; but a budget that is always
-        smaller than that is used as it is.
-        """
-        needed = sequence.next_mark() - sequence.position
-        if needed <= available or self._max_step_tokens < SCAN_CHUNK:
-            return min(needed, available)
-        done = sequence.position - sequence.anchor
-        return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)
-
     def _read(self, plan: Plan, sequence: Sequence, length: int, now: float) -> None:
         if sequence.started_at is None:
             sequence.started_at = now
@@ -311,7 +314,7 @@ class Scheduler:
     # Committing.
 
     def _running(self, key: int) -> Sequence | None:
-        return self._decoding.get(key) or self._prefilling.get(key)
+        return self._rounds.sequences.get(key) or self._prefilling.get(key)
 
     def _in_flight(self) -> list[Sequence]:
         return [sequence for mine in self._clients.values() for sequence in mine.values()]
@@ -328,7 +331,7 @@ class Scheduler:
                 self._finish(sequence, "length", now)
             else:
                 del self._prefilling[sequence.key]
-                self._decoding[sequence.key] = sequence
+                self._rounds.add(sequence)
 
     def _take(self, sequence: Sequence, sampled: Sampled, now: float) -> int:
         """Delivers a drawn token; returns how many tokens that were, 0 or 1."""
@@ -344,6 +347,16 @@ class Scheduler:
             self._finish(sequence, verdict, now)
         return 1
 
+    def _take_last(self, sequence: Sequence, ids: array[int], now: float) -> int:
+        """Delivers the tokens with which the device ended a row; returns how many that were."""
+        taken, verdict = sequence.take_last(ids, now)
+        request = sequence.request
+        if request.stream and taken:
+            self._outbox.run(sequence.client, Run([request.id], taken, pack_ids(ids[:taken])))
+        if verdict is not None:
+            self._finish(sequence, verdict, now)
+        return taken
+
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         self._end(sequence)
         self._outbox.finished(sequence.client, sequence.finished(reason, now))
@@ -353,6 +366,7 @@ class Scheduler:
         self._outbox.failed(sequence.client, sequence.request.id, error)
 
     def _end(self, sequence: Sequence) -> None:
+        sequence.over = True
         mine = self._clients[sequence.client]
         del mine[sequence.request.id]
         if not mine:
@@ -361,8 +375,17 @@ class Scheduler:
             self._waiting.remove(sequence)
             return
         self._prefilling.pop(sequence.key, None)
-        self._decoding.pop(sequence.key, None)
-        self._slots.give_back(sequence.slot)
-        self._released.append(sequence.key)
         for prefix in self._prefixes.drop_reader(sequence.key):
             self._waiting.resume(prefix)
+        if self._rounds.remove(sequence):
+            self._vacate(sequence)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        for sequence in self._rounds.settled():
+            self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._slots.give_back(sequence.slot)
+        self._released.append(sequence.key)

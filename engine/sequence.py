@@ -9,9 +9,39 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 
-from engine.messages import Finished, FinishReason, Request, Timing, TokenLogprobs, unpack_ids
+from engine.messages import (
+    Finished,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Timing,
+    TokenLogprobs,
+    unpack_ids,
+)
 
 ID_BYTES = 4  # of one token in Request.prompt
+MOST_STOP_IDS = 8  # that the device looks for by itself
+
+
+def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
+    """The tokens that end an answer."""
+    ids = set(params.stop_token_ids)
+    if eos_token_id is not None and not params.ignore_eos:
+        ids.add(eos_token_id)
+    return frozenset(ids)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the device can draw for the request, token after token, without the host."""
+    return (
+        params.repetition_penalty == 1
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
+        and not params.logit_bias
+        and params.min_tokens == 0
+        and params.logprobs is None
+        and len(params.stop_token_ids) < MOST_STOP_IDS  # with end-of-text that makes as many
+    )
 
 
 class Sequence:
@@ -36,6 +66,8 @@ class Sequence:
         "marks",
         "max_tokens",
         "min_tokens",
+        "over",
+        "plain",
         "position",
         "prompt_tokens",
         "request",
@@ -55,12 +87,11 @@ class Sequence:
         self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
         self.max_tokens = request.sampling.max_tokens
         self.min_tokens = request.sampling.min_tokens
-        stop_ids = set(request.sampling.stop_token_ids)
-        if eos_token_id is not None and not request.sampling.ignore_eos:
-            stop_ids.add(eos_token_id)
-        self.stop_ids = frozenset(stop_ids)
+        self.stop_ids = stop_ids(request.sampling, eos_token_id)
+        self.plain = is_plain(request.sampling)
         self.deadline = None if request.timeout is None else now + request.timeout
 
+        self.over = False  # its terminal event is on its way
         self.slot = -1  # negative while it waits
         self.position = 0  # prompt tokens that its state has read
         self.anchor = 0  # the position that the multiples of SCAN_CHUNK are counted from
@@ -139,6 +170,25 @@ class Sequence:
             self.tokens.append(token)
             if logprobs is not None:
                 self.logprobs.append(logprobs)
+
+    def extend(self, ids: array[int], now: float) -> None:
+        """Takes more drawn tokens, at least one, into an answer that has begun."""
+        self.drawn += len(ids)
+        self.last_token = ids[-1]
+        self.last_token_at = now
+        if not self.request.stream:
+            self.tokens.extend(ids)
+
+    def take_last(self, ids: array[int], now: float) -> tuple[int, FinishReason | None]:
+        """Takes drawn tokens up to the one that ends the sequence: (how many, the verdict)."""
+        for taken, token in enumerate(ids):
+            verdict = self.verdict(token)
+            if verdict == "stop":
+                return taken, verdict
+            self.append(token, None, now)
+            if verdict is not None:
+                return taken + 1, verdict
+        return len(ids), None
 
     def finished(self, reason: FinishReason, now: float) -> Finished:
         """The terminal event."""

@@ -14,6 +14,7 @@ then stops.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import time
@@ -25,7 +26,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
-from engine.plan import Plan, Sampled, Scored, StepResult
+from engine.plan import DecodeRow, Drawn, Plan, Sampled, Scored, StepResult
+from engine.sequence import is_plain, stop_ids
 
 
 def successor(token: int, vocab_size: int = 257, eos: int | None = 256) -> int:
@@ -64,14 +66,31 @@ class FakeClock:
         return self.now
 
 
+@dataclasses.dataclass
+class FakeRow:
+    """What a device keeps of one decoding sequence; `slot` is negative once the row has ended."""
+
+    key: int
+    slot: int
+    token: int
+    position: int
+    left: int
+    stop_ids: frozenset[int]
+
+
 class FakeRunner:
     """Runs plans as engine.runner.Runner does, on lists of tokens.
 
     Of SamplingParams it follows temperature, top_k, logit_bias, min_tokens, stop_token_ids,
     ignore_eos, seed, choice and logprobs; the other parameters change nothing.
-    `failures` holds exceptions that the next calls of `run` raise, first one first;
-    `step_seconds` makes every step take that long. The requests whose ids are in `spoiled` are
-    reported to have logits that are not finite.
+    `failures` holds exceptions that the next rounds end with, first one first, and
+    `start_failures` those that the next ones begin with; `step_seconds` makes every round take that
+    long. The requests whose ids are in `spoiled` are reported to have logits that are not finite.
+
+    With `most_steps` above 1 it takes plain plans: it keeps their rows and knows of later tokens
+    only what it drew itself, as a device does. With `overlaps` a round may be started before the
+    one before it is finished. What a round does to the rows happens when it is started, in the
+    order in which a device would do it.
     """
 
     def __init__(
@@ -84,6 +103,8 @@ class FakeRunner:
         max_waiting: int = 64,
         step_seconds: float = 0.0,
         failures: list[Exception] | None = None,
+        most_steps: int = 1,
+        overlaps: bool = False,
     ) -> None:
         self.config = EngineConfig(
             model="fake",
@@ -111,8 +132,14 @@ class FakeRunner:
         )
         self.step_seconds = step_seconds
         self.failures = failures if failures is not None else []
+        self.start_failures: list[Exception] = []
+        self.decode_seconds = 1e-6  # of a step, as the engine is told
+        self.most_steps = most_steps
+        self.overlaps = overlaps
         self.spoiled: set[int] = set()
-        self.steps = 0
+        self.steps = 0  # rounds that were begun
+        self.begun: list[StepResult | Exception] = []  # and are not finished
+        self.batch: list[FakeRow] = []  # of the latest plain plan
         self.rows: list[list[int] | None] = [None] * (slots + share_slots)
         self.requests: dict[int, Request] = {}  # by key
         self.answers: dict[int, list[int]] = {}  # by key: the tokens drawn so far
@@ -121,9 +148,25 @@ class FakeRunner:
         """Nothing to compile."""
 
     def run(self, plan: Plan) -> StepResult:
+        return self.finish(self.start(plan))
+
+    def start(self, plan: Plan) -> StepResult | Exception:
         self.steps += 1
-        if self.failures:
-            raise self.failures.pop(0)
+        if self.start_failures:
+            raise self.start_failures.pop(0)
+        assert len(self.begun) <= self.overlaps, "too many rounds are under way"
+        result = self._carry_out(plan)
+        self.begun.append(self.failures.pop(0) if self.failures else result)
+        return self.begun[-1]
+
+    def finish(self, pending: StepResult | Exception) -> StepResult:
+        oldest = self.begun.pop(0)
+        assert pending is oldest, "rounds are finished in their order"
+        if isinstance(pending, Exception):
+            raise pending
+        return pending
+
+    def _carry_out(self, plan: Plan) -> StepResult:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         for key in plan.release:
@@ -139,9 +182,14 @@ class FakeRunner:
             assert admission.key not in self.requests
             self.requests[admission.key] = admission.request
             self.answers[admission.key] = []
-        slots = [chunk.slot for chunk in plan.prefill] + [row.slot for row in plan.decode]
+        slots = [chunk.slot for chunk in plan.prefill]
+        if plan.again:  # rows that the device has ended leave their slots to others
+            slots += [row.slot for row in self.batch if row.slot >= 0]
+        else:
+            slots += [row.slot for row in plan.decode]
         assert len(slots) == len(set(slots)), "a slot is used twice in one step"
-        result = StepResult(prefill_seconds=1e-6, decode_seconds=1e-6)
+        seconds = self.decode_seconds * plan.steps
+        result = StepResult(prefill_seconds=1e-6, decode_seconds=seconds)
         for chunk in plan.prefill:
             row = self._row(chunk.slot)
             assert len(row) == chunk.start and len(chunk.tokens) > 0
@@ -155,7 +203,9 @@ class FakeRunner:
             if chunk.sample:
                 assert len(row) == len(prompt)
                 result.sampled.append(self._draw(chunk.key, 0))
-        for decode in plan.decode:
+        if plan.plain:
+            self._decode(plan, result)
+        for decode in [] if plan.plain else plan.decode:
             row = self._row(decode.slot)
             row.append(decode.token)
             expected = [*unpack_ids(self.requests[decode.key].prompt), *self.answers[decode.key]]
@@ -165,8 +215,50 @@ class FakeRunner:
         for copy in plan.after:
             self.rows[copy.target] = list(self._row(copy.source))
         keys = {sampled.key for sampled in result.sampled}
-        result.non_finite = [key for key in keys if self.requests[key].id in self.spoiled]
+        result.non_finite += [key for key in keys if self.requests[key].id in self.spoiled]
         return result
+
+    def _decode(self, plan: Plan, result: StepResult) -> None:
+        """As the device does it."""
+        assert 1 <= plan.steps <= self.most_steps and self.most_steps > 1
+        if not plan.again:
+            self.batch = [self._upload(*row) for row in map(_fields, plan.decode)]
+        assert [row.key for row in self.batch] == [row.key for row in plan.decode]
+        tokens, counts = array("i"), []
+        for device_row in self.batch:
+            drawn: list[int] = []
+            while device_row.slot >= 0 and len(drawn) < plan.steps:
+                drawn.append(self._move_on(device_row))
+                if drawn[-1] < 0:
+                    result.non_finite.append(device_row.key)
+            counts.append(len(drawn))
+            tokens.extend([*drawn, *[-7] * (plan.steps - len(drawn))])
+        ended = {i: counts[i] for i, row in enumerate(self.batch) if row.slot < 0}
+        result.drawn = Drawn(tokens.tobytes(), ended)
+
+    def _upload(self, key: int, slot: int, token: int, position: int) -> FakeRow:
+        request = self.requests[key]
+        params = request.sampling
+        assert is_plain(params)
+        assert position == len(self.answers[key]) and token == self.answers[key][-1]
+        stops = stop_ids(params, self.info.eos_token_id)
+        return FakeRow(key, slot, token, position, params.max_tokens - position, stops)
+
+    def _move_on(self, device_row: FakeRow) -> int:
+        """Reads one token and draws the next."""
+        key = device_row.key
+        row = self._row(device_row.slot)
+        row.append(device_row.token)
+        expected = [*unpack_ids(self.requests[key].prompt), *self.answers[key]]
+        assert row == expected, f"row {device_row.slot} holds {row}, not {expected}"
+        token = -1
+        if self.requests[key].id not in self.spoiled:
+            token = device_row.token = self._draw(key, device_row.position).token
+        device_row.position += 1
+        device_row.left -= 1
+        if token < 0 or token in device_row.stop_ids or device_row.left == 0:
+            device_row.slot = -1
+        return token
 
     def _row(self, slot: int) -> list[int]:
         row = self.rows[slot]
@@ -220,6 +312,10 @@ class FakeRunner:
         answer.append(token)
         logprobs = None if params.logprobs is None else self._report(row, token, params.logprobs)
         return Sampled(key, token, logprobs)
+
+
+def _fields(row: DecodeRow) -> tuple[int, int, int, int]:
+    return row.key, row.slot, row.token, row.position
 
 
 def _runner(config: EngineConfig, **options: Any) -> FakeRunner:

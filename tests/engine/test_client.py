@@ -28,6 +28,7 @@ from engine.messages import (
     Pong,
     Ready,
     Request,
+    Run,
     SamplingParams,
     Scores,
     StepEvents,
@@ -239,6 +240,27 @@ async def test_updates_merge_until_they_are_read() -> None:
         assert [update.tokens async for update in delivery] == [[9]]
         with pytest.raises(RuntimeError, match="has ended"):
             await delivery.next()
+
+
+async def test_several_tokens_of_several_requests_come_in_runs() -> None:
+    async with scripted(READY) as (client, transport):
+        deliveries = [client.submit(ask(client)) for _ in range(3)]
+        await transport.say(
+            StepEvents(requests=[0], tokens=[5]),
+            StepEvents(
+                requests=[1],
+                tokens=[6],
+                runs=[
+                    Run([0, 1, 99], 2, pack_ids([7, 8, 9, 10, 1, 1])),
+                    Run([1], 1, pack_ids([11])),
+                ],
+                finished=[finished(1)],
+            ),
+        )
+        assert (await deliveries[0].next()).tokens == [5, 7, 8]
+        update = await deliveries[1].next()
+        assert update.tokens == [6, 9, 10, 11] and update.finished is not None
+        assert update.logprobs == []
 
 
 async def test_what_came_before_a_failure_is_read_first() -> None:

@@ -1,0 +1,93 @@
+"""DecodeBatch: sequences that decode together, round after round, while the device keeps them.
+
+The device draws for them without the host, so a round may take several steps, and one may follow
+the other before the results of the first are here. A sequence that leaves in between stays in its
+row until the batch is made anew; the device passes over the rows that it has ended itself, and
+goes on writing to the slots of those that the host has ended.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterable
+
+from engine.messages import Run
+from engine.outbox import Outbox
+from engine.plan import DecodeRow, Drawn
+from engine.sequence import ID_BYTES, Sequence
+
+
+class DecodeBatch:
+    """`sequences` are in the order of their rows; all of them are plain."""
+
+    def __init__(self, sequences: Iterable[Sequence]) -> None:
+        self.sequences = list(sequences)
+        self.rows = [
+            DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in self.sequences
+        ]
+        self.started = False  # its rows are on the device
+        self.spoiled = False  # the device has ended a row whose sequence goes on
+        self._ahead = 0  # steps that have been planned and not yet taken in
+        # Those which the device may still move on: neither side has ended them.
+        self._on_device = {one.key for one in self.sequences}
+        self._longest: Sequence | None = None
+
+    def writes(self, key: int) -> bool:
+        """Whether the device may write to this sequence's slot."""
+        return key in self._on_device
+
+    def left(self) -> int:
+        """How many tokens may still be drawn at most, beyond what is planned."""
+        if self._longest is None or self._longest.over:
+            alive = (one for one in self.sequences if not one.over)
+            self._longest = max(alive, key=lambda one: one.max_tokens - one.drawn, default=None)
+        if self._longest is None:
+            return 0
+        return self._longest.max_tokens - self._longest.drawn - self._ahead
+
+    def planned(self, steps: int) -> None:
+        """The device has been asked for `steps` more."""
+        self.started = True
+        self._ahead += steps
+
+    def note_ended(self, drawn: Drawn) -> None:
+        """The device will not write to these rows' slots any more."""
+        self._on_device.difference_update(self.rows[row].key for row in drawn.ended)
+
+    def take_in(
+        self,
+        drawn: Drawn,
+        steps: int,
+        outbox: Outbox,
+        end: Callable[[Sequence, array[int]], int],
+        now: float,
+    ) -> int:
+        """Delivers what `steps` steps brought; returns how many tokens that was.
+
+        `end` takes the tokens of a sequence which the device has ended, the stop id included, and
+        returns how many it delivered. If the sequence does not end by them, the batch is spoiled.
+        """
+        self._ahead -= steps
+        ids, width = array("i"), steps * ID_BYTES
+        ids.frombytes(drawn.tokens)
+        runs: dict[Hashable, tuple[list[int], list[bytes]]] = {}
+        count = delivered = 0
+        for row, sequence in enumerate(self.sequences):
+            if sequence.over or row in drawn.ended:
+                continue
+            count += 1
+            sequence.extend(ids[row * steps : (row + 1) * steps], now)
+            if sequence.request.stream:
+                run = runs.get(sequence.client)
+                if run is None:
+                    run = runs[sequence.client] = ([], [])
+                run[0].append(sequence.request.id)
+                run[1].append(drawn.tokens[row * width : (row + 1) * width])
+        for client, (requests, tokens) in runs.items():
+            outbox.run(client, Run(requests, steps, b"".join(tokens)))
+        for row, length in drawn.ended.items():
+            sequence = self.sequences[row]
+            if not sequence.over:
+                delivered += end(sequence, ids[row * steps : row * steps + length])
+                self.spoiled = self.spoiled or not sequence.over
+        return count * steps + delivered

@@ -1,0 +1,301 @@
+"""Rounds of several steps that overlap: the same answers, whatever comes in between.
+
+Random lives of an engine whose fake device keeps the rows of a batch by itself. Prompts are short
+and answers long, so that batches go on for many rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+
+import pytest
+
+from engine.engine import Engine
+from engine.messages import Finished, Request, SamplingParams, StepEvents, pack_ids, unpack_ids
+from engine.plan import Drawn, Plan, Sampled, StepResult
+from engine.scheduler import Scheduler
+from tests.engine.fake import FakeRunner, recite
+from tests.engine.witness import VOCAB, StrictRunner, Witness
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Injected failures log a traceback each."""
+    caplog.set_level(logging.CRITICAL, logger="engine.engine")
+
+
+def random_request(random: random.Random) -> Request:
+    special = random.random() < 0.1  # the host has a part in its draws
+    return Request(
+        id=0,
+        prompt=pack_ids(random.choices(range(VOCAB), k=random.choice([1, 1, 2, 5, 140]))),
+        sampling=SamplingParams(
+            temperature=0,
+            max_tokens=random.choice([1, 2, 5, 20, 60, 150]),
+            min_tokens=int(special),
+            ignore_eos=random.random() < 0.8,
+            stop_token_ids=tuple(random.choices(range(VOCAB), k=random.random() < 0.2)),
+        ),
+        stream=random.random() < 0.7,
+        timeout=random.choice([None, None, 3]),
+    )
+
+
+def live(seed: int, most_steps: int, overlaps: bool) -> Witness:
+    """A random life to its end; the witness has checked it."""
+    chance = random.Random(seed)
+    witness = Witness(
+        slots=chance.choice([1, 2, 3, 6]),
+        share_slots=0,
+        max_waiting=chance.choice([0, 3, 50]),
+        most_steps=most_steps,
+        overlaps=overlaps,
+    )
+    witness.runner.decode_seconds = chance.choice([1e-6, 0.0004, 0.001])
+    sent: list[tuple[str, int]] = []
+    # What happens often differs from life to life.
+    weights = [chance.choice([0, 1, 3]) for _ in range(7)]
+    for _ in range(60):
+        match chance.choices(range(8), [2, *weights])[0]:
+            case 0 | 1:
+                sent.append(witness.submit(chance.choice("ab"), random_request(chance)))
+            case 2 | 3 | 4:
+                witness.step()
+            case 5 if sent:
+                witness.abort(chance.choice(sent[-6:]))
+            case 6 if sent:
+                witness.step_with_abort_meanwhile(chance.choice(sent[-6:]))
+            case 7:
+                trouble = chance.randrange(5)
+                if trouble == 0:
+                    witness.failing_step(witness.runner.failures)
+                elif trouble == 1:
+                    witness.failing_step(witness.runner.start_failures)
+                elif trouble == 2 and sent:
+                    witness.runner.spoiled.add(sent[-1][1])
+                elif trouble == 3:
+                    witness.clock.now += 2
+                else:  # somebody comes while a round is under way
+                    request = random_request(chance)
+                    witness.step(lambda request=request: sent.append(witness.submit("a", request)))
+    witness.finish()
+    return witness
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("most_steps", [1, 2, 7, 32])
+def test_every_life_keeps_the_promises(
+    most_steps: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the lives are full enough to mean something."""
+    seen: Counter[str] = Counter()
+    carry_out = StrictRunner._carry_out
+
+    def counting(runner: StrictRunner, plan: Plan) -> StepResult:
+        ended = plan.again and any(row.slot < 0 for row in runner.batch)
+        seen["several steps"] += plan.steps > 1
+        seen["again"] += plan.again
+        seen["again, some rows ended"] += ended
+        seen["before the result"] += len(runner.begun) == 1
+        seen["beside a prompt"] += plan.plain and bool(plan.prefill)
+        return carry_out(runner, plan)
+
+    monkeypatch.setattr(StrictRunner, "_carry_out", counting)
+    ends: Counter[str] = Counter()
+    for seed in range(150):
+        witness = live(seed, most_steps, overlaps)
+        ends.update(
+            one.reason if isinstance(one, Finished) else one.code for one in witness.ends.values()
+        )
+    assert min(ends[way] for way in ("stop", "length", "abort", "timeout", "step_failed")) >= 10
+    if most_steps > 1:
+        assert min(seen[kind] for kind in ("several steps", "again", "beside a prompt")) >= 100
+        assert seen["again, some rows ended"] >= 50
+    assert (seen["before the result"] >= 100) == (overlaps and most_steps > 1)
+
+
+# One thing at a time.
+
+LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+
+
+def ask(id: int, sampling: SamplingParams = LONG) -> Request:
+    return Request(id=id, prompt=pack_ids([id]), sampling=sampling)
+
+
+def tokens_of(events: StepEvents) -> dict[int, list[int]]:
+    """What a message says, by request."""
+    tokens: dict[int, list[int]] = {}
+    for request, token in zip(events.requests, events.tokens, strict=True):
+        tokens.setdefault(request, []).append(token)
+    for request, several in events.in_runs():
+        tokens.setdefault(request, []).extend(several)
+    return tokens
+
+
+def test_a_round_lasts_about_two_milliseconds() -> None:
+    """Of steps as long as the latest ones were; at most `most_steps`, at least one."""
+    for seconds, steps in ((0.00057, 4), (0.0001, 20), (1e-7, 32), (0.5, 1)):
+        runner = FakeRunner(most_steps=32)
+        runner.decode_seconds = seconds
+        engine = Engine(runner)
+        engine.add("c", ask(1))
+        lengths = [len(tokens_of(engine.step()["c"])[1]) for _ in range(5)]
+        assert lengths == [1, 1, steps, steps, steps]
+
+
+def test_no_round_goes_beyond_the_longest_answer() -> None:
+    runner = FakeRunner(most_steps=32)
+    engine = Engine(runner)
+    for id, length in enumerate((5, 12, 20)):
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        engine.add("c", ask(id, sampling))
+    rounds = [tokens_of(engine.step()["c"]) for _ in range(3)]
+    lengths = [{id: len(tokens) for id, tokens in one.items()} for one in rounds]
+    assert lengths == [{0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 3, 1: 10, 2: 18}]
+    assert not engine.has_work
+
+
+def test_one_request_that_needs_the_host_makes_every_round_one_step() -> None:
+    engine = Engine(FakeRunner(most_steps=32, overlaps=True))
+    special = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    engine.add("c", ask(1))
+    engine.add("c", ask(2, special))
+    for _ in range(4):
+        assert {id: len(ids) for id, ids in tokens_of(engine.step()["c"]).items()} == {1: 1, 2: 1}
+    lengths = [len(tokens_of(engine.step()["c"])[1]) for _ in range(3)]
+    assert lengths == [1, 1, 32], "the first round and the one behind it are untimed"
+
+
+def test_who_can_be_admitted_does_not_wait_for_the_batch_to_end() -> None:
+    engine = Engine(FakeRunner(slots=2, most_steps=32, overlaps=True))
+    engine.add("c", ask(1))
+    for _ in range(4):
+        engine.step()
+    engine.add("c", ask(2))
+    told = [tokens_of(engine.step()["c"]) for _ in range(2)]
+    assert 2 in told[1], "a round was under way when it came, and then its prompt is read"
+
+
+def test_who_waits_without_a_free_slot_does_not_stop_the_batch() -> None:
+    runner = FakeRunner(slots=1, most_steps=32, overlaps=True)
+    engine = Engine(runner)
+    engine.add("c", ask(1))
+    engine.add("c", ask(2))
+    for _ in range(4):
+        engine.step()
+    assert len(runner.begun) == 1
+    assert len(tokens_of(engine.step()["c"])[1]) == 32
+
+
+def test_an_aborted_sequence_keeps_its_slot_while_the_device_writes_to_it() -> None:
+    scheduler = Scheduler(
+        vocab_size=100,
+        eos_token_id=None,
+        slots=4,
+        share_slots=0,
+        max_step_tokens=512,
+        max_waiting=10,
+        state_bytes=1,
+        most_steps=32,
+    )
+    for id in range(4):
+        scheduler.add("c", ask(id), 0.0)
+    plan = scheduler.plan(0.0)
+    keys = [chunk.key for chunk in plan.prefill]
+    scheduler.commit(plan, StepResult([Sampled(key, 5, None) for key in keys]), 0.0)
+    first = scheduler.plan(0.0)
+    second = scheduler.plan_ahead(0.0)
+    assert second is not None and second.again and second.decode is first.decode
+    assert scheduler.plan_ahead(0.0) is None, "one round ahead is enough"
+    scheduler.abort("c", [2], "abort", 0.0)
+    stats = scheduler.events()["c"].stats
+    assert (stats.running, stats.slots_used) == (3, 4)
+    drawn = Drawn(pack_ids([6, 7, 8, 9]), {})
+    scheduler.commit(first, StepResult(drawn=drawn), 0.0)
+    events = scheduler.events()["c"]
+    assert tokens_of(events) == {0: [6], 1: [7], 3: [9]} and events.stats.slots_used == 4
+    scheduler.commit(second, StepResult(drawn=drawn), 0.0)
+    assert scheduler.events()["c"].stats.slots_used == 3
+    third = scheduler.plan(0.0)
+    assert third.plain and not third.again and [row.key for row in third.decode] == [0, 1, 3]
+    assert [row.token for row in third.decode] == [6, 7, 9]
+
+
+def test_a_batch_goes_on_without_those_that_ended_until_it_is_thin() -> None:
+    runner = FakeRunner(slots=8, most_steps=2, overlaps=True)
+    engine = Engine(runner)
+    for id in range(8):
+        # The last two end early, then three more.
+        length = 40 if id < 3 else 20 if id < 6 else 8
+        engine.add("c", ask(id, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)))
+    sizes = []
+    while engine.has_work:
+        engine.step()
+        sizes.append(len(runner.batch))
+    assert sorted(set(sizes), reverse=True) == [8, 3, 0]
+
+
+def test_what_the_device_ends_and_the_host_does_not_goes_on() -> None:
+    """The host has the last word: a row that ended by mistake costs time, no token."""
+
+    class Hasty(FakeRunner):
+        def _carry_out(self, plan: Plan) -> StepResult:
+            result = super()._carry_out(plan)
+            if self.steps == 4:
+                assert result.drawn is not None and self.batch[0].slot >= 0
+                self.batch[0].slot = -1
+                result.drawn.ended[0] = plan.steps
+            return result
+
+    def answer(runner: FakeRunner) -> list[int]:
+        engine = Engine(runner)
+        engine.add("c", Request(id=1, prompt=pack_ids(b"a"), sampling=LONG, stream=False))
+        engine.add("c", ask(2))
+        while True:
+            for end in engine.step()["c"].finished:
+                if end.request == 1:
+                    return end.tokens
+
+    assert answer(Hasty(most_steps=8, overlaps=True)) == answer(FakeRunner())
+
+
+def test_a_round_that_fails_takes_the_one_started_after_it_along() -> None:
+    runner = FakeRunner(most_steps=32, overlaps=True)
+    engine = Engine(runner)
+    engine.add("c", ask(1))
+    for _ in range(3):
+        engine.step()
+    assert len(runner.begun) == 1
+    runner.begun[0] = error = RuntimeError("boom")
+    engine._round = type(engine._round)(engine._round.plan, error, None)  # type: ignore[union-attr]
+    failed = engine.step()["c"].failed
+    assert [(one.request, one.code) for one in failed] == [(1, "step_failed")]
+    assert not engine.has_work and runner.begun == []
+    engine.add("c", ask(2))
+    assert tokens_of(engine.step()["c"]) == {2: recite([2], 1)}
+
+
+def test_a_round_ahead_that_cannot_start_fails_after_the_one_before_it_is_told() -> None:
+    runner = FakeRunner(most_steps=4, overlaps=True)
+    engine = Engine(runner)
+    engine.add("c", ask(1))
+    for _ in range(3):
+        engine.step()
+    runner.start_failures = [RuntimeError("boom")]
+    events = engine.step()["c"]
+    assert tokens_of(events)[1] and [one.request for one in events.failed] == [1]
+    assert not engine.has_work
+
+
+def test_tokens_in_runs_are_packed_request_after_request() -> None:
+    engine = Engine(FakeRunner(most_steps=3))
+    for id in (1, 2):
+        engine.add("c", ask(id))
+    for _ in range(2):
+        engine.step()
+    (run,) = engine.step()["c"].runs
+    assert (run.requests, run.length) == ([1, 2], 3)
+    assert unpack_ids(run.tokens).tolist() == [*recite([1], 5)[-3:], *recite([2], 5)[-3:]]

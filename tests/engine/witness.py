@@ -1,0 +1,205 @@
+"""Witness: sees everything that an engine with a fake runner does, and checks all that it promises.
+
+The runner holds the very tokens in each state row and fails when a row is not what its sequence
+should have read; `StrictRunner` adds budget and chunk ends. The witness adds the events: every
+request ends once, with the tokens and scores that `full_answer` and `full_scores` foretell, and in
+the end nothing has leaked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from engine.config import SCAN_CHUNK
+from engine.engine import Engine
+from engine.messages import (
+    Failed,
+    Finished,
+    Request,
+    SamplingParams,
+    StepEvents,
+    TokenLogprobs,
+    pack_ids,
+    unpack_ids,
+)
+from engine.plan import Plan, StepResult
+from tests.engine.fake import FakeClock, FakeRunner, log_probabilities
+
+VOCAB, EOS = 8, 7
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+
+
+class StrictRunner(FakeRunner):
+    """Also checks what a plan promises beyond its rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(vocab_size=VOCAB, eos=EOS, **options)
+        self._begun: dict[int, int] = {}
+        self.violations: list[AssertionError] = []  # the engine would take them for a bad step
+
+    def _carry_out(self, plan: Plan) -> StepResult:
+        try:
+            return self._checked(plan)
+        except AssertionError as violation:
+            self.violations.append(violation)
+            raise
+
+    def _checked(self, plan: Plan) -> StepResult:
+        budget, slots = self.config.max_step_tokens, self.config.max_slots
+        assert budget is not None
+        assert not plan.empty
+        assert sum(len(chunk.tokens) for chunk in plan.prefill) <= budget
+        # Of the rows of a batch that goes on, some may have ended; others have their slots then.
+        ended = sum(row.slot < 0 for row in self.batch) if plan.again else 0
+        assert len(plan.prefill) + len(plan.decode) - ended <= slots
+        assert plan.steps == 1 or (plan.plain and not plan.prefill)
+        assert not plan.again or plan.steps <= max(row.left for row in self.batch)
+        assert len({copy.target for copy in plan.after}) == len(plan.after)
+        assert all(copy.target >= slots > copy.source for copy in plan.after)
+        for admission in plan.admit:
+            assert 0 <= admission.slot < slots
+            assert admission.source is None or admission.source >= slots
+            self._begun[admission.key] = admission.cached_tokens
+        result = super()._carry_out(plan)
+        for chunk in plan.prefill:
+            self._check_end(self.requests[chunk.key], chunk.key, chunk.start + len(chunk.tokens))
+        return result
+
+    def _check_end(self, request: Request, key: int, end: int) -> None:
+        length = len(unpack_ids(request.prompt))
+        anchor = max([self._begun[key], *(mark for mark in request.share_at if mark < end)])
+        if end == length or end in request.share_at:
+            return
+        budget = self.config.max_step_tokens
+        assert budget is not None
+        assert budget < SCAN_CHUNK or (end - anchor) % SCAN_CHUNK == 0
+
+
+def full_answer(request: Request) -> tuple[list[int], str]:
+    """What greedy decoding gives when nothing interrupts it."""
+    params, tokens = request.sampling, list(unpack_ids(request.prompt))
+    answer: list[int] = []
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    while len(answer) < params.max_tokens:
+        row = log_probabilities((tokens + answer)[-1], VOCAB, EOS)
+        banned = stops if len(answer) < params.min_tokens else set()
+        token = min(set(range(VOCAB)) - banned, key=lambda one: (-row[one], one))
+        if token in stops:
+            return answer, "stop"
+        answer.append(token)
+    return answer, "length"
+
+
+def full_scores(request: Request) -> list[float]:
+    if not request.score:
+        return []
+    prompt = unpack_ids(request.prompt)
+    pairs = list(itertools.pairwise(prompt))[request.score_from - 1 :]
+    return [log_probabilities(a, VOCAB, EOS)[b] for a, b in pairs]
+
+
+class Witness:
+    """An engine, everything that was asked of it and everything that it told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = FakeClock()
+        self.runner = StrictRunner(**options)
+        self.engine = Engine(self.runner, self.clock)
+        self.requests: dict[tuple[str, int], Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.scores: dict[tuple[str, int], list[float]] = {}
+        self.ends: dict[tuple[str, int], Finished | Failed] = {}
+        self.failures = 0
+        self.cut: set[tuple[str, int]] = set()  # aborted with the reason "stop"
+
+    def submit(self, client: str, request: Request) -> tuple[str, int]:
+        """`request` under an id of its own."""
+        id = len(self.requests)
+        fields = {name: getattr(request, name) for name in request.__struct_fields__}
+        request = Request(**(fields | {"id": id}))
+        self.requests[client, id] = request
+        self.tokens[client, id], self.scores[client, id] = [], []
+        self.engine.add(client, request)
+        return client, id
+
+    def abort(self, whom: tuple[str, int]) -> None:
+        self.engine.abort(whom[0], [whom[1]])
+
+    def step(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self.read(self.engine.step(meanwhile))
+
+    def step_with_abort_meanwhile(self, whom: tuple[str, int]) -> None:
+        self.cut.add(whom)
+        self.step(lambda: self.engine.abort(whom[0], [whom[1]], "stop"))
+
+    def failing_step(self, failures: list[Exception]) -> None:
+        """One round of this step fails, if there is one; `failures` is one of the runner's."""
+        failures.append(RuntimeError("boom"))
+        messages = self.engine.step()
+        self.failures += not failures
+        failures.clear()
+        self.read(messages)
+
+    def read(self, messages: dict[Any, StepEvents]) -> None:
+        if self.runner.violations:
+            raise self.runner.violations[0]
+        for client, events in messages.items():
+            assert isinstance(client, str)
+            for id, token in zip(events.requests, events.tokens, strict=True):
+                assert (client, id) not in self.ends
+                self.tokens[client, id].append(token)
+            for id, tokens in events.in_runs():
+                assert (client, id) not in self.ends and tokens
+                self.tokens[client, id].extend(tokens)
+            for run in events.scores:
+                told, request = self.scores[client, run.request], self.requests[client, run.request]
+                assert run.start == request.score_from + len(told), "runs arrive without gaps"
+                told.extend(report.logprob for report in run.tokens)
+                assert all(isinstance(report, TokenLogprobs) for report in run.tokens)
+            for end in (*events.finished, *events.failed):
+                assert (client, end.request) not in self.ends, "a second terminal event"
+                self.ends[client, end.request] = end
+                self.check(self.requests[client, end.request], client, end)
+
+    def check(self, request: Request, client: str, end: Finished | Failed) -> None:
+        if isinstance(end, Failed):
+            assert end.code in ("queue_full", "invalid_request", "step_failed")
+            assert end.code != "step_failed" or self.failures or request.id in self.runner.spoiled
+            return
+        told = self.tokens[client, request.id] or end.tokens
+        answer, reason = full_answer(request)
+        assert end.completion_tokens == len(told)
+        assert end.prompt_tokens == len(unpack_ids(request.prompt))
+        assert min(end.timing.queue, end.timing.prefill, end.timing.decode) >= 0
+        scores = self.scores[client, request.id]
+        assert told == answer[: len(told)]
+        assert scores == full_scores(request)[: len(scores)]
+        if end.reason == "length" or (
+            end.reason == "stop" and (client, request.id) not in self.cut
+        ):
+            assert (told, end.reason) == (answer, reason)
+            assert scores == full_scores(request)
+
+    def finish(self) -> None:
+        """Lets everything come to its end."""
+        # Every step reads a token of somebody, so this many steps are enough if nobody starves; the
+        # last one may complete a round of which nobody is left.
+        left = 1 + sum(
+            len(request.prompt) // 4 + request.sampling.max_tokens + 2
+            for whom, request in self.requests.items()
+            if whom not in self.ends
+        )
+        for _ in range(left):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert set(self.ends) == set(self.requests), "someone was forgotten"
+        assert not self.engine.has_work
+        # Nothing leaks: a last request finds every slot free and nothing pending.
+        last = len(self.requests)
+        self.engine.add("left", Request(id=last, prompt=pack_ids([1]), sampling=ONE_TOKEN))
+        stats = self.engine.step()["left"].stats
+        assert (stats.slots_used, stats.running, stats.waiting, stats.waiting_tokens) == (0,) * 4
+        assert len(self.runner.requests) == 1, "every sequence was released"
