@@ -7,15 +7,13 @@ rows whose slot is negative, which every operator skips.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 # Rises by a half or less from 16 on, so that at most a third of a batch is padding.
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-DecodeStep = Callable[[Tensor, Tensor], Tensor]
 
 
 def buckets(max_batch: int) -> list[int]:
@@ -27,34 +25,31 @@ def buckets(max_batch: int) -> list[int]:
     return [*(size for size in _BUCKETS if size < largest), largest]
 
 
-class DecodeGraphs:
-    """Graphs of `step`: tokens int32 [batch], slots int32 [batch] -> logits fp32 [batch, vocab].
+class BucketGraphs:
+    """Graphs of `run(size)`, one for each of `sizes`, rising.
 
-    `step` must not wait for the device, nor allocate outside of torch, and must skip negative
-    slots. Capturing runs it with negative slots only, so no state moves.
+    `run` works on tensors of its own, always the same ones for one size. It must not wait for the
+    device, nor allocate outside of torch. It is run once and captured once for each size, after
+    `clear(size)`, which sees to it that all rows are padding, so that no state moves.
     """
 
     def __init__(
-        self, step: DecodeStep, max_batch: int, vocab_size: int, device: torch.device
+        self, run: Callable[[int], None], clear: Callable[[int], None], sizes: list[int]
     ) -> None:
-        self._step = step
-        self._buckets = buckets(max_batch)
-        largest = self._buckets[-1]
-        self._inputs = torch.zeros(2, largest, dtype=torch.int32, device=device)  # tokens, slots
-        self._logits = torch.empty(largest, vocab_size, device=device)
+        self._run = run
+        self._clear = clear
+        self._sizes = sizes
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    @property
-    def max_batch(self) -> int:
-        """Larger batches have no graph."""
-        return self._buckets[-1]
+    def size_of(self, batch: int) -> int | None:
+        """The size of the graph for `batch` rows; None where there is none so large."""
+        return next((size for size in self._sizes if size >= batch), None)
 
-    def capture(self) -> None:
-        """Captures every bucket, largest first, so that the others fit in its memory."""
-        pool = torch.cuda.graph_pool_handle()
-        self._inputs[0] = 0
-        self._inputs[1] = -1
-        for size in reversed(self._buckets):
+    def capture(self, pool: Any) -> None:
+        """Captures every size, largest first, so that the others fit in its memory; `pool` is a
+        torch.cuda.graph_pool_handle()."""
+        for size in reversed(self._sizes):
+            self._clear(size)
             self._warm_up(size)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -69,20 +64,6 @@ class DecodeGraphs:
             self._run(size)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _run(self, size: int) -> None:
-        tokens, slots = self._inputs[:, :size]
-        self._logits[:size].copy_(self._step(tokens, slots))
-
-    def replay(self, tokens: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Logits [batch, vocab] of one step; the next replay overwrites them."""
-        batch = len(tokens)
-        size = next(size for size in self._buckets if size >= batch)
-        padding = size - batch
-        inputs = torch.tensor(
-            [[*tokens, *[0] * padding], [*slots, *[-1] * padding]],
-            dtype=torch.int32,
-            pin_memory=True,
-        )
-        self._inputs[:, :size].copy_(inputs, non_blocking=True)
+    def replay(self, size: int) -> None:
+        """What `run(size)` does."""
         self._graphs[size].replay()
-        return self._logits[:batch]

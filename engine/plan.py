@@ -16,6 +16,8 @@ import msgspec
 
 from engine.messages import Request, TokenLogprobs
 
+MOST_STEPS = 32  # of a round
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:

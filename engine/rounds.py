@@ -10,7 +10,6 @@ from engine.batch import DecodeBatch
 from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
-MOST_STEPS = 32  # of a round
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 

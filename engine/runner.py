@@ -1,6 +1,7 @@
 """Runner: carries out a Plan: tensors in, the model, the sampler, token ids and scores out.
 
-A step waits for the device once, when its results are copied to the host together.
+`start` gives the device its work, the copies of the results to the host included, and `finish`
+waits for these, which is a round's one wait. On the CPU all of the work is done in `start`.
 """
 
 from __future__ import annotations
@@ -17,20 +18,45 @@ from torch import Tensor
 
 from engine import checkpoint, device
 from engine.config import DtypeName, EngineConfig
+from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
-from engine.graphs import DecodeGraphs
+from engine.graphs import buckets
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
-from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, Sampled, Scored, StepResult
+from engine.plan import (
+    MOST_STEPS,
+    Admission,
+    DecodeRow,
+    Plan,
+    PrefillChunk,
+    Sampled,
+    Scored,
+    StepResult,
+)
 from engine.sampler import Draws, Sampler
 from engine.scoring import score, to_messages, to_scored
+from engine.sequence import is_plain
+from engine.serving import serving_model
 from engine.state import StatePool
 
 
 class _Results(NamedTuple):
-    """What a step computes, on the device or, after `_fetch`, on the host."""
+    """What a round computes beside what its batch draws, on the device or, after `_fetch`, on the
+    host."""
 
     draws: Draws | None
     scores: Logprobs | None
+
+
+class Pending(NamedTuple):
+    """A round under way."""
+
+    plan: Plan
+    results: _Results  # on the host, once the device is done
+    round: Round | None  # of a plain plan with rows
+    begin: _Mark
+    middle: _Mark  # prompts have been read
+    end: _Mark
+    done: _Mark  # the results are on the host
 
 
 class Runner:
@@ -40,8 +66,7 @@ class Runner:
     On CUDA, fp32 matrix products are fp32: TF32 would cost three digits of the log-probabilities.
     """
 
-    most_steps = 1
-    overlaps = False
+    most_steps = MOST_STEPS
 
     def __init__(self, config: EngineConfig) -> None:
         folder = checkpoint.resolve(config.model)
@@ -52,22 +77,30 @@ class Runner:
         torch.set_float32_matmul_precision("highest")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._model, self.model_config = checkpoint.load_model(
+        model, self.model_config = checkpoint.load_model(
             folder, self._device, cast(DtypeName, self.config.dtype)
         )
+        self._model = serving_model(model, self._device)
         self._pool = StatePool(
             self.model_config,
             self.config.max_slots + self.config.share_slots,
             self._device,
             self._model.initial_state_rows(),
         )
-        self._sampler = Sampler(
-            self.model_config.vocab_size, self.model_config.eos_token_id, self._device
+        vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
+        self._sampler = Sampler(vocab_size, eos_token_id, self._device)
+        self._decoding = DecodeState(
+            self._step, self.config.max_slots, vocab_size, eos_token_id, self._device
         )
-        self._graphs: DecodeGraphs | None = None
-        self.info = self._describe(folder)
+        self._logits_step = LogitsStep(self._step, self._device)
+        self.info = self._describe(folder, sum(weight.numel() for weight in model.parameters()))
 
-    def _describe(self, folder: Path) -> ModelInfo:
+    @property
+    def overlaps(self) -> bool:
+        """Whether a round may be started before the one before it is finished."""
+        return self._device.type == "cuda"
+
+    def _describe(self, folder: Path, parameters: int) -> ModelInfo:
         given = Path(self.config.model).expanduser()
         return ModelInfo(
             name=given.resolve().name if given.is_dir() else self.config.model,
@@ -76,7 +109,7 @@ class Runner:
             cell=self.model_config.cell,
             vocab_size=self.model_config.vocab_size,
             eos_token_id=self.model_config.eos_token_id,
-            parameters=sum(weight.numel() for weight in self._model.parameters()),
+            parameters=parameters,
             state_bytes=self.model_config.state_bytes,
             slots=self.config.max_slots,
             device=str(self._device),
@@ -89,14 +122,10 @@ class Runner:
         """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
         what libraries do at first use."""
         if self._device.type == "cuda" and self.config.cuda_graphs:
-            graphs = DecodeGraphs(
-                self._decode_logits,
-                self.config.max_slots,
-                self.model_config.vocab_size,
-                self._device,
-            )
-            graphs.capture()
-            self._graphs = graphs
+            pool = torch.cuda.graph_pool_handle()
+            sizes = buckets(self.config.max_slots)
+            self._decoding.capture(sizes, pool)
+            self._logits_step.capture(sizes, self.model_config.vocab_size, pool)
         everything = SamplingParams(
             top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
         )
@@ -109,37 +138,54 @@ class Runner:
                     prefill=[PrefillChunk(-1, 0, 0, tokens, targets, score_top=1, sample=True)],
                 )
             )
-            self.run(Plan(decode=[DecodeRow(-1, 0, token=0, position=1)]))
+            row = DecodeRow(-1, 0, token=0, position=1)
+            self.run(Plan(decode=[row]))
+            if is_plain(sampling):
+                self.run(Plan(decode=[row], plain=True, steps=2))
             self.run(Plan(release=[-1]))
 
     def run(self, plan: Plan) -> StepResult:
-        """Carries out one step. An exception leaves the rows of its sequences undefined."""
+        """Carries out one round. An exception leaves the rows of its sequences undefined."""
         return self.finish(self.start(plan))
 
-    def finish(self, pending: StepResult) -> StepResult:
-        """The results of a step."""
-        return pending
-
     @torch.inference_mode()
-    def start(self, plan: Plan) -> StepResult:
-        """Begins a step; see `run`."""
+    def start(self, plan: Plan) -> Pending:
+        """Begins a round. At most one more may be begun before it is finished, and only of a plan
+        that goes on with its batch (`Plan.again`)."""
         for key in plan.release:
             self._sampler.release(key)
         self._admit(plan.admit)
         begin = _Mark(self._device)
-        prefill_logits, scores = self._prefill(plan.prefill)
-        middle = _Mark(self._device)
-        draws = self._draw(plan, prefill_logits)
+        logits, scores = self._prefill(plan.prefill)
+        chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
+        draws = round = None
+        if plan.plain:
+            if logits is not None:
+                draws = self._sampler.sample(chunks, [0] * len(chunks), logits)
+            middle = _Mark(self._device)
+            if plan.decode:
+                round = self._decoding.start(plan.decode, plan.again, plan.steps)
+        else:
+            middle = _Mark(self._device)
+            draws = self._draw(plan, logits)
         self._pool.copy([copy.source for copy in plan.after], [copy.target for copy in plan.after])
         end = _Mark(self._device)
-        host = self._fetch(_Results(draws, scores))
-        scored = [] if host.scores is None else to_scored(plan.prefill, host.scores)
+        results = self._fetch(_Results(draws, scores))
+        return Pending(plan, results, round, begin, middle, end, _Mark(self._device))
+
+    def finish(self, pending: Pending) -> StepResult:
+        """Waits for a round, the oldest one that was begun."""
+        plan, (draws, scores), round, begin, middle, end, done = pending
+        done.wait()
+        scored = [] if scores is None else to_scored(plan.prefill, scores)
+        drawn, spoiled = (None, []) if round is None else to_drawn(round)
         if not plan.decode:
             middle = end
         return StepResult(
-            sampled=self._sampled(plan, host.draws),
+            sampled=self._sampled(plan, draws),
+            drawn=drawn,
             scored=scored,
-            non_finite=_non_finite(plan, host.draws, scored),
+            non_finite=_non_finite(plan, draws, scored) + spoiled,
             prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
             decode_seconds=middle.seconds_until(end) if plan.decode else 0.0,
         )
@@ -148,6 +194,7 @@ class Runner:
         for admission in admissions:
             if admission.request.sampling.max_tokens > 0:
                 self._sampler.admit(admission.key, admission.request)
+        self._decoding.admit(admissions)
         self._pool.reset([one.slot for one in admissions if one.source is None])
         forked = [(one.source, one.slot) for one in admissions if one.source is not None]
         self._pool.copy([source for source, _ in forked], [slot for _, slot in forked])
@@ -171,21 +218,15 @@ class Runner:
         logits = self._model.logits(hidden[self._upload(last)]) if last else None
         return logits, scores
 
-    def _decode_logits(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        return self._model.logits(self._model.step(tokens, self._pool.state, slots))
-
-    def _decode(self, rows: Sequence[DecodeRow]) -> Tensor:
-        """Reads one token of every row: logits [rows, vocab]."""
-        tokens, slots = [row.token for row in rows], [row.slot for row in rows]
-        if self._graphs is not None and len(rows) <= self._graphs.max_batch:
-            return self._graphs.replay(tokens, slots)
-        return self._decode_logits(self._upload(tokens), self._upload(slots))
+    def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        return self._model.step(tokens, self._pool.state, slots)
 
     def _draw(self, plan: Plan, prefill_logits: Tensor | None) -> Draws | None:
         """Decodes, then draws for the chunks that end their prompt and for the decoded rows."""
         parts = [] if prefill_logits is None else [prefill_logits]
         if plan.decode:
-            parts.append(self._decode(plan.decode))
+            rows = plan.decode
+            parts.append(self._logits_step([row.token for row in rows], [row.slot for row in rows]))
         if not parts:
             return None
         keys = _sampled_keys(plan)
@@ -197,7 +238,7 @@ class Runner:
         return device.upload(values, torch.int32, self._device)
 
     def _fetch(self, results: _Results) -> _Results:
-        """The results in host memory; the step's one wait."""
+        """The results in host memory, once the device is done."""
         if self._device.type == "cpu":
             return results
         draws, scores = results
@@ -207,7 +248,6 @@ class Runner:
             draws = Draws(tokens, draws.finite.to("cpu", non_blocking=True), logprobs)
         if scores is not None:
             scores = _to_host(scores)
-        torch.cuda.current_stream(self._device).synchronize()
         return _Results(draws, scores)
 
     def _sampled(self, plan: Plan, draws: Draws | None) -> list[Sampled]:
@@ -235,6 +275,11 @@ class _Mark:
             self._event.record()
         self._time = time.perf_counter()
 
+    def wait(self) -> None:
+        """Until the device has passed it."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def seconds_until(self, later: _Mark) -> float:
         if self._event is not None and later._event is not None:
             milliseconds: float = self._event.elapsed_time(later._event)
@@ -247,7 +292,9 @@ def _to_host(logprobs: Logprobs) -> Logprobs:
 
 
 def _sampled_keys(plan: Plan) -> list[int]:
-    return [chunk.key for chunk in plan.prefill if chunk.sample] + [row.key for row in plan.decode]
+    """Whom the sampler draws for."""
+    keys = [chunk.key for chunk in plan.prefill if chunk.sample]
+    return keys if plan.plain else keys + [row.key for row in plan.decode]
 
 
 def _non_finite(plan: Plan, draws: Draws | None, scored: Sequence[Scored]) -> list[int]:

@@ -20,8 +20,8 @@ from engine.device import upload
 from engine.distribution import Logprobs
 from engine.messages import Request, SamplingParams, unpack_ids
 
-_FLOAT_MAX = torch.finfo(torch.float32).max
-_MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
+FLOAT_MAX = torch.finfo(torch.float32).max
+MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
 
 
 class Draws(NamedTuple):
@@ -254,7 +254,7 @@ class Sampler:
         min_p = None
         if any(one.min_p for one in params):
             min_p = self._column([one.min_p for one in params])
-        temperature = [max(one.temperature, _MIN_TEMPERATURE) for one in params]
+        temperature = [max(one.temperature, MIN_TEMPERATURE) for one in params]
         return _Drawn(self._tensor(rows, torch.int64), streams, self._column(temperature), min_p)
 
     def _build_topped(self, params: list[SamplingParams]) -> _Topped | None:
@@ -277,7 +277,7 @@ class Sampler:
 
     def _column(self, values: Sequence[float]) -> Tensor:
         """fp32 [n, 1]; a parameter that float32 cannot hold becomes its nearest finite value."""
-        bounded = [min(max(value, -_FLOAT_MAX), _FLOAT_MAX) for value in values]
+        bounded = [min(max(value, -FLOAT_MAX), FLOAT_MAX) for value in values]
         return self._tensor(bounded, torch.float32).unsqueeze(-1)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:

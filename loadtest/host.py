@@ -30,8 +30,7 @@ from engine.messages import (
     ToEngine,
     pack_ids,
 )
-from engine.plan import Drawn, Plan, Sampled, StepResult
-from engine.rounds import MOST_STEPS
+from engine.plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
 TOKEN = 5

@@ -1,0 +1,62 @@
+"""ServingModel: the four things that the engine asks of a model, and who does them quickest.
+
+LM says what the model computes, and its own methods compute it. An implementation that fuses or
+prepacks for one kind of device takes its weights from an LM and has these same methods.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.models.cell import ModelState
+from engine.models.lm import LM
+
+
+class ServingModel(Protocol):
+    """Reads tokens into `state`, in place. No method waits for the device or changes a row whose
+    slot is negative; `step` can be captured in a CUDA graph."""
+
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """Packed prompts: tokens int32 [tokens], cu_seqlens int32 [sequences + 1], slots int32
+        [sequences] -> hidden states [tokens, d_model] for `logits`."""
+
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """One token of every sequence: tokens int32 [batch], slots int32 [batch]
+        -> logits fp32 [batch, vocab]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, d_model] -> fp32 [n, vocab]."""
+
+    def initial_state_rows(self) -> Tensor:
+        """Every layer's h_0: [layers, inner] fp32."""
+
+
+class PlainModel:
+    """LM itself, operator by operator."""
+
+    def __init__(self, model: LM) -> None:
+        self._model = model
+
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        return self._model.prefill(tokens, cu_seqlens, state, slots)
+
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        return self._model.logits(self._model.step(tokens, state, slots))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+    def initial_state_rows(self) -> Tensor:
+        return self._model.initial_state_rows()
+
+
+def serving_model(model: LM, device: torch.device) -> ServingModel:
+    """The quickest implementation of `model`, whose weights are on `device`."""
+    return PlainModel(model)

@@ -1,0 +1,337 @@
+"""DecodeState and the runner's rounds: rows that draw, go on and end on the device give what the
+host, which looks at every token, would have given."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint import load_model, save_model
+from engine.config import ModelConfig
+from engine.engine import Engine
+from engine.messages import Failed, Finished, Request, SamplingParams
+from engine.models.lm import LM
+from engine.plan import Admission, DecodeRow, Plan, StepResult
+from engine.runner import Runner
+from engine.sequence import MOST_STOP_IDS, is_plain
+from tests.engine.test_rounds import tokens_of
+from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
+
+EOS = VOCAB - 1
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose answers vary: its head is steep, and end-of-text not rare."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    config = ModelConfig(
+        cell="mingru",
+        vocab_size=VOCAB,
+        d_model=32,
+        n_layers=2,
+        conv_kernel=3,
+        tie_embeddings=False,
+        eos_token_id=EOS,
+        dtype="float32",
+    )
+    model = LM(config)
+    with torch.no_grad():
+        assert model.head is not None
+        model.head.weight *= 4
+    save_model(folder, model, config, "float32")
+    return folder
+
+
+@pytest.fixture(params=DEVICES)
+def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
+    runner = load(folder, device=request.param)
+    if request.param == "cuda":
+        runner.warm_up()
+    return runner
+
+
+class Overlapping(Runner):
+    """On the CPU a round is over when it has been started; that does no harm."""
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+
+def various(count: int, seed: int) -> list[Request]:
+    """Requests of every kind, most of them plain."""
+    chance = random.Random(seed)
+    requests = []
+    for id in range(count):
+        fields: dict[str, Any] = {
+            "temperature": chance.choice([0.0, 0.7, 1.0, 3.0]),
+            "top_k": chance.choice([0, 0, 3, 20, VOCAB, 10**9]),
+            "top_p": chance.choice([1.0, 1.0, 0.8, 0.3]),
+            "min_p": chance.choice([0.0, 0.0, 0.1]),
+            "seed": chance.randrange(2**63),
+            "choice": chance.randrange(3),
+            "max_tokens": chance.choice([1, 2, 9, 33, 80]),
+            "ignore_eos": chance.random() < 0.5,
+            "stop_token_ids": tuple(chance.sample(range(VOCAB), chance.choice([0, 0, 1, 7]))),
+        }
+        if id % 9 == 8:
+            fields |= chance.choice(
+                [
+                    {"repetition_penalty": 1.3},
+                    {"logit_bias": {3: 2.0}},
+                    {"min_tokens": 1},
+                    {"logprobs": 1},
+                    {"stop_token_ids": tuple(range(MOST_STOP_IDS))},
+                ]
+            )
+        prompt = random_prompt(chance.choice([1, 5, 140]), id)
+        one = request_of(id, prompt, **fields)
+        requests.append(Request(**_fields(one), stream=chance.random() < 0.7))
+    return requests
+
+
+def _fields(request: Request) -> dict[str, Any]:
+    return {"id": request.id, "prompt": request.prompt, "sampling": request.sampling}
+
+
+Answer = tuple[list[int], str]
+
+
+def serve(
+    runner: Runner, requests: Sequence[Request], aborts: dict[int, int] | None = None
+) -> dict[int, Answer]:
+    """What an engine answers. They come a few at a time; aborts[id] is after how many tokens, at
+    the earliest, a streamed request is aborted."""
+    engine = Engine(runner)
+    tokens: dict[int, list[int]] = {one.id: [] for one in requests}
+    reasons: dict[int, str] = {}
+    coming = list(requests)
+    while coming or engine.has_work:
+        for _ in range(2):
+            if coming:
+                engine.add("c", coming.pop(0))
+        for id, least in (aborts or {}).items():
+            if len(tokens[id]) >= least:
+                engine.abort("c", [id])
+        events = engine.step().get("c")
+        if events is None:
+            continue
+        for id, ids in tokens_of(events).items():
+            tokens[id] += ids
+        assert events.failed == []
+        for end in events.finished:
+            tokens[end.request] += end.tokens
+            assert end.completion_tokens == len(tokens[end.request])
+            reasons[end.request] = end.reason
+    runner.run(Plan(release=list(range(len(requests)))))  # the next engine's keys begin anew
+    return {id: (ids, reasons[id]) for id, ids in tokens.items()}
+
+
+@pytest.mark.parametrize("most_steps", [2, 5, 32])
+def test_answers_do_not_depend_on_how_many_steps_a_round_takes(
+    runner: Runner, most_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn, ended by length and by stop ids, streamed and not; with one step, every
+    token passes through the host and the sampler."""
+    requests = various(45, seed=most_steps)
+    monkeypatch.setattr(runner, "most_steps", 1)
+    expected = serve(runner, requests)
+    assert {reason for _, reason in expected.values()} == {"stop", "length"}
+    monkeypatch.setattr(runner, "most_steps", most_steps)
+    rounds: list[Plan] = []
+    start = runner.start
+
+    def noting(plan: Plan) -> Any:
+        rounds.append(plan)
+        return start(plan)
+
+    monkeypatch.setattr(runner, "start", noting)
+    assert serve(runner, requests) == expected
+    assert any(plan.steps > 1 for plan in rounds) and any(plan.again for plan in rounds)
+    assert any(plan.decode and not plan.plain for plan in rounds)
+
+
+def test_answers_do_not_depend_on_overlap_and_on_aborted_neighbours(folder: Path) -> None:
+    requests = [
+        Request(**_fields(one), stream=True)
+        for one in various(40, seed=1)
+        if one.sampling.max_tokens > 2
+    ]
+    sequential = load(folder)
+    sequential.most_steps = 1
+    expected = serve(sequential, requests)
+    overlapping = Overlapping(sequential.config)
+    assert serve(overlapping, requests) == expected
+    aborts = {one.id: 5 for one in requests[::3]}
+    cut = serve(overlapping, requests, aborts)
+    assert any(reason == "abort" for _, reason in cut.values())
+    for id, (ids, reason) in cut.items():
+        if reason == "abort":
+            assert id in aborts and ids == expected[id][0][: len(ids)]
+        else:
+            assert (ids, reason) == expected[id]
+
+
+def begin(runner: Runner, prompts: dict[int, list[int]], **sampling: Any) -> dict[int, int]:
+    """Reads prompts into the slots that their keys name: each one's first token."""
+    plan = Plan()
+    for key, prompt in prompts.items():
+        plan.admit.append(Admission(request_of(key, prompt, **sampling), key, key, None, 0))
+        plan.prefill.append(chunk_of(key, key, prompt, 0, len(prompt)))
+    return {one.key: one.token for one in runner.run(plan).sampled}
+
+
+def drawn_by(plan: Plan, result: StepResult) -> dict[int, list[int]]:
+    """Each key's tokens, those of ended rows up to their end."""
+    assert result.drawn is not None
+    ids = memoryview(result.drawn.tokens).cast("i").tolist()
+    return {
+        row.key: ids[i * plan.steps :][: result.drawn.ended.get(i, plan.steps)]
+        for i, row in enumerate(plan.decode)
+    }
+
+
+def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Runner) -> None:
+    prompts = {key: random_prompt(4, key) for key in range(5)}
+    sampling = {"temperature": 1e4, "ignore_eos": True}
+    first = begin(runner, prompts, max_tokens=12, **sampling)
+    state = runner._pool.state.cell.clone()
+    rows = [DecodeRow(key, key, first[key], 1) for key in (3, 0, 4)]
+    long = Plan(decode=rows, plain=True, steps=9)
+    tokens = drawn_by(long, runner.run(long))
+    assert [len(ids) for ids in tokens.values()] == [9, 9, 9]
+    ending = Plan(decode=rows, plain=True, again=True, steps=4)
+    result = runner.run(ending)
+    assert result.drawn is not None and result.drawn.ended == {0: 2, 1: 2, 2: 2}
+    for key, ids in drawn_by(ending, result).items():
+        tokens[key] += ids
+    assert all(len(set(ids)) > 5 for ids in tokens.values()), "positions move on"
+    moved = (runner._pool.state.cell != state).any(dim=(0, 2)).nonzero().flatten().tolist()
+    assert moved == [0, 3, 4]
+    state = runner._pool.state.cell.clone()
+    over = Plan(decode=rows, plain=True, again=True, steps=3)
+    result = runner.run(over)
+    assert result.drawn is not None and result.drawn.ended == {0: 0, 1: 0, 2: 0}
+    assert torch.equal(runner._pool.state.cell, state)
+
+
+def test_a_batch_beside_a_prompt_takes_its_step(runner: Runner) -> None:
+    prompts = {key: random_prompt(6, key) for key in (1, 2)}
+    first = begin(runner, prompts)
+    rows = [DecodeRow(key, key, first[key], 1) for key in (1, 2)]
+    alone = Plan(decode=rows, plain=True, steps=2)
+    expected = drawn_by(alone, runner.run(alone))
+    runner.run(Plan(release=[1, 2]))
+    assert begin(runner, prompts) == first
+    prompt = random_prompt(9, 7)
+    mixed = Plan(
+        admit=[Admission(request_of(7, prompt), 7, 7, None, 0)],
+        prefill=[chunk_of(7, 7, prompt, 0, 9)],
+        decode=rows,
+        plain=True,
+    )
+    result = runner.run(mixed)
+    assert [one.key for one in result.sampled] == [7]
+    assert result.prefill_seconds > 0 and result.decode_seconds > 0
+    tokens = drawn_by(mixed, result)
+    more = Plan(decode=rows, plain=True, again=True)
+    for key, ids in drawn_by(more, runner.run(more)).items():
+        tokens[key] += ids
+    assert tokens == expected
+
+
+def test_a_row_whose_logits_are_not_finite_fails_in_its_round_and_no_other(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, config = load_model(folder, "cpu", "float32")
+    with torch.no_grad():
+        model.embedding.weight[7] = math.nan  # whoever reads token 7
+    save_model(tmp_path, model, config, "float32")
+    engine = Engine(load(tmp_path, max_slots=4))
+    hot = {"temperature": 1e4, "ignore_eos": True, "max_tokens": 200}  # draws 7 sooner or later
+    for id in range(3):
+        engine.add("c", request_of(id, [1, 2], seed=id, **hot))
+    engine.add("c", request_of(3, [1, 2], stop_token_ids=(7,), **hot))
+    ends: dict[int, Finished | Failed] = {}
+    tokens: dict[int, list[int]] = {id: [] for id in range(4)}
+    while engine.has_work:
+        events = engine.step()["c"]
+        for id, ids in tokens_of(events).items():
+            tokens[id] += ids
+        ends |= {end.request: end for end in (*events.finished, *events.failed)}
+    for id in range(3):
+        end = ends[id]
+        assert isinstance(end, Failed) and end.code == "step_failed"
+        assert 7 not in tokens[id][:-1]
+    last = ends[3]
+    assert isinstance(last, Finished) and last.reason in ("stop", "length")
+
+
+def test_parameters_that_float32_cannot_hold_are_taken_as_the_sampler_takes_them(
+    folder: Path,
+) -> None:
+    runner = load(folder)
+    for temperature in (1e-300, 1e300):
+        requests = [request_of(1, [4, 5, 6], temperature=temperature, max_tokens=20)]
+        runner.most_steps = 1
+        expected = serve(runner, requests)
+        runner.most_steps = 8
+        assert serve(runner, requests) == expected
+
+
+@pytest.mark.gpu
+def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path) -> None:
+    """Every batch size, so that every bucket is used, full and padded; two rounds under way."""
+    eager = load(folder, device="cuda", cuda_graphs=False)
+    graphed = load(folder, device="cuda")
+    eager.warm_up()
+    graphed.warm_up()
+    for count in range(1, SLOTS + 1):
+        prompts = {key: random_prompt(3 + key, key) for key in range(count)}
+        sampling = {"temperature": 1.0, "max_tokens": 30}
+        told = []
+        for runner in (eager, graphed):
+            first = begin(runner, prompts, **sampling)
+            rows = [DecodeRow(key, key, first[key], 1) for key in range(count)]
+            plans = [Plan(decode=rows, plain=True, again=again, steps=8) for again in (False, True)]
+            pending = [runner.start(plan) for plan in plans]
+            results = [runner.finish(one) for one in pending]
+            told.append([drawn_by(*pair) for pair in zip(plans, results, strict=True)])
+            runner.run(Plan(release=list(prompts)))
+        assert told[0] == told[1]
+
+
+@pytest.mark.gpu
+def test_an_engine_on_the_gpu_overlaps_its_rounds(folder: Path) -> None:
+    runner = load(folder, device="cuda")
+    runner.warm_up()
+    engine = Engine(runner)
+    engine.add("c", request_of(1, [1, 2, 3], max_tokens=400, ignore_eos=True))
+    ahead = 0
+    while engine.has_work:
+        engine.step()
+        ahead += engine._round is not None and engine._round.plan.again
+    assert ahead > 3
+
+
+def test_sampling_params_of_requests_are_plain_or_not() -> None:
+    assert is_plain(SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=4))
+    assert is_plain(SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS - 1))))
+    for special in (
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(presence_penalty=0.1),
+        SamplingParams(frequency_penalty=0.1),
+        SamplingParams(logit_bias={1: 0.0}),
+        SamplingParams(min_tokens=1),
+        SamplingParams(logprobs=0),
+        SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS))),
+    ):
+        assert not is_plain(special)
