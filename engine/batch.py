@@ -31,6 +31,10 @@ class DecodeBatch:
         # Those which the device may still move on: neither side has ended them.
         self._on_device = {one.key for one in self.sequences}
         self._longest: Sequence | None = None
+        self._alive = list(enumerate(self.sequences))  # rows that none has ended, as far as known
+        self._gathering: list[tuple[int, Sequence]] = []  # those which are not streamed
+        self._streams: dict[Hashable, tuple[list[int], list[int]]] = {}  # ids and rows, by client
+        self._sorted = False
 
     def writes(self, key: int) -> bool:
         """Whether the device may write to this sequence's slot."""
@@ -68,26 +72,47 @@ class DecodeBatch:
         returns how many it delivered. If the sequence does not end by them, the batch is spoiled.
         """
         self._ahead -= steps
-        ids, width = array("i"), steps * ID_BYTES
+        ids = array("i")
         ids.frombytes(drawn.tokens)
-        runs: dict[Hashable, tuple[list[int], list[bytes]]] = {}
-        count = delivered = 0
-        for row, sequence in enumerate(self.sequences):
-            if sequence.over or row in drawn.ended:
-                continue
-            count += 1
-            sequence.extend(ids[row * steps : (row + 1) * steps], now)
-            if sequence.request.stream:
-                run = runs.get(sequence.client)
-                if run is None:
-                    run = runs[sequence.client] = ([], [])
-                run[0].append(sequence.request.id)
-                run[1].append(drawn.tokens[row * width : (row + 1) * width])
-        for client, (requests, tokens) in runs.items():
-            outbox.run(client, Run(requests, steps, b"".join(tokens)))
+        self._drop(drawn)
+        latest = ids[steps - 1 :: steps]
+        for row, sequence in self._alive:
+            sequence.drawn += steps
+            sequence.last_token = latest[row]
+            sequence.last_token_at = now
+        for row, sequence in self._gathering:
+            sequence.tokens.extend(ids[row * steps : (row + 1) * steps])
+        for client, (requests, rows) in self._streams.items():
+            tokens = _of_rows(drawn.tokens, rows, steps * ID_BYTES)
+            outbox.run(client, Run(requests, steps, tokens))
+        delivered = steps * len(self._alive)
         for row, length in drawn.ended.items():
             sequence = self.sequences[row]
             if not sequence.over:
                 delivered += end(sequence, ids[row * steps : row * steps + length])
                 self.spoiled = self.spoiled or not sequence.over
-        return count * steps + delivered
+        return delivered
+
+    def _drop(self, drawn: Drawn) -> None:
+        """Leaves out those that have ended, and sorts the others by where their tokens go."""
+        ended, count = drawn.ended, len(self._alive)
+        self._alive = [one for one in self._alive if not (one[1].over or one[0] in ended)]
+        if self._sorted and len(self._alive) == count:
+            return
+        self._sorted = True
+        self._gathering = [one for one in self._alive if not one[1].request.stream]
+        streams = [one for one in self._alive if one[1].request.stream]
+        self._streams = {}
+        for client in {sequence.client for _, sequence in streams}:
+            mine = [one for one in streams if one[1].client == client]
+            self._streams[client] = (
+                [sequence.request.id for _, sequence in mine],
+                [row for row, _ in mine],
+            )
+
+
+def _of_rows(tokens: bytes, rows: list[int], width: int) -> bytes:
+    """The tokens of `rows`, of all that there are, each `width` bytes."""
+    if len(rows) * width == len(tokens):
+        return tokens
+    return b"".join([tokens[row * width : row * width + width] for row in rows])

@@ -141,8 +141,10 @@ class Engine:
         self._scheduler.commit(current.plan, result, self._clock())
         if ahead is not None and ahead.error is not None:
             self._fail(ahead.plan, ahead.error)
-        else:
-            self._round = ahead
+            ahead = None
+        if ahead is None and self._runner.overlaps and not self.broken:
+            ahead = self._start()  # it runs while what there is to tell is sent
+        self._round = ahead
         return self._scheduler.events()
 
     def _start(self) -> _Round | None:

@@ -11,6 +11,11 @@ from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
+# New prompts interrupt a batch: its next round waits for the host, takes a single step, and is
+# followed by a new batch. So they are gathered: for a round per PATIENT_ROWS rows, within
+# PATIENCE_SECONDS.
+PATIENT_ROWS = 64
+PATIENCE_SECONDS = 0.008
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 
 
@@ -25,6 +30,13 @@ class Rounds:
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
         self._timed_rows = 0  # of that batch
+        self._since_prompts = 0  # rounds without any
+
+    @property
+    def patient(self) -> bool:
+        """Whether prompts should wait for the next round, for the sake of those that decode."""
+        rounds = PATIENCE_SECONDS // max(self._step_seconds, ROUND_SECONDS)
+        return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
 
     def add(self, sequence: Sequence) -> None:
         """From the next plan on, it decodes."""
@@ -103,7 +115,8 @@ class Rounds:
         return None
 
     def note(self, plan: Plan, result: StepResult) -> None:
-        """Learns how long a step takes."""
+        """Learns how long a step takes, and counts."""
+        self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
         if plan.plain and not plan.prefill:
             self._step_seconds = result.decode_seconds / plan.steps
             self._timed_rows = len(plan.decode)

@@ -142,7 +142,8 @@ class Scheduler:
         self._expire(now)
         plan = Plan()
         self._step = Stats()
-        self._admit(plan, now)
+        if self._prefilling or not self._rounds.patient:
+            self._admit(plan, now)
         self._rounds.plan(plan, reading=bool(self._prefilling))
         for sequence, length in share_budget(self._prefilling.values(), self._max_step_tokens):
             self._read(plan, sequence, length, now)
@@ -158,8 +159,7 @@ class Scheduler:
         when somebody can be admitted after it or nobody may be left.
         """
         self._expire(now)
-        admits = self._waiting.first() is not None and (self._slots.free or self._rounds.leaving)
-        if admits or self._prefilling:
+        if self._prefilling or (self._can_admit() and not self._rounds.patient):
             return None
         plan = self._rounds.plan_ahead()
         if plan is not None:
@@ -283,6 +283,11 @@ class Scheduler:
                 Admission(sequence.request, sequence.key, sequence.slot, source, cached)
             )
         self._waiting.note_admitted(len(plan.admit), now)
+
+    def _can_admit(self) -> bool:
+        """Whether somebody waits for nothing but the end of a round."""
+        free = self._slots.free or self._rounds.leaving
+        return bool(free) and self._waiting.first() is not None
 
     def _awaited(self, sequence: Sequence, prefixes: dict[int, bytes]) -> bytes | None:
         """The longest prefix that it could start from, were it not still being read."""

@@ -171,14 +171,6 @@ class Sequence:
             if logprobs is not None:
                 self.logprobs.append(logprobs)
 
-    def extend(self, ids: array[int], now: float) -> None:
-        """Takes more drawn tokens, at least one, into an answer that has begun."""
-        self.drawn += len(ids)
-        self.last_token = ids[-1]
-        self.last_token_at = now
-        if not self.request.stream:
-            self.tokens.extend(ids)
-
     def take_last(self, ids: array[int], now: float) -> tuple[int, FinishReason | None]:
         """Takes drawn tokens up to the one that ends the sequence: (how many, the verdict)."""
         for taken, token in enumerate(ids):

@@ -179,6 +179,29 @@ def test_who_can_be_admitted_does_not_wait_for_the_batch_to_end() -> None:
     assert 2 in told[1], "a round was under way when it came, and then its prompt is read"
 
 
+@pytest.mark.parametrize(
+    ("batch", "seconds", "gathered"),
+    [(10, 0.0005, [1, 1, 1, 1]), (500, 0.0005, [1, 3]), (500, 0.1, [1, 1, 1, 1])],
+)
+def test_prompts_are_gathered_for_a_large_and_quick_batch(
+    batch: int, seconds: float, gathered: list[int]
+) -> None:
+    """One comes in every round, the first one after many without; how many are read together."""
+    runner = FakeRunner(slots=600, max_waiting=600, most_steps=4, max_step_tokens=600)
+    runner.decode_seconds = seconds
+    engine = Engine(runner)
+    for id in range(batch):
+        engine.add("c", Request(id=id, prompt=pack_ids([1]), sampling=LONG))
+    for _ in range(7):
+        engine.step()
+    together: list[int] = []
+    for id in range(600, 608):
+        if id < 604:
+            engine.add("c", Request(id=id, prompt=pack_ids([1]), sampling=LONG))
+        together.append(engine.step()["c"].stats.prefill_tokens)
+    assert [count for count in together if count] == gathered
+
+
 def test_who_waits_without_a_free_slot_does_not_stop_the_batch() -> None:
     runner = FakeRunner(slots=1, most_steps=32, overlaps=True)
     engine = Engine(runner)
@@ -235,7 +258,7 @@ def test_a_batch_goes_on_without_those_that_ended_until_it_is_thin() -> None:
     while engine.has_work:
         engine.step()
         sizes.append(len(runner.batch))
-    assert sorted(set(sizes), reverse=True) == [8, 3, 0]
+    assert sorted(set(sizes), reverse=True) == [8, 3]
 
 
 def test_what_the_device_ends_and_the_host_does_not_goes_on() -> None:
