@@ -72,7 +72,7 @@ class Scheduler:
         self._next_deadline = float("inf")  # no sequence has an earlier one
         self._next_key = 0
         self._outbox = Outbox()
-        self._step = Stats()  # the part of the stats that tells of the latest step
+        self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
 
     @property
     def has_work(self) -> bool:
@@ -141,7 +141,6 @@ class Scheduler:
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._expire(now)
         plan = Plan()
-        self._step = Stats()
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
         self._rounds.plan(plan, reading=bool(self._prefilling))
@@ -244,6 +243,7 @@ class Scheduler:
             slots_total=self._slots.count,
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
         )
+        self._step = Stats()
         return self._outbox.take(stats, self._clients)
 
     # Planning.

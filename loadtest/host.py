@@ -1,11 +1,14 @@
 """The engine's host side alone: tokens per second that its loop can plan, commit and send.
 
 The whole engine process's loop runs, scheduler, events and encoding included, around a mock runner
-that says that every sequence drew the same token. Once it costs nothing: what is left is the time
-that the host needs per token. Once its steps take as long as a device's would while the host does
-other things: how much of the device's time the engine uses. Time is the process's CPU time, to
-which waiting for the mock device adds as much as is left to wait, so that other work on the machine
-does not count.
+that says that every sequence drew the same token:
+    free     it costs nothing: what is left is the time that the host needs per token
+    paced    its steps take as long as a device's would, while the host does other things: how much
+             of the device's time the engine uses
+    turning  the same with four times as many requests as slots and answers of `--answers` tokens,
+             so that some end and others begin all the time
+Time is the process's CPU time without the mock's own, to which waiting for the mock device adds as
+much as is left to wait, so that other work on the machine does not count.
 
     python -m loadtest.host --batch 1 64 1024 --step-ms 0.12 0.26 0.57
 """
@@ -13,6 +16,8 @@ does not count.
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import time
 from collections.abc import Hashable, Iterable
 from pathlib import Path
@@ -36,24 +41,31 @@ from engine.plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
 TOKEN = 5
+ENDLESS = 1 << 30
+TURNS = 4  # requests per slot
 
 
 class Clock:
-    """CPU time of this process, and what was skipped."""
+    """CPU time of this process, corrected."""
 
     def __init__(self) -> None:
-        self._skipped = 0.0
+        self._correction = 0.0
 
     def __call__(self) -> float:
-        return time.process_time() + self._skipped
+        return time.process_time() + self._correction
 
     def skip_to(self, moment: float) -> None:
         """Waits, without waiting."""
-        self._skipped += max(0.0, moment - self())
+        self._correction += max(0.0, moment - self())
+
+    def forget_since(self, moment: float) -> None:
+        """Time since then does not count."""
+        self._correction -= self() - moment
 
 
 class MockRunner:
-    """Draws TOKEN for everybody and says that a step took `step_seconds`; with `paced`, it does.
+    """Draws TOKEN for everybody, up to max_tokens, and says that a step took `step_seconds`; with
+    `paced`, it does.
 
     A paced round begins when the one before it has ended and goes on while the host does other
     things, as on a GPU.
@@ -67,6 +79,8 @@ class MockRunner:
         self._step_seconds = step_seconds
         self._paced = paced
         self._busy_until = 0.0
+        self._left: dict[int, int] = {}  # tokens still to draw, by key
+        self._keys: list[int] = []  # of the batch
         self._token = pack_ids([TOKEN])
         self.config = EngineConfig(
             model="mock", device="cpu", dtype="float32", max_slots=slots, max_step_tokens=1 << 20
@@ -87,11 +101,27 @@ class MockRunner:
         )
 
     def start(self, plan: Plan) -> tuple[StepResult, float]:
+        begin = self._clock()
         seconds = self._step_seconds * plan.steps
-        self._busy_until = max(self._busy_until, self._clock()) + seconds
-        drawn = Drawn(self._token * (len(plan.decode) * plan.steps), {}) if plan.plain else None
+        self._busy_until = max(self._busy_until, begin) + seconds
+        for admission in plan.admit:
+            self._left[admission.key] = admission.request.sampling.max_tokens
         sampled = [Sampled(chunk.key, TOKEN, None) for chunk in plan.prefill if chunk.sample]
+        for one in sampled:
+            self._left[one.key] -= 1
+        drawn = self._draw(plan) if plan.plain and plan.decode else None
+        self._clock.forget_since(begin)
         return StepResult(sampled, drawn, decode_seconds=seconds), self._busy_until
+
+    def _draw(self, plan: Plan) -> Drawn:
+        if not plan.again:
+            self._keys = [row.key for row in plan.decode]
+        ended = {}
+        for row, key in enumerate(self._keys):
+            if self._left[key] <= plan.steps:
+                ended[row] = self._left[key]
+            self._left[key] = max(0, self._left[key] - plan.steps)
+        return Drawn(self._token * (len(plan.decode) * plan.steps), ended)
 
     def finish(self, pending: tuple[StepResult, float]) -> StepResult:
         result, end = pending
@@ -101,39 +131,55 @@ class MockRunner:
 
 
 class EncodingMailbox:
-    """One client: submits `requests`, encodes what comes, and ends the loop at `tokens` tokens."""
+    """One client: submits `requests`, encodes what comes, and ends the loop after `tokens` tokens
+    or when all have been answered."""
 
-    def __init__(self, requests: list[Request], tokens: int) -> None:
-        self._requests = requests
-        self._left = tokens
+    def __init__(self, requests: list[Request], tokens: float) -> None:
+        self._coming = requests
+        self._unanswered = len(requests)
+        self._wanted = tokens
         self._encoder = msgspec.msgpack.Encoder()
-        self.bytes = 0
+        self.tokens = 0
 
     def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine]]:
-        requests, self._requests = self._requests, []
-        for request in requests:
+        coming, self._coming = self._coming, []
+        for request in coming:
             yield "client", request
-        if self._left <= 0:
+        if self.tokens >= self._wanted or not self._unanswered:
             yield "client", Shutdown()
 
     def send(self, client: Hashable, message: FromEngine) -> None:
-        self.bytes += len(self._encoder.encode(message))
+        self._encoder.encode(message)
         if isinstance(message, StepEvents):
-            self._left -= message.stats.decode_tokens
+            self.tokens += message.stats.decode_tokens
+            self._unanswered -= len(message.finished)
 
 
-def measure(batch: int, tokens: int, step_seconds: float, paced: bool) -> float:
-    """Tokens per second of `batch` streams, `tokens` in all, in rounds of as many steps as the
-    engine takes of steps that last `step_seconds`."""
-    sampling = SamplingParams(temperature=0, max_tokens=1 << 30, ignore_eos=True)
-    prompt = pack_ids([1])
-    requests = [Request(id=id, prompt=prompt, sampling=sampling) for id in range(batch)]
+def measure(
+    batch: int, lengths: list[int], tokens: float, step_seconds: float, paced: bool
+) -> float:
+    """Tokens per second of streams of these lengths in `batch` slots, until `tokens` have come or
+    all have ended, in rounds of as many steps as the engine takes of steps of `step_seconds`."""
+    requests = [
+        Request(
+            id=id,
+            prompt=pack_ids([1]),
+            sampling=SamplingParams(temperature=0, max_tokens=length, ignore_eos=True),
+        )
+        for id, length in enumerate(lengths)
+    ]
     mailbox = EncodingMailbox(requests, tokens)
     clock = Clock()
     engine = Engine(MockRunner(batch, step_seconds, paced, clock), clock)
     begin = clock()
     EngineLoop(engine, mailbox).run()
-    return tokens / (clock() - begin)
+    return mailbox.tokens / (clock() - begin)
+
+
+def turning(batch: int, low: int, high: int) -> list[int]:
+    """Lengths of answers, the same ones every time."""
+    chance = random.Random(batch)
+    return [chance.randint(low, high) for _ in range(TURNS * batch)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,6 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--tokens", type=int, default=1 << 19, help="in all, at each batch size")
     options.add_argument("--seconds", type=float, default=1.0, help="of each run that is paced")
+    options.add_argument(
+        "--answers", type=int, nargs=2, default=[128, 384], help="shortest and longest, turning"
+    )
     options.add_argument("--repeat", type=int, default=3)
     options.add_argument("--json", type=Path)
     args = options.parse_args(argv)
@@ -152,28 +201,34 @@ def main(argv: list[str] | None = None) -> int:
     figures, rows = [], []
     for batch, step_ms in zip(args.batch, args.step_ms, strict=True):
         device = 1000 * batch / step_ms
-        free, paced = (
-            median([measure(batch, tokens, step_ms / 1000, pace) for _ in range(args.repeat)])
-            for pace, tokens in ((False, args.tokens), (True, int(args.seconds * device)))
-        )
-        figures.append(
-            {"batch": batch, "step_ms": step_ms, "free": free, "paced": paced, "device": device}
-        )
+        endless, short = [ENDLESS] * batch, turning(batch, *args.answers)
+        cases = {
+            "free": (endless, args.tokens, False),
+            "paced": (endless, args.seconds * device, True),
+            "turning": (short, math.inf, True),
+        }
+        rates = {
+            name: median(
+                [measure(batch, lengths, tokens, step_ms / 1000, paced) for _ in range(args.repeat)]
+            )
+            for name, (lengths, tokens, paced) in cases.items()
+        }
+        figures.append({"batch": batch, "step_ms": step_ms, "device": device, **rates})
         rows.append(
             [
                 str(batch),
-                f"{free:,.0f}",
-                f"{1e6 / free:.3f}",
+                f"{rates['free']:,.0f}",
+                f"{1e6 / rates['free']:.3f}",
                 f"{step_ms:g}",
                 f"{device:,.0f}",
-                f"{paced:,.0f}",
-                f"{paced / device:.1%}",
+                f"{rates['paced']:,.0f} ({rates['paced'] / device:.0%})",
+                f"{rates['turning']:,.0f} ({rates['turning'] / device:.0%})",
             ]
         )
     print_environment()
     print_table(
-        "engine loop on one core; tokens/s with a runner that costs nothing, and with a paced one",
-        ["batch", "free", "us per token", "ms per step", "the device's", "paced", "of device"],
+        "engine loop on one core, mock runner; tokens/s",
+        ["batch", "free", "us per token", "ms per step", "the device's", "paced", "turning"],
         rows,
     )
     save_json(args.json, {"host": figures})

@@ -247,6 +247,21 @@ def test_an_aborted_sequence_keeps_its_slot_while_the_device_writes_to_it() -> N
     assert [row.token for row in third.decode] == [6, 7, 9]
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_every_token_is_counted_once(overlaps: bool) -> None:
+    """In the stats, whatever else the engine has begun when they are told."""
+    engine = Engine(FakeRunner(slots=2, most_steps=4, overlaps=overlaps))
+    for id in range(5):
+        sampling = SamplingParams(temperature=0, max_tokens=10 + id, ignore_eos=True)
+        engine.add("c", Request(id=id, prompt=pack_ids([1, 2, 3]), sampling=sampling))
+    stats = []
+    while engine.has_work:
+        stats.append(engine.step()["c"].stats)
+    assert sum(one.decode_tokens for one in stats) == 10 + 11 + 12 + 13 + 14
+    assert sum(one.prefill_tokens for one in stats) == 15
+    assert all(one.batch_size in (1, 2) for one in stats)
+
+
 def test_a_batch_goes_on_without_those_that_ended_until_it_is_thin() -> None:
     runner = FakeRunner(slots=8, most_steps=2, overlaps=True)
     engine = Engine(runner)
