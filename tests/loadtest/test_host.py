@@ -1,0 +1,57 @@
+"""loadtest.host: the mock device's time, and when the loop ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from engine.messages import Finished, Request, Shutdown, Stats, StepEvents, pack_ids
+from loadtest.host import Clock, EncodingMailbox, main, measure, turning
+
+
+def test_the_clock_waits_without_waiting_and_forgets() -> None:
+    clock = Clock()
+    begin = clock()
+    clock.skip_to(begin + 1000)
+    assert 1000 <= clock() - begin < 1010
+    clock.skip_to(begin)  # that is past
+    assert clock() >= begin + 1000
+    clock.forget_since(begin)
+    assert begin <= clock() < begin + 10
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_paced_engine_is_no_faster_than_its_device(batch: int) -> None:
+    lengths = turning(batch, 5, 40)
+    assert len(lengths) == 4 * batch and 5 <= min(lengths) <= max(lengths) <= 40
+    rate = measure(batch, lengths, math.inf, 0.001, paced=True)
+    assert 0 < rate <= 1.001 * batch / 0.001
+
+
+def test_the_loop_ends_after_the_tokens_that_are_wanted_or_the_last_answer() -> None:
+    for events in (
+        [StepEvents(stats=Stats(decode_tokens=3)), StepEvents(stats=Stats(decode_tokens=2))],
+        [StepEvents(), StepEvents(finished=[Finished(0, "length", 1, 0, 1)])],
+    ):
+        mailbox = EncodingMailbox([Request(id=0, prompt=pack_ids([1]))], 5)
+        (first,) = mailbox.receive(0)
+        assert isinstance(first[1], Request)
+        mailbox.send("client", events[0])
+        assert list(mailbox.receive(0)) == []
+        mailbox.send("client", events[1])
+        assert list(mailbox.receive(0)) == [("client", Shutdown())]
+
+
+def test_it_prints_and_saves_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch", "2", "--step-ms", "0.5", "--tokens", "200", "--seconds", "0.1"]
+    target = tmp_path / "host.json"
+    main([*options, "--answers", "3", "9", "--repeat", "1", "--json", str(target)])
+    (figure,) = json.loads(target.read_text())["host"]
+    assert figure["device"] == pytest.approx(4000)
+    assert 0 < figure["paced"] <= 4004 and 0 < figure["turning"] <= 4004
+    assert "mock runner" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*options, "--batch", "2", "3"])
