@@ -35,7 +35,7 @@ class Rounds:
     @property
     def patient(self) -> bool:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
-        rounds = PATIENCE_SECONDS // max(self._step_seconds, ROUND_SECONDS)
+        rounds = int(PATIENCE_SECONDS / max(self._step_seconds, ROUND_SECONDS))
         return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
 
     def add(self, sequence: Sequence) -> None:

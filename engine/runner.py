@@ -10,6 +10,7 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -152,6 +153,16 @@ class Runner:
     def start(self, plan: Plan) -> Pending:
         """Begins a round. At most one more may be begun before it is finished, and only of a plan
         that goes on with its batch (`Plan.again`)."""
+        try:
+            return self._begin(plan)
+        except Exception:
+            # What was launched before the failure must not meet what the next round uploads.
+            if self._device.type == "cuda":
+                with suppress(Exception):
+                    torch.cuda.synchronize(self._device)
+            raise
+
+    def _begin(self, plan: Plan) -> Pending:
         for key in plan.release:
             self._sampler.release(key)
         self._admit(plan.admit)
