@@ -31,6 +31,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("minlstm_scan_train_backward", TORCH_BOX(&minserve::minlstm_scan_train_backward));
   m.impl("conv_scan", TORCH_BOX(&minserve::conv_scan));
   m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
+  m.impl("draw_", TORCH_BOX(&minserve::draw_));
+  m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
 }
 
 }  // namespace
@@ -66,6 +68,13 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // one convolution step for each row of the batch
   m.def(
       "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
+  // draws a token for each row of logits, writes it to out and moves the row on
+  m.def(
+      "draw_(Tensor logits, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "
+      "Tensor(d!) remaining, Tensor(e!) cursor, Tensor(f!) out, Tensor temperature, Tensor top_k, "
+      "Tensor top_p, Tensor min_p, Tensor streams, Tensor stop_ids) -> ()");
+  // log-softmax at one given token of each row, and whether it is the most likely one
+  m.def("target_logprobs(Tensor logits, Tensor targets) -> (Tensor logprobs, Tensor is_greedy)");
   // minGRU over packed sequences, functional and differentiable
   m.def(
       "mingru_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "

@@ -1,6 +1,8 @@
 // What the kernel files give to the operators: one entry per operator, instruction set and device.
 #pragma once
 
+#include "../draw/draw.h"
+#include "../target_logprobs/target_logprobs.h"
 #include "types.h"
 
 namespace minserve {
@@ -13,6 +15,8 @@ namespace minserve {
   ScanFn mingru_kernel(Dtype dtype, bool backward);     \
   ScanFn minlstm_kernel(Dtype dtype, bool backward);    \
   ConvFn conv_kernel(Dtype dtype);                      \
+  DrawKernels draw_kernels(Dtype dtype);                \
+  TargetFn target_kernel(Dtype dtype);                  \
   }
 
 MS_DECLARE_KERNELS(generic)
@@ -32,6 +36,8 @@ void linear_scan_rows(const ScanArgs& args, Dtype dtype, bool backward, int devi
 void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void conv(const ConvArgs& args, Dtype dtype, int device, void* stream);
+void draw(const DrawArgs& args, int device, void* stream);
+void target_logprobs(const TargetArgs& args, int device, void* stream);
 }  // namespace cuda
 #endif
 

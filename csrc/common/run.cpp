@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "../draw/row_cpu.h"
 #include "deal.h"
 
 #ifdef MINSERVE_CUDA
@@ -235,6 +236,45 @@ void run_conv(const ConvArgs& given, Dtype dtype, const Tensor& like) {
 #ifdef MINSERVE_CUDA
   const int device = like.get_device_index();
   return cuda::conv(args, dtype, device, current_stream(device));
+#else
+  no_cuda();
+#endif
+}
+
+void run_draw(const DrawArgs& args, const Tensor& logits) {
+  if (args.rows == 0) return;
+  if (logits.is_cpu()) {
+    const DrawKernels kernels = MS_BY_ISA(draw_kernels, Dtype::f32);
+    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
+    torch::stable::parallel_for(0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      RowDraw row(args, kernels);
+      for (std::int64_t r = begin; r < end; ++r) {
+        if (args.draws(r)) move_on(args, r, row.token(r));
+      }
+    });
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  const int device = logits.get_device_index();
+  return cuda::draw(args, device, current_stream(device));
+#else
+  no_cuda();
+#endif
+}
+
+void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
+  if (args.rows == 0) return;
+  if (logits.is_cpu()) {
+    const TargetFn kernel = MS_BY_ISA(target_kernel, Dtype::f32);
+    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
+    torch::stable::parallel_for(0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      kernel(args, begin, end);
+    });
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  const int device = logits.get_device_index();
+  return cuda::target_logprobs(args, device, current_stream(device));
 #else
   no_cuda();
 #endif

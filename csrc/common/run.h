@@ -1,4 +1,4 @@
-// Starting scans and convolutions on the device of their tensors.
+// Starting scans, convolutions and draws on the device of their tensors.
 #pragma once
 
 #include "host.h"
@@ -10,6 +10,9 @@ enum class Recurrence { linear, mingru, minlstm };
 // `like`: a tensor of the operator's dtype, on its device.
 void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward, const Tensor& like);
 void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
+// `logits`: those of the arguments.
+void run_draw(const DrawArgs& args, const Tensor& logits);
+void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 
 // Name of the instruction set chosen on this machine: generic, avx2 or avx512.
 const char* cpu_isa();

@@ -7,6 +7,7 @@ the number of gates alone and are written once, in scan_train.
 
 from engine.ops.conv_scan import conv_scan
 from engine.ops.conv_step import conv_step
+from engine.ops.draw import draw_
 from engine.ops.library import SCAN_CHUNK, cpu_isa, cuda_archs, has_cuda_kernels
 from engine.ops.linear_scan import linear_scan
 from engine.ops.mingru_scan import mingru_scan
@@ -15,6 +16,7 @@ from engine.ops.mingru_step import mingru_step
 from engine.ops.minlstm_scan import minlstm_scan
 from engine.ops.minlstm_scan_train import minlstm_scan_train
 from engine.ops.minlstm_step import minlstm_step
+from engine.ops.target_logprobs import target_logprobs
 
 __all__ = [
     "SCAN_CHUNK",
@@ -22,6 +24,7 @@ __all__ = [
     "conv_step",
     "cpu_isa",
     "cuda_archs",
+    "draw_",
     "has_cuda_kernels",
     "linear_scan",
     "mingru_scan",
@@ -30,4 +33,5 @@ __all__ = [
     "minlstm_scan",
     "minlstm_scan_train",
     "minlstm_step",
+    "target_logprobs",
 ]

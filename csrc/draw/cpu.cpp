@@ -1,0 +1,34 @@
+// The loops over a row's logits on the CPU, once per instruction set.
+//
+// Every instruction set gives the same bits.
+#include "../common/kernels.h"
+#include "../common/exp_cpu.h"
+
+namespace minserve {
+namespace MS_ISA {
+namespace {
+
+void weigh(const float* __restrict logits, std::int64_t vocab, float best, float temperature,
+           float* __restrict distances, std::int64_t* __restrict weights) {
+  constexpr double kMagic = 4503599627370496.0;  // 2^52: the sum's low bits are the integer
+  for (std::int64_t i = 0; i < vocab; ++i) {
+    const float exact = (best - logits[i]) / temperature;
+    distances[i] = exact < 2 * kFarthest ? exact : 2 * kFarthest;
+  }
+  for (std::int64_t i = 0; i < vocab; ++i) {
+    const double weight =
+        static_cast<double>(static_cast<float>(exp_of_minus(distances[i])) * kWeightOne);
+    const double rounded = weight + kMagic;
+    weights[i] = bit_cast<std::int64_t>(rounded) - bit_cast<std::int64_t>(kMagic) -
+                 (rounded - kMagic > weight ? 1 : 0);
+  }
+}
+
+}  // namespace
+
+DrawKernels draw_kernels(Dtype) {
+  return {&best_logit, &weigh};
+}
+
+}  // namespace MS_ISA
+}  // namespace minserve

@@ -1,0 +1,122 @@
+// What a draw is, for host and device: the arguments, the row's parameters, the arithmetic that
+// decides. No torch in here.
+//
+// All filters come down to one cut. With distance = (best - logit) / temperature, tokens rank by
+// (distance, id); top_k, top_p and min_p each keep the first of this order, so the kept ones are
+// those that rank at or before a cut. A token's weight depends on its distance alone and is an
+// integer, so sums of weights are exact in any order. Tokens of weight 0 are never drawn, hence
+// where they rank does not matter: distances past kFarthest are as good as infinite.
+#pragma once
+
+#include "../common/types.h"
+
+namespace minserve {
+
+struct DrawArgs {
+  const float* logits = nullptr;  // [rows, vocab], rows row_stride apart
+  std::int64_t row_stride = 0;
+  std::int64_t rows = 0;
+  std::int64_t vocab = 0;
+  std::int32_t* tokens = nullptr;
+  std::int32_t* slots = nullptr;
+  std::int64_t* positions = nullptr;
+  std::int32_t* remaining = nullptr;
+  std::int32_t* cursor = nullptr;
+  std::int32_t* out = nullptr;  // [steps, rows], rows out_stride apart
+  std::int64_t out_stride = 0;
+  std::int64_t steps = 0;
+  const float* temperature = nullptr;
+  const std::int32_t* top_k = nullptr;
+  const double* top_p = nullptr;
+  const float* min_p = nullptr;
+  const std::int64_t* streams = nullptr;
+  const std::int32_t* stop_ids = nullptr;  // [rows, stops]
+  std::int64_t stops = 0;
+
+  // Whether row r draws: padding and rows that have ended do not, nor do those whose cursor points
+  // outside of `out` (which the host path has refused).
+  MS_HD bool draws(std::int64_t r) const {
+    return slots[r] >= 0 && cursor[r] >= 0 && cursor[r] < steps;
+  }
+};
+
+// exp(-27) * 2**38 is below 1.
+constexpr float kFarthest = 27.0f;
+constexpr float kWeightOne = 274877906944.0f;      // 2**38, the weight of the best
+constexpr float kLeastTemperature = 1e-30f;        // keeps the quotient defined
+constexpr double kExactDouble = 9007199254740992;  // 2**53: integers up to here are exact doubles
+
+// The last token that is kept, in the order of (distance, id). Distances are not negative, so their
+// bits order them.
+struct Cut {
+  std::uint32_t distance = 0xffffffffu;
+  std::uint32_t id = 0xffffffffu;
+
+  MS_HD bool keeps(std::uint32_t bits, std::uint32_t token) const {
+    return bits < distance || (bits == distance && token <= id);
+  }
+};
+
+// splitmix64 (Steele, Lea, Flood, 2014), as engine/distribution.py has it.
+MS_HD double uniform_number(std::int64_t stream, std::int64_t position) {
+  std::uint64_t x = static_cast<std::uint64_t>(stream) +
+                    (static_cast<std::uint64_t>(position) + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  x = x ^ (x >> 31);
+  return static_cast<double>(x >> 11) * 0x1p-53;
+}
+
+// The token drawn is the first, in id order, at which the sum of weights passes this.
+MS_HD std::uint64_t drawn_weight(double number, std::uint64_t total) {
+  // The product may round up to the total, which is one past the last weight.
+  const auto target =
+      static_cast<std::uint64_t>(number * static_cast<double>(static_cast<std::int64_t>(total)));
+  return target < total ? target : total - 1;
+}
+
+// The nucleus is those tokens before which the better ones sum to less than this: the least integer
+// that is, as a double, no less than top_p * total. At least 1, so that the best is in it.
+MS_HD std::uint64_t nucleus_limit(double top_p, std::uint64_t total) {
+  const double wanted = top_p * static_cast<double>(static_cast<std::int64_t>(total));
+  if (!(wanted > 1.0)) return 1;
+  std::int64_t limit = static_cast<std::int64_t>(wanted);
+  if (static_cast<double>(limit) < wanted) ++limit;
+  // Above 2**53 lesser integers round up to the same double.
+  while (limit > 1 && static_cast<double>(limit - 1) >= wanted) --limit;
+  return static_cast<std::uint64_t>(limit);
+}
+
+// Whether top_p takes tokens away from those that top_k left. As a double the sum before a token
+// may equal the total, even with top_p = 1.
+MS_HD bool has_nucleus(double top_p, bool has_top_k, std::uint64_t total) {
+  return top_p < 1.0 || (has_top_k && total > static_cast<std::uint64_t>(kExactDouble));
+}
+
+// Writes down what row r drew (negative: its logits are not finite) and moves the row on.
+MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
+  args.out[args.cursor[r] * args.out_stride + r] = token;
+  args.cursor[r] += 1;
+  if (token < 0) {
+    args.slots[r] = -1;
+    return;
+  }
+  args.tokens[r] = token;
+  args.positions[r] += 1;
+  bool ends = --args.remaining[r] <= 0;
+  for (std::int64_t s = 0; s < args.stops; ++s) {
+    ends = ends || args.stop_ids[r * args.stops + s] == token;
+  }
+  if (ends) args.slots[r] = -1;
+}
+
+// What the instruction sets are chosen for on the CPU; [vocab] each, vocab at least 1.
+struct DrawKernels {
+  // The best logit, NaN if there is one.
+  float (*best)(const float* logits, std::int64_t vocab);
+  // (best - logit) / temperature, bounded by 2 * kFarthest, and the weights of these.
+  void (*weigh)(const float* logits, std::int64_t vocab, float best, float temperature,
+                float* distances, std::int64_t* weights);
+};
+
+}  // namespace minserve

@@ -1,0 +1,105 @@
+"""Batches for the tests of draw_, and what engine.sampler draws for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from engine import distribution, ops
+from engine.messages import Request, SamplingParams, pack_ids
+from engine.sampler import Sampler
+
+STEPS = 3
+PARAMETERS = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t in (0.0, 1e-30, 0.3, 1.0, 50.0, 1e4)
+    for k, p, m in (
+        (0, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (40, 0.8, 0.0),
+        (10**6, 0.95, 0.02),
+        (0, 0.5, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.9999, 0.0),
+        (0, 0.0, 0.0),
+        (0, 1.0, 0.1),
+        (0, 1.0, 1.0),
+        (3, 0.999, 0.3),
+    )
+]
+
+
+@dataclass
+class Rows:
+    """The arguments of draw_ after the logits, one row per sequence."""
+
+    tokens: Tensor
+    slots: Tensor
+    positions: Tensor
+    remaining: Tensor
+    cursor: Tensor
+    out: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    streams: Tensor
+    stop_ids: Tensor
+
+    def copy(self) -> Rows:
+        return Rows(*(tensor.clone() for tensor in self.all()))
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draws, and returns what went to the first row of `out`."""
+        ops.draw_(logits, *self.all())
+        return self.out[0]
+
+    def all(self) -> tuple[Tensor, ...]:
+        """Every tensor, in the operator's order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def rows_of(
+    params: Sequence[SamplingParams],
+    device: str = "cpu",
+    positions: Sequence[int] | None = None,
+    stop_ids: int = 2,
+) -> Rows:
+    """Rows in slots 0, 1, ... that have 1000 tokens left to draw."""
+    rows = len(params)
+
+    def vector(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Rows(
+        tokens=vector([-7] * rows, torch.int32),
+        slots=vector(range(rows), torch.int32),
+        positions=vector(positions or [0] * rows, torch.int64),
+        remaining=vector([1000] * rows, torch.int32),
+        cursor=vector([0] * rows, torch.int32),
+        out=torch.full((STEPS, rows), -9, dtype=torch.int32, device=device),
+        temperature=vector([one.temperature for one in params], torch.float32),
+        top_k=vector([one.top_k for one in params], torch.int32),
+        top_p=vector([one.top_p for one in params], torch.float64),
+        min_p=vector([one.min_p for one in params], torch.float32),
+        streams=distribution.stream_ids(
+            vector([one.seed for one in params], torch.int64),
+            vector([one.choice for one in params], torch.int64),
+        ),
+        stop_ids=torch.full((rows, stop_ids), -1, dtype=torch.int32, device=device),
+    )
+
+
+def sampled(
+    params: Sequence[SamplingParams], positions: Sequence[int], logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(tokens int32, finite) that engine.sampler draws."""
+    sampler = Sampler(logits.shape[1], None, logits.device)
+    for key, one in enumerate(params):
+        sampler.admit(key, Request(id=key, prompt=pack_ids([0]), sampling=one))
+    draws = sampler.sample(range(len(params)), positions, logits)
+    return draws.tokens.int(), draws.finite

@@ -1,0 +1,204 @@
+"""draw_ gives the tokens of engine.sampler, whatever logits and parameters, and moves rows on."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from engine.messages import SamplingParams
+from engine.ops import draw
+from tests.ops.draws import PARAMETERS, STEPS, rows_of, sampled
+from tests.ops.helpers import DEVICES, int32, same_bits
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+VOCABULARIES = [1, 2, 5, 66, 257, 3000, 32_000]
+KINDS = ["normal", "ties", "narrow", "peaky", "equal", "geometric", "few", "outlier"]
+
+
+def logits_of(kind: str, rows: int, vocab: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    x = torch.randn(rows, vocab, generator=generator)
+    if kind == "ties":
+        x = (x * 6).round() / 2
+    elif kind == "narrow":
+        x = x * 1e-3 + 5
+    elif kind == "peaky":
+        x = x * 8
+    elif kind == "equal":
+        x = torch.zeros(rows, vocab)
+        x[:, ::2] = -0.0
+    elif kind == "geometric":  # distances over all magnitudes, down to subnormal ones
+        x = -torch.exp2(-149 * torch.rand(rows, vocab, generator=generator) + 3)
+    elif kind == "few":  # most tokens impossible
+        x[torch.rand(rows, vocab, generator=generator) < 0.9] = -math.inf
+        x[:, vocab // 2] = 0.0
+    elif kind == "outlier":  # one good token, one bad one, and all others close together
+        x = x * 1e-4
+        x[:, vocab // 3], x[:, vocab - 1] = 6.0, -1e30
+    return x.to(device)
+
+
+def parameters() -> list[SamplingParams]:
+    return [
+        msgspec.structs.replace(one, seed=3 * i + 1, choice=i % 3)
+        for i, one in enumerate(PARAMETERS)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_tokens_are_those_of_the_sampler(device: str, vocab: int, kind: str) -> None:
+    """Every set of parameters in one batch: a row is not touched by its neighbours' filters."""
+    params = parameters()
+    positions = [i % 11 for i in range(len(params))]
+    logits = logits_of(kind, len(params), vocab, device)
+    wanted, finite = sampled(params, positions, logits)
+    assert finite.all()
+    same_bits(rows_of(params, device, positions).draw(logits), wanted)
+
+
+@pytest.mark.parametrize("vocab", [65_537, 200_000])
+def test_large_vocabularies(device: str, vocab: int) -> None:
+    """Weights that sum to more than 2**53, and rows that fit no cache."""
+    params = [SAMPLED] + [
+        msgspec.structs.replace(SAMPLED, top_k=k, top_p=p)
+        for k, p in ((0, 0.9), (50_000, 1.0), (100, 0.7), (0, 0.999999))
+    ]
+    for kind in ("normal", "narrow", "equal"):
+        logits = logits_of(kind, len(params), vocab, device)
+        wanted, _ = sampled(params, [0] * len(params), logits)
+        same_bits(rows_of(params, device).draw(logits), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_agrees(device: str, kind: str) -> None:
+    params = parameters()
+    logits = logits_of(kind, len(params), 97, device)
+    logits[4] = math.nan
+    rows = rows_of(params, device)
+    wanted = rows.copy()
+    rows.draw(logits)
+    draw.reference(logits, *wanted.all())
+    for given, expected in zip(rows.all(), wanted.all(), strict=True):
+        same_bits(given, expected)
+
+
+def test_a_row_moves_on(device: str) -> None:
+    logits = logits_of("normal", 3, 66, device)
+    rows = rows_of([SAMPLED] * 3, device)
+    drawn = []
+    for step in range(STEPS):
+        wanted, _ = sampled([SAMPLED] * 3, [step] * 3, logits)
+        rows.draw(logits)
+        same_bits(rows.tokens, wanted)
+        drawn.append(wanted)
+    same_bits(rows.out, torch.stack(drawn))
+    assert len({tuple(row.tolist()) for row in drawn}) > 1  # the position matters
+    assert rows.positions.tolist() == rows.cursor.tolist() == [STEPS] * 3
+    assert rows.remaining.tolist() == [1000 - STEPS] * 3
+    assert rows.slots.tolist() == [0, 1, 2]
+
+
+def test_rows_end(device: str) -> None:
+    """By the count, by either of two stop ids; others go on, ended ones stay as they are."""
+    greedy = SamplingParams(temperature=0)
+    logits = torch.zeros(5, 66, device=device)
+    logits[range(5), [3, 4, 5, 6, 7]] = 1.0
+    rows = rows_of([greedy] * 5, device)
+    rows.remaining[:] = int32(1, 2, 9, 9, 9)
+    rows.stop_ids[:] = int32(-1, -1, -1, -1, 5, -1, 1, 6, 8, 9).view(5, 2)
+    rows.draw(logits)
+    assert rows.out.tolist() == [[3, 4, 5, 6, 7], [-9] * 5, [-9] * 5]
+    assert rows.slots.tolist() == [-1, 1, -1, -1, 4]
+    assert rows.remaining.tolist() == [0, 1, 8, 8, 8]
+    rows.draw(logits)
+    assert rows.out.tolist() == [[3, 4, 5, 6, 7], [-9, 4, -9, -9, 7], [-9] * 5]
+    assert rows.slots.tolist() == [-1, -1, -1, -1, 4]
+    assert rows.cursor.tolist() == rows.positions.tolist() == [1, 2, 1, 1, 2]
+    assert rows.tokens.tolist() == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, "all -inf"])
+@pytest.mark.parametrize("at", [0, 17, 299])
+def test_logits_that_are_not_finite_end_the_row(device: str, bad: float | str, at: int) -> None:
+    params = [SAMPLED, SamplingParams(temperature=0), msgspec.structs.replace(SAMPLED, top_p=0.9)]
+    logits = logits_of("normal", 6, 300, device)
+    wanted, _ = sampled(params * 2, [0] * 6, logits)
+    if bad == "all -inf":
+        logits[3:] = -math.inf
+    else:
+        logits[3:, at] = bad
+    rows = rows_of(params * 2, device)
+    rows.draw(logits)
+    assert rows.out[0].tolist() == [*wanted[:3].tolist(), -1, -1, -1]
+    assert rows.slots.tolist() == [0, 1, 2, -1, -1, -1]
+    assert rows.cursor.tolist() == [1] * 6
+    assert rows.positions.tolist() == [1, 1, 1, 0, 0, 0]
+    assert rows.remaining.tolist() == [999] * 3 + [1000] * 3
+    assert rows.tokens[3:].tolist() == [-7] * 3
+
+
+def test_padding_is_left_as_it_is(device: str) -> None:
+    logits = logits_of("normal", 4, 66, device)
+    logits[[0, 2]] = math.nan
+    rows = rows_of([SAMPLED] * 4, device)
+    rows.slots[:] = int32(-1, 3, -5, 0)
+    rows.cursor[0] = 1000  # not looked at
+    before = rows.copy()
+    wanted, _ = sampled([SAMPLED] * 4, [0] * 4, logits)
+    rows.draw(logits)
+    assert rows.out[0].tolist() == [-9, int(wanted[1]), -9, int(wanted[3])]
+    for given, old in zip(rows.all(), before.all(), strict=True):
+        if given is not rows.out:
+            same_bits(given[[0, 2]], old[[0, 2]])
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "peaky"])
+@pytest.mark.parametrize("vocab", [66, 5000])
+def test_a_row_does_not_depend_on_the_batch(device: str, vocab: int, kind: str) -> None:
+    params = parameters()
+    logits = logits_of(kind, len(params), vocab, device)
+    together = rows_of(params, device).draw(logits)
+    alone = [rows_of([one], device).draw(logits[i : i + 1]) for i, one in enumerate(params)]
+    same_bits(together, torch.cat(alone))
+    flipped = rows_of(params[::-1], device).draw(logits.flip(0))
+    same_bits(together, flipped.flip(0))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SAMPLED,
+        msgspec.structs.replace(SAMPLED, temperature=0.7, top_p=0.9),
+        msgspec.structs.replace(SAMPLED, temperature=1.5, top_k=6),
+        msgspec.structs.replace(SAMPLED, min_p=0.2),
+    ],
+)
+def test_draws_follow_the_distribution(device: str, params: SamplingParams) -> None:
+    """Chi-square of 20,000 draws against probabilities formed in float64, at one in 100,000."""
+    rows, vocab = 20_000, 12
+    logits = logits_of("normal", 1, vocab, "cpu").double()[0]
+    shares = (logits / params.temperature).softmax(0)
+    order = shares.argsort(descending=True)
+    kept = order[: params.top_k or vocab]
+    sums = shares[kept].cumsum(0) - shares[kept]
+    kept = kept[
+        (sums < params.top_p * shares[kept].sum()) & (shares[kept] >= params.min_p * shares.max())
+    ]
+    expected = torch.zeros(vocab, dtype=torch.float64)
+    expected[kept] = shares[kept] / shares[kept].sum() * rows
+    many = rows_of([params] * rows, device, positions=range(rows))
+    drawn = many.draw(logits.float().to(device).expand(rows, vocab).contiguous())
+    counts = torch.bincount(drawn.cpu(), minlength=vocab).double()
+    assert counts[expected == 0].sum() == 0
+    used = expected > 0
+    statistic = ((counts - expected)[used] ** 2 / expected[used]).sum()
+    freedom = int(used.sum()) - 1
+    # Wilson and Hilferty's approximation of the quantile.
+    bound = freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert freedom >= 3 and statistic < bound
