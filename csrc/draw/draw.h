@@ -95,19 +95,20 @@ MS_HD bool has_nucleus(double top_p, bool has_top_k, std::uint64_t total) {
 
 // Writes down what row r drew (negative: its logits are not finite) and moves the row on.
 MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
-  args.out[args.cursor[r] * args.out_stride + r] = token;
-  args.cursor[r] += 1;
-  if (token < 0) {
-    args.slots[r] = -1;
-    return;
-  }
-  args.tokens[r] = token;
-  args.positions[r] += 1;
-  bool ends = --args.remaining[r] <= 0;
+  // All is read before anything is written, so that the reads are under way together.
+  const std::int32_t at = args.cursor[r], remaining = args.remaining[r];
+  const std::int64_t position = args.positions[r];
+  bool ends = token < 0 || remaining <= 1;
   for (std::int64_t s = 0; s < args.stops; ++s) {
-    ends = ends || args.stop_ids[r * args.stops + s] == token;
+    ends |= args.stop_ids[r * args.stops + s] == token;
   }
+  args.out[at * args.out_stride + r] = token;
+  args.cursor[r] = at + 1;
   if (ends) args.slots[r] = -1;
+  if (token < 0) return;
+  args.tokens[r] = token;
+  args.positions[r] = position + 1;
+  args.remaining[r] = remaining - 1;
 }
 
 // What the instruction sets are chosen for on the CPU; [vocab] each, vocab at least 1.

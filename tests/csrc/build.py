@@ -44,6 +44,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "mingru": ("scan_driver.cpp", _cell("mingru/cell.h", "MinGru", 0, "ALL")),
     "minlstm": ("scan_driver.cpp", _cell("minlstm/cell.h", "MinLstm", 1, "TWO")),
     "rows": ("rows_driver.cpp", []),
+    "draw": ("draw_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }
 

@@ -1,4 +1,4 @@
-"""The CUDA scan kernels on the host: every wait ends, every schedule gives the same bits.
+"""The CUDA scan and draw kernels on the host: every wait ends, every schedule gives the same bits.
 
 The kernels of csrc are compiled with the machine's C++ compiler against an emulator of GPU threads
 (emulator/machine.h tells what it notices). A case runs in many schedules and numbers of blocks; the
@@ -66,6 +66,19 @@ ROWS = [f"{case} --backward {b} --reverse {r}" for case in ROWS for b, r in ((0,
     "--type bf16 --time 5001 --backward 1",
 ]
 
+# Few threads have few bins and short lists, so that the cut is closed in on in many rounds.
+DRAWS = [
+    f"--kind {kind} {size}"
+    for kind in ("normal", "ties", "narrow", "equal", "geometric", "few", "outlier")
+    for size in ("--vocab 66", "--vocab 3001 --threads 32", "--vocab 3000 --threads 96 --seeds 2")
+] + [
+    "--vocab 2",
+    "--vocab 66 --shift 1",
+    "--vocab 2999 --shift 3 --copied 1 --seeds 3",
+    "--vocab 3000 --threads 256 --copied 1",
+    "--kind ties --vocab 9000 --threads 128",
+]
+
 SOUND = ["staged_and_met", "value_as_its_own_flag", "kernel_before_waited_for"]
 DEFECTS = {
     "staged_not_waited_for": "before thread .* has waited for its copy",
@@ -110,6 +123,12 @@ def test_scan(programs: Path, cell: str, case: str) -> None:
 @pytest.mark.parametrize("case", ROWS)
 def test_scan_of_rows(programs: Path, case: str) -> None:
     result = run(programs / "rows", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", DRAWS)
+def test_draw(programs: Path, case: str) -> None:
+    result = run(programs / "draw", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

@@ -114,6 +114,12 @@ inline double __fma_rn(double x, double y, double z) {
   return std::fma(x, y, z);
 }
 
+inline float __fadd_rd(float x, float y) {
+  const double exact = static_cast<double>(x) + static_cast<double>(y);  // of what is added so
+  const float sum = static_cast<float>(exact);
+  return static_cast<double>(sum) > exact ? std::nextafter(sum, -INFINITY) : sum;
+}
+
 // --- two-byte floats
 
 struct __nv_bfloat16 {

@@ -1,0 +1,184 @@
+// Runs csrc/draw/kernel.cuh in the emulator: rows of one kind of logits, drawn with many sets of
+// parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
+// sorting parts of the row, with the same exp.
+#include "cases.h"
+
+#include "draw/kernel.cuh"
+#include "draw/row_cpu.h"
+
+namespace minserve {
+namespace {
+
+struct Case {
+  std::string kind;
+  long vocab, threads, shift;
+  bool copied;
+  std::vector<int> seeds;
+};
+
+struct Parameters {
+  float temperature;
+  int top_k;
+  double top_p;
+  float min_p;
+};
+constexpr Parameters kParameters[] = {
+    {0.0f, 0, 1.0, 0.0f},     {1.0f, 0, 1.0, 0.0f},   {0.7f, 1, 1.0, 0.0f},
+    {1.0f, 9, 1.0, 0.0f},     {2.0f, 300, 1.0, 0.0f}, {1.0f, 0, 0.9, 0.0f},
+    {0.5f, 0, 0.3, 0.0f},     {1e4f, 0, 0.7, 0.0f},   {1e-30f, 40, 0.9, 0.0f},
+    {1.3f, 200, 0.95, 0.01f}, {1.0f, 0, 1.0, 0.2f},   {1.0f, 0, 0.0, 0.0f},
+    {1.0f, 0, 0.99999, 0.0f}, {1.0f, 5, 0.5, 1.0f},   {1.0f, 1 << 20, 0.8, 0.5f},
+};
+constexpr long kRows = sizeof kParameters / sizeof *kParameters + 4;
+
+float best_of(const float* logits, std::int64_t vocab) {
+  float best = logits[0];
+  for (std::int64_t i = 1; i < vocab; ++i) best = cuda::max_or_nan(best, logits[i]);
+  return best;
+}
+void weigh(const float* logits, std::int64_t vocab, float best, float temperature, float* distances,
+           std::int64_t* weights) {
+  for (std::int64_t i = 0; i < vocab; ++i) {
+    distances[i] = (best - logits[i]) / temperature;
+    weights[i] = static_cast<std::int64_t>(expf(-distances[i]) * kWeightOne);
+  }
+}
+
+std::vector<float> logits_of(const Case& given) {
+  std::mt19937 random(static_cast<unsigned>(given.vocab));
+  std::normal_distribution<float> normal;
+  std::vector<float> logits;
+  for (long r = 0; r < kRows; ++r) {
+    for (long i = 0; i < given.vocab; ++i) {
+      const float x = normal(random);
+      logits.push_back(given.kind == "normal"      ? x
+                       : given.kind == "ties"      ? std::round(4 * x)
+                       : given.kind == "narrow"    ? 5 + 1e-3f * x
+                       : given.kind == "equal"     ? (i % 2 ? 0.0f : -0.0f)
+                       : given.kind == "geometric" ? -std::exp2(30 * x - 60)
+                       : given.kind == "few"       ? (x > 1.5f || i == 1 ? x : -INFINITY)
+                                                   : 1e-4f * x);
+    }
+    float* const row = &logits[static_cast<std::size_t>(r * given.vocab)];
+    if (given.kind == "outlier") row[given.vocab / 3] = 6.0f, row[given.vocab - 1] = -1e30f;
+    if (r == kRows - 1) row[given.vocab - 1] = NAN;
+    if (r == kRows - 2) row[given.vocab / 2] = INFINITY;
+    if (r == kRows - 3) std::fill(row, row + given.vocab, -INFINITY);
+  }
+  return logits;
+}
+
+// Everything that draw_ reads and changes, on the host; device() tells where the kernel finds it.
+struct Rows {
+  Tensor<float> logits, temperature{"temperature"}, min_p{"min_p"};
+  Tensor<std::int32_t> tokens{"tokens"}, slots{"slots"}, remaining{"remaining"}, cursor{"cursor"},
+      out{"out"}, top_k{"top_k"}, stop_ids{"stop_ids"};
+  Tensor<std::int64_t> positions{"positions"}, streams{"streams"};
+  Tensor<double> top_p{"top_p"};
+  long vocab;
+
+  Rows(const Case& given) : vocab(given.vocab) {
+    logits = {"logits", static_cast<std::size_t>(given.shift), logits_of(given)};
+    for (long r = 0; r < kRows; ++r) {
+      const Parameters& one = kParameters[r % (kRows - 4)];
+      temperature.values.push_back(one.temperature);
+      top_k.values.push_back(one.top_k);
+      top_p.values.push_back(one.top_p);
+      min_p.values.push_back(one.min_p);
+      tokens.values.push_back(-7);
+      slots.values.push_back(r == kRows - 4 ? -1 : static_cast<int>(r));
+      remaining.values.push_back(r % 5 ? 9 : 1);
+      cursor.values.push_back(static_cast<int>(r % 2));
+      positions.values.push_back(3 * r);
+      streams.values.push_back(static_cast<std::int64_t>(r * 0x9e3779b97f4a7c15u));
+      stop_ids.values.push_back(-1);
+      stop_ids.values.push_back(static_cast<int>(r % 3));
+    }
+    out.values.assign(2 * kRows, -9);
+  }
+
+  // Calls each(tensor, use) for all of them.
+  template <class Each>
+  void all(Each each) {
+    using emulator::Use;
+    each(logits, Use::read), each(temperature, Use::read), each(min_p, Use::read);
+    each(top_k, Use::read), each(top_p, Use::read), each(streams, Use::read);
+    each(stop_ids, Use::read), each(tokens, Use::write), each(slots, Use::write);
+    each(remaining, Use::write), each(cursor, Use::write), each(positions, Use::write);
+    each(out, Use::write);
+  }
+  DrawArgs args() const {
+    DrawArgs args;
+    args.logits = logits.device, args.row_stride = vocab, args.vocab = vocab, args.rows = kRows;
+    args.tokens = tokens.device, args.slots = slots.device, args.positions = positions.device;
+    args.remaining = remaining.device, args.cursor = cursor.device, args.out = out.device;
+    args.out_stride = kRows, args.steps = 2;
+    args.temperature = temperature.device, args.top_k = top_k.device, args.top_p = top_p.device;
+    args.min_p = min_p.device, args.streams = streams.device;
+    args.stop_ids = stop_ids.device, args.stops = 2;
+    return args;
+  }
+  std::vector<std::int64_t> changed() const {
+    std::vector<std::int64_t> all(positions.device, positions.device + kRows);
+    for (const auto* part : {&tokens, &slots, &remaining, &cursor, &out}) {
+      const auto values = part->from_device();
+      all.insert(all.end(), values.begin(), values.end());
+    }
+    return all;
+  }
+};
+
+std::vector<std::int64_t> expected(const Case& given) {
+  Rows rows(given);
+  rows.all([](auto& tensor, emulator::Use) { tensor.device = tensor.values.data(); });
+  const DrawArgs args = rows.args();
+  const DrawKernels kernels = {&best_of, &weigh};
+  RowDraw row(args, kernels);
+  for (long r = 0; r < kRows; ++r) {
+    if (args.draws(r)) move_on(args, r, row.token(r));
+  }
+  return rows.changed();
+}
+
+void check(const Case& given) {
+  const std::vector<std::int64_t> want = expected(given);
+  for (const int seed : given.seeds) {
+    emulator::free_all();
+    Rows rows(given);
+    rows.all([](auto& tensor, emulator::Use use) { tensor.to_device(use); });
+    const DrawArgs args = rows.args();
+    const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
+    std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));
+    if (given.copied) bytes += static_cast<std::size_t>(cuda::draw_copy_bytes(given.vocab));
+    const bool copied = given.copied;
+    emulator::launch({"draw", static_cast<unsigned>(kRows), threads, bytes, false,
+                      [=] { cuda::draw_kernel<1024, 1>(args, copied); }});
+    emulator::run(static_cast<unsigned>(seed));
+    const std::vector<std::int64_t> got = rows.changed();
+    for (std::size_t i = 0; i < want.size(); ++i) {
+      if (got[i] == want[i]) continue;
+      differ("seed " + std::to_string(seed) + ", array " + std::to_string(i / kRows) + ", row " +
+             std::to_string(i % kRows) + ": " + std::to_string(got[i]) + " instead of " +
+             std::to_string(want[i]));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace minserve
+
+int main(int count, char** arguments) {
+  using namespace minserve;
+  Options options(count, arguments);
+  Case given;
+  given.kind = options.text("kind", "normal");
+  given.vocab = options.number("vocab", 66);
+  given.threads = options.number("threads", 128);
+  given.shift = options.number("shift", 0);
+  given.copied = options.number("copied", 0);
+  given.seeds = options.numbers("seeds", "0,1");
+  options.none_left();
+  check(given);
+  std::puts("ok");
+  return 0;
+}
