@@ -1,7 +1,8 @@
 """Log-probabilities of prompt tokens, in blocks of rows.
 
 A prompt of any length can be scored: at no time are there logits for more than a block of its
-positions.
+positions. Where only the targets' own log-probabilities are wanted, one pass over a block finds
+them, on a GPU while the block is still in the second-level cache.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from engine import ops
 from engine.device import upload
 from engine.distribution import Logprobs, token_logprobs
 from engine.messages import TokenLogprobs
 from engine.plan import PrefillChunk, Scored
 
 BLOCK_BYTES = 64 * 2**20  # of fp32 logits that exist at a time
+# Rows of the matrix product that forms the logits: fewer leave parts of its tiles without work.
+_TILE_ROWS = 128
 
 
 def score(
@@ -43,14 +47,33 @@ def score(
     if not positions:
         return None
     top = max(chunk.score_top for chunk in chunks if chunk.targets is not None)
-    block = max(1, BLOCK_BYTES // (4 * vocab_size))
+    block = _block_rows(vocab_size, hidden.device, in_cache=top == 0)
     at = upload(positions, torch.int64, hidden.device).split(block)
     wanted = upload(targets, torch.int64, hidden.device).split(block)
     blocks = [
-        token_logprobs(logits(hidden[rows]), tokens, top)
+        _logprobs(logits(hidden[rows]), tokens, top)
         for rows, tokens in zip(at, wanted, strict=True)
     ]
     return Logprobs(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
+    if top:
+        return token_logprobs(logits, tokens, top)
+    chosen, is_greedy = ops.target_logprobs(logits, tokens)
+    none = tokens.new_empty(len(tokens), 0)
+    return Logprobs(chosen, is_greedy, none, chosen.new_empty(len(tokens), 0))
+
+
+def _block_rows(vocab_size: int, device: torch.device, in_cache: bool) -> int:
+    """Positions whose logits exist at a time; in_cache: in two thirds of the GPU's L2, where that
+    is enough for a tile of the matrix product."""
+    row_bytes = 4 * vocab_size
+    rows = BLOCK_BYTES // row_bytes
+    if in_cache and device.type == "cuda":
+        cached = torch.cuda.get_device_properties(device).L2_cache_size * 2 // 3 // row_bytes
+        rows = min(rows, max(_TILE_ROWS, cached // _TILE_ROWS * _TILE_ROWS))
+    return max(1, rows)
 
 
 def to_scored(chunks: Sequence[PrefillChunk], logprobs: Logprobs) -> list[Scored]:

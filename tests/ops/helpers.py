@@ -73,7 +73,7 @@ def close(given: Tensor, wanted: Tensor, dtype: torch.dtype, factor: float = 1.0
 def same_bits(given: Tensor, wanted: Tensor) -> None:
     """Equal in every bit (a NaN equals itself)."""
     assert given.dtype == wanted.dtype and given.shape == wanted.shape
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[given.element_size()]
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[given.element_size()]
     assert torch.equal(given.contiguous().view(width).cpu(), wanted.contiguous().view(width).cpu())
 
 

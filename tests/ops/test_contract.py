@@ -26,6 +26,7 @@ NAMES = [
     "minlstm_scan_train_backward",
     "conv_scan",
     "conv_step",
+    "target_logprobs",
 ]
 
 # Where the state stands among the arguments of the operators that change it.
@@ -55,6 +56,8 @@ def _arguments(name: str) -> tuple[Any, ...]:
         a, b = exact(2, 70, 5, seed=1).sigmoid().float(), exact(2, 70, 5, seed=2).float()
         h0 = exact(2, 5, seed=3).float()
         return (b, a, b, h0, False) if name.endswith("backward") else (a, b, h0, False)
+    if name == "target_logprobs":
+        return exact(3, 70, seed=11, scale=3.0).float(), torch.tensor([69, 7, 31])
     if name.startswith("conv"):
         weight, bias = exact(5, 4, seed=4).float(), exact(5, seed=5).float()
         state, slots = exact(4, 3, 5, seed=6).float(), int32(2, -1, 0)

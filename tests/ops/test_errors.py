@@ -59,6 +59,11 @@ BAD_TENSORS = [
     ("conv_scan", 4, torch.ones(4, 5, 3).mT, "last dimension must be contiguous"),
     ("conv_step", 3, torch.ones(4, 3, 5, dtype=torch.float16), "state must be float32"),
     ("conv_step", 4, int32(0), "slots must be"),
+    ("target_logprobs", 0, torch.ones(3), "logits must be [rows, vocab]"),
+    ("target_logprobs", 0, torch.ones(3, 70, dtype=torch.float16), "logits must be float32"),
+    ("target_logprobs", 0, torch.ones(3, 0), "logits must have a vocabulary of 1 to"),
+    ("target_logprobs", 1, torch.ones(2, dtype=torch.int64), "targets must be [rows] = [3]"),
+    ("target_logprobs", 1, int32(1, 2, 3), "targets must be int64"),
 ]
 # Values in index tensors, which only the CPU looks at.
 BAD_VALUES = [
@@ -70,6 +75,8 @@ BAD_VALUES = [
     ("mingru_scan_train", 1, int32(0, 341), "cu_seqlens must end at or below the 340"),
     ("conv_scan", 5, int32(2, -1, 4), "slots must be below the 4 rows of state"),
     ("conv_step", 4, int32(4, 0, 1), "slots must be below the 4 rows of state"),
+    ("target_logprobs", 1, torch.tensor([0, 70, 1]), "targets must be tokens of the vocabulary of"),
+    ("target_logprobs", 1, torch.tensor([0, 1, -1]), "targets must be tokens of the vocabulary of"),
 ]
 
 
