@@ -47,10 +47,9 @@ struct Row {
   }
 
   // Calls visit(id, x) for this lane's fours: tokens id to id + 3 and their logits, ids ascending.
-  // Several are on their way before the first is visited.
-  template <class Visit>
+  // kAhead fours are on their way before the first of them is visited.
+  template <unsigned kAhead, class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    constexpr unsigned kAhead = 4;
     const unsigned end = last();
     for (unsigned id = first() + threadIdx.x % kWarp * kTogether; id < end;
          id += kAhead * kStride) {

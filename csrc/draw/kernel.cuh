@@ -25,7 +25,7 @@ struct Best {
 // This thread's best. copy: where the row is left in shared memory, or null.
 __device__ inline Best best_of_thread(const Row& row, float* copy) {
   Best best = {kImpossible, -kImpossible, 0};
-  row.each([&](unsigned id, const float4& x) {
+  row.each<4>([&](unsigned id, const float4& x) {
     if (copy) *reinterpret_cast<float4*>(copy + id) = x;
     const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     if (most > best.logit) {
@@ -92,9 +92,9 @@ __device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r,
   }
   return static_cast<std::int32_t>(token_at(
       tokens, block, shared.results.found,
-      [&](unsigned id, float distance) {
-        const std::uint64_t weight = whole(weight_of(distance));
-        return cut.keeps(__float_as_uint(distance), id) ? weight : 0;
+      [&](unsigned id, float distance) -> std::uint64_t {
+        if (!cut.keeps(__float_as_uint(distance), id)) return 0;  // mostly: whole warps skip exp
+        return whole(weight_of(distance));
       },
       [&](std::uint64_t total) { return drawn_weight(number, total); }));
 }

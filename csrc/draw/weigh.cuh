@@ -37,7 +37,7 @@ struct Tokens {
   // Calls visit(id, distance) for every token of this lane.
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    row.each([&](unsigned id, const float4& x) {
+    row.each<2>([&](unsigned id, const float4& x) {
       visit(id, distance(x.x));
       visit(id + 1, distance(x.y));
       visit(id + 2, distance(x.z));

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMostThreads)
   const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
   ExpSum mine;
   bool equal_before = false;
-  row.each([&](unsigned id, const float4& x) {
+  row.each<4>([&](unsigned id, const float4& x) {
     mine.add(x);
     equal_before |= (x.x == chosen && id < target) | (x.y == chosen && id + 1 < target) |
                     (x.z == chosen && id + 2 < target) | (x.w == chosen && id + 3 < target);

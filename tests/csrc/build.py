@@ -45,6 +45,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "minlstm": ("scan_driver.cpp", _cell("minlstm/cell.h", "MinLstm", 1, "TWO")),
     "rows": ("rows_driver.cpp", []),
     "draw": ("draw_driver.cpp", []),
+    "target": ("target_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }
 

@@ -1,4 +1,4 @@
-"""The CUDA scan and draw kernels on the host: every wait ends, every schedule gives the same bits.
+"""The CUDA kernels on the host: every wait ends, every schedule gives the same bits.
 
 The kernels of csrc are compiled with the machine's C++ compiler against an emulator of GPU threads
 (emulator/machine.h tells what it notices). A case runs in many schedules and numbers of blocks; the
@@ -79,6 +79,8 @@ DRAWS = [
     "--kind ties --vocab 9000 --threads 128",
 ]
 
+TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]
+
 SOUND = ["staged_and_met", "value_as_its_own_flag", "kernel_before_waited_for"]
 DEFECTS = {
     "staged_not_waited_for": "before thread .* has waited for its copy",
@@ -129,6 +131,12 @@ def test_scan_of_rows(programs: Path, case: str) -> None:
 @pytest.mark.parametrize("case", DRAWS)
 def test_draw(programs: Path, case: str) -> None:
     result = run(programs / "draw", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_target_logprobs(programs: Path, case: str) -> None:
+    result = run(programs / "target", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

@@ -3,7 +3,7 @@
 ``compute-sanitizer --tool memcheck python -m tests.ops.every_kernel``, and likewise with
 ``--tool racecheck`` and ``--tool synccheck``. Sequences are ragged: empty ones, ends of chunks, a
 negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
-alignment, both layouts of linear_scan, forward and backward.
+alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from tests.ops.draws import PARAMETERS, rows_of
 
 LENGTHS = {
     "ragged": [1, 300, 0, 128, 129, 64, 700],
@@ -75,6 +76,15 @@ def linear(channels: int, dtype: torch.dtype, time_contiguous: bool, reverse: bo
     ops.linear_scan(a, b, reverse=reverse).sum().backward()
 
 
+def drawing(vocab: int, rows: int) -> None:
+    """Many rows take smaller blocks and no copy in shared memory."""
+    params = (PARAMETERS * rows)[:rows]
+    for logits in (random(rows, vocab, dtype=torch.float32), torch.zeros(rows, vocab).cuda()):
+        rows_of(params, "cuda").draw(logits)
+        targets = torch.randint(vocab, (rows,), device="cuda")
+        ops.target_logprobs(logits, targets)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for lengths in LENGTHS.values():
@@ -87,6 +97,8 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for time_contiguous, reverse in itertools.product((False, True), repeat=2):
             linear(40, dtype, time_contiguous, reverse)
+    for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
+        drawing(vocab, rows)
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -215,6 +215,7 @@ void store_word(void* at, const void* bits, std::size_t bytes) {
   maybe_yield();
 }
 unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to) {
+  // In shared memory nothing is noted of it: neither what it orders nor what orders it.
   if (!is_shared(at)) check_word(at, sizeof *at, Use::write);
   maybe_yield();
   const unsigned before = *at;
