@@ -1,11 +1,15 @@
 // What the kernel files give to the operators: one entry per operator, instruction set and device.
 #pragma once
 
-#include "../draw/draw.h"
-#include "../target_logprobs/target_logprobs.h"
 #include "types.h"
 
 namespace minserve {
+
+struct DrawArgs;     // draw/draw.h
+struct DrawKernels;  // draw/draw.h
+struct TargetArgs;   // target_logprobs/target_logprobs.h
+// Does rows [begin, end) on the CPU.
+using TargetFn = void (*)(const TargetArgs&, std::int64_t begin, std::int64_t end);
 
 // linear_row_kernel: where the streams' stride is 1, channels lying layout.time elements apart.
 #define MS_DECLARE_KERNELS(isa)                         \

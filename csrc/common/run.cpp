@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "../draw/row_cpu.h"
+#include "../target_logprobs/target_logprobs.h"
 #include "deal.h"
 
 #ifdef MINSERVE_CUDA

@@ -2,18 +2,24 @@
 //
 // Every instruction set gives the same bits.
 #include "../common/kernels.h"
+#include "draw.h"
 #include "../common/exp_cpu.h"
 
 namespace minserve {
 namespace MS_ISA {
 namespace {
 
-void weigh(const float* __restrict logits, std::int64_t vocab, float best, float temperature,
-           float* __restrict distances, std::int64_t* __restrict weights) {
+float weigh(const float* __restrict logits, std::int64_t vocab, float best, float temperature,
+            float* __restrict distances, std::int64_t* __restrict weights) {
   constexpr double kMagic = 4503599627370496.0;  // 2^52: the sum's low bits are the integer
   for (std::int64_t i = 0; i < vocab; ++i) {
     const float exact = (best - logits[i]) / temperature;
     distances[i] = exact < 2 * kFarthest ? exact : 2 * kFarthest;
+  }
+  std::int32_t farthest = 0;  // as bits, which order as the distances do
+  for (std::int64_t i = 0; i < vocab; ++i) {
+    const std::int32_t bits = bit_cast<std::int32_t>(distances[i]);
+    farthest = distances[i] <= kFarthest && bits > farthest ? bits : farthest;
   }
   for (std::int64_t i = 0; i < vocab; ++i) {
     const double weight =
@@ -22,6 +28,7 @@ void weigh(const float* __restrict logits, std::int64_t vocab, float best, float
     weights[i] = bit_cast<std::int64_t>(rounded) - bit_cast<std::int64_t>(kMagic) -
                  (rounded - kMagic > weight ? 1 : 0);
   }
+  return bit_cast<float>(farthest);
 }
 
 }  // namespace

@@ -115,9 +115,10 @@ MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
 struct DrawKernels {
   // The best logit, NaN if there is one.
   float (*best)(const float* logits, std::int64_t vocab);
-  // (best - logit) / temperature, bounded by 2 * kFarthest, and the weights of these.
-  void (*weigh)(const float* logits, std::int64_t vocab, float best, float temperature,
-                float* distances, std::int64_t* weights);
+  // (best - logit) / temperature, bounded by 2 * kFarthest, and the weights of these. Returns the
+  // greatest distance up to kFarthest.
+  float (*weigh)(const float* logits, std::int64_t vocab, float best, float temperature,
+                 float* distances, std::int64_t* weights);
 };
 
 }  // namespace minserve

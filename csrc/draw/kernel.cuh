@@ -25,7 +25,7 @@ struct Best {
 // This thread's best. copy: where the row is left in shared memory, or null.
 __device__ inline Best best_of_thread(const Row& row, float* copy) {
   Best best = {kImpossible, -kImpossible, 0};
-  row.each<4>([&](unsigned id, const float4& x) {
+  row.each<8>([&](unsigned id, const float4& x) {
     if (copy) *reinterpret_cast<float4*>(copy + id) = x;
     const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     if (most > best.logit) {

@@ -1,5 +1,6 @@
 // draw_: checks and arguments.
 #include "../common/operators.h"
+#include "draw.h"
 
 namespace minserve {
 

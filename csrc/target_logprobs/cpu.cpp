@@ -1,6 +1,7 @@
 // Log-probabilities of given tokens on the CPU: a row is read from memory once, from cache again.
 #include "../common/exp_cpu.h"
 #include "../common/kernels.h"
+#include "target_logprobs.h"
 
 namespace minserve {
 namespace MS_ISA {

@@ -1,5 +1,6 @@
 // target_logprobs: checks, outputs, arguments.
 #include "../common/operators.h"
+#include "target_logprobs.h"
 
 namespace minserve {
 

@@ -15,7 +15,4 @@ struct TargetArgs {
   bool* is_greedy = nullptr;              // [rows]
 };
 
-// Does rows [begin, end) on the CPU.
-using TargetFn = void (*)(const TargetArgs&, std::int64_t begin, std::int64_t end);
-
 }  // namespace minserve

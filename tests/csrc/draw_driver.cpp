@@ -1,6 +1,6 @@
 // Runs csrc/draw/kernel.cuh in the emulator: rows of one kind of logits, drawn with many sets of
 // parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
-// sorting parts of the row, with the same exp.
+// partial sorting, with the same exp.
 #include "cases.h"
 
 #include "draw/kernel.cuh"
@@ -36,12 +36,15 @@ float best_of(const float* logits, std::int64_t vocab) {
   for (std::int64_t i = 1; i < vocab; ++i) best = cuda::max_or_nan(best, logits[i]);
   return best;
 }
-void weigh(const float* logits, std::int64_t vocab, float best, float temperature, float* distances,
-           std::int64_t* weights) {
+float weigh(const float* logits, std::int64_t vocab, float best, float temperature,
+            float* distances, std::int64_t* weights) {
+  float farthest = 0.0f;
   for (std::int64_t i = 0; i < vocab; ++i) {
     distances[i] = (best - logits[i]) / temperature;
+    if (distances[i] <= kFarthest) farthest = std::max(farthest, distances[i]);
     weights[i] = static_cast<std::int64_t>(expf(-distances[i]) * kWeightOne);
   }
+  return farthest;
 }
 
 std::vector<float> logits_of(const Case& given) {
