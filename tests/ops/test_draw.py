@@ -75,6 +75,21 @@ def test_large_vocabularies(device: str, vocab: int) -> None:
         same_bits(rows_of(params, device).draw(logits), wanted)
 
 
+@pytest.mark.parametrize("vocab", [66, 5003])
+def test_many_rows(device: str, vocab: int) -> None:
+    """More than a GPU has multiprocessors: smaller blocks, and no copies in shared memory."""
+    params = (parameters() * 4)[:200]
+    positions = list(range(200))
+    logits = logits_of("normal", 200, vocab, device)
+    wanted, _ = sampled(params, positions, logits)
+    together = rows_of(params, device, positions).draw(logits)
+    same_bits(together, wanted)
+    for first in range(0, 200, 50):
+        part = slice(first, first + 50)
+        few = rows_of(params[part], device, positions[part]).draw(logits[part])
+        same_bits(few, together[part])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_agrees(device: str, kind: str) -> None:
     params = parameters()
