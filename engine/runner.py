@@ -50,7 +50,10 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._model, self.model_config = checkpoint.load_model(
-            folder, self._device, cast(DtypeName, self.config.dtype)
+            folder,
+            self._device,
+            cast(DtypeName, self.config.dtype),
+            self.config.quantization,
         )
         self._pool = StatePool(
             self.model_config,
@@ -79,6 +82,7 @@ class Runner:
             device=str(self._device),
             device_name=device.describe(self._device),
             dtype=self.config.dtype,
+            quantization=self.model_config.quantization,
         )
 
     @torch.inference_mode()
