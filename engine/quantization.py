@@ -33,8 +33,10 @@ HEADROOM: dict[Quantization, tuple[float, ...]] = {
     "fp8": tuple(2.0 ** (step / 8) for step in range(8)),
 }
 
-# Elements that are worked on at once: bounds the temporaries to a few times 64 MiB.
-_BLOCK = 2**24
+# Elements that are worked on at once: what is made of them stays in a CPU's second-level cache, and
+# keeps a GPU busy.
+_BLOCK = {"cpu": 2**16, "cuda": 2**24}
+_EXPONENT = 0x7F800000  # its bits in a float32
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -54,7 +56,7 @@ def quantize(
     candidates = HEADROOM[kind] if headroom is None else headroom
     values = torch.empty(weight.shape, dtype=QUANTIZED_DTYPES[kind], device=weight.device)
     scale = torch.empty(weight.shape[0], device=weight.device)
-    rows = max(1, _BLOCK // max(1, weight.shape[1]))
+    rows = max(1, _BLOCK[weight.device.type] // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         values[part], scale[part] = _quantize_rows(weight[part].float(), kind, candidates)
@@ -69,38 +71,54 @@ def dequantize(values: Tensor, scale: Tensor) -> Tensor:
 def _quantize_rows(
     weight: Tensor, kind: Quantization, candidates: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
-    if not bool(weight.isfinite().all()):
-        raise NotFiniteError("has values that are not finite")
     largest = weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
-    best, scale, error = _round_rows(weight, largest, kind, candidates[0])
-    for headroom in candidates[1:]:
-        values, other_scale, other_error = _round_rows(weight, largest, kind, headroom)
-        better = other_error < error
-        best = torch.where(better.unsqueeze(1), values, best)
-        scale = torch.where(better, other_scale, scale)
-        error = torch.where(better, other_error, error)
-    return best.to(QUANTIZED_DTYPES[kind]), scale
+    if not bool(largest.isfinite().all()):
+        raise NotFiniteError("has values that are not finite")
+    scale = _scale(largest, kind, candidates[0])
+    if len(candidates) > 1:
+        least = _row_errors(weight, scale, kind, candidates[0])
+        for headroom in candidates[1:]:
+            other = _scale(largest, kind, headroom)
+            error = _row_errors(weight, other, kind, headroom)
+            scale = torch.where(error < least, other, scale)
+            least = torch.minimum(error, least)
+    scaled = _scaled(weight, scale).clamp_(-LARGEST[kind], LARGEST[kind])
+    return (scaled.round_() if kind == "int8" else scaled).to(QUANTIZED_DTYPES[kind]), scale
 
 
-def _round_rows(
-    weight: Tensor, largest: Tensor, kind: Quantization, headroom: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rounded values [rows, columns] (still fp32), the scales [rows] and the squared errors
-    [rows], in units of the scale without headroom, which no weight can make overflow."""
-    most = LARGEST[kind]
-    # Rows of zeros and of numbers that no scale can resolve become zeros.
-    scale = (largest * (headroom / most)).clamp(min=_LEAST_SCALE)
-    scaled = (weight / scale.unsqueeze(1)).clamp(-most, most)
-    values = scaled.round() if kind == "int8" else scaled.to(QUANTIZED_DTYPES[kind]).float()
-    clipped = weight / scale.unsqueeze(1) - values
-    return values, scale, _row_sums((clipped * headroom).square())
+def _scale(largest: Tensor, kind: Quantization, headroom: float) -> Tensor:
+    # Rows of zeros, or of numbers that no scale resolves, become zeros.
+    return (largest * (headroom / LARGEST[kind])).clamp_(min=_LEAST_SCALE)
+
+
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    return weight / scale.unsqueeze(1)
+
+
+def _row_errors(weight: Tensor, scale: Tensor, kind: Quantization, headroom: float) -> Tensor:
+    """Squared errors [rows] in units of the scale without headroom, where none overflows."""
+    exact = _scaled(weight, scale)
+    scaled = exact.clamp(-LARGEST[kind], LARGEST[kind])
+    rounded = scaled.round() if kind == "int8" else _rounded_to_e4m3(scaled)
+    return _row_sums(rounded.sub_(exact).mul_(headroom).square_())
+
+
+def _rounded_to_e4m3(x: Tensor) -> Tensor:
+    """x, up to 448, at the nearest value of e4m3, still fp32: many times as fast on a CPU as the
+    way through the type and back, with the same result."""
+    # The steps of e4m3 are 1/8 of the power of two below x, but never less than 2^-9. Adding 1.5
+    # times 2^23 steps leaves fp32 no digit below a step.
+    power = x.abs().clamp_(min=2.0**-6).view(torch.int32).bitwise_and_(_EXPONENT)
+    shift = power.view(torch.float32).mul_(1.5 * 2.0**20)
+    return (x + shift).sub_(shift)
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """Sums [rows] of x [rows, columns] as a tree whose shape the columns alone decide: torch.sum
-    differs in its last bits from machine to machine, and a scale must not."""
-    while x.shape[1] > 1:
-        half = x.shape[1] // 2
-        pairs = x[:, :half] + x[:, half : 2 * half]
-        x = torch.cat((pairs, x[:, 2 * half :]), dim=1)
-    return x.sum(1)
+    """Sums [rows] of x [rows, columns], which it spoils, as a tree whose shape the columns alone
+    decide: torch.sum differs in its last bits from machine to machine, and a scale must not."""
+    columns = x.shape[1]
+    while columns > 1:
+        half = columns // 2
+        x[:, :half] += x[:, columns - half : columns]
+        columns -= half
+    return x[:, 0] if columns else x.new_zeros(x.shape[0])

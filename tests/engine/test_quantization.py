@@ -106,6 +106,18 @@ def test_clipping_is_measured_with_what_it_cuts_off() -> None:
     assert (chosen <= whole * (1 + 1e-5)).all()
 
 
+def test_rounding_in_fp32_is_the_type_s_own() -> None:
+    """Ties, both signs, subnormal values and zeros included."""
+    held = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    held = held[held.isfinite()].sort().values
+    between = (held[1:] + held[:-1]) / 2
+    least = torch.finfo(torch.float32).smallest_normal
+    x = torch.cat((held, between, between * (1 + 2**-20), between * (1 - 2**-20)))
+    x = torch.cat((x, normal(1000), 100 * normal(1000), normal(1000) / 1000, torch.tensor([least])))
+    x = x.clamp(-448, 448)
+    assert torch.equal(quantization._rounded_to_e4m3(x), x.to(torch.float8_e4m3fn).float())
+
+
 @kinds
 def test_rows_of_every_magnitude(kind: Quantization) -> None:
     weight = torch.zeros(5, 3)
@@ -158,8 +170,8 @@ def test_a_row_s_bits_are_its_own(
     values, scale = quantize(weight, kind)
     order = torch.randperm(70, generator=torch.Generator().manual_seed(1))
     torch.set_num_threads(3)
-    for block in (quantization._BLOCK, 257 * 3, 1):
-        monkeypatch.setattr(quantization, "_BLOCK", block)
+    for block in (2**16, 257 * 3, 1):
+        monkeypatch.setitem(quantization._BLOCK, "cpu", block)
         other_values, other_scale = quantize(weight[order], kind)
         assert torch.equal(bits(other_values), bits(values)[order])
         assert torch.equal(other_scale, scale[order])
