@@ -30,7 +30,7 @@ from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.models.lm import LM
 from engine.models.quantized import quantize_weights, quantized_matrices
-from engine.quantization import NotFiniteError
+from engine.quantization import NotFiniteError, all_finite
 
 BUNDLED = Path(__file__).parent / "checkpoints"
 CONFIG = "config.json"
@@ -144,9 +144,11 @@ def load_model(
             weights = {name: tensor.to(dtypes[name], copy=True) for name, tensor in tensors}
         except NotFiniteError as error:
             raise CheckpointError(f"{folder}: cannot be quantised: {error}") from error
-    for name in quantized_matrices(model).values():
-        if not bool((weights[name].isfinite() & (weights[name] > 0)).all()):
-            raise CheckpointError(f"{folder}: tensor {name!r} holds scales that are not positive")
+    for name, scale in quantized_matrices(model).items():
+        if not all_finite(weights[name]):
+            raise CheckpointError(f"{folder}: tensor {name!r} has values that are not finite")
+        if not bool((weights[scale].isfinite() & (weights[scale] > 0)).all()):
+            raise CheckpointError(f"{folder}: tensor {scale!r} has values that are not positive")
     model.load_state_dict(weights, assign=True)
     return model.eval(), target
 

@@ -10,7 +10,7 @@ on normal, uniform and Student-t(4) matrices, as the root mean square error agai
 
 - int8: clipping (headroom 0.7 to 0.97) gains at most 0.1 %, so abs-max is all that is tried.
 - fp8 e4m3: steps are relative, so the scale only decides where between two powers of two the row's
-  values lie; eight places lower the error by 3 to 7 %, four by 2 to 5 %, clipping by 1 %.
+  values lie; eight places lower the error by 3 to 8 %, four by 2 to 8 %, clipping by about 1 %.
 
 The same matrix gives the same bits on every device and with any number of threads.
 """
@@ -55,7 +55,7 @@ def quantize(
     """
     candidates = HEADROOM[kind] if headroom is None else headroom
     values = torch.empty(weight.shape, dtype=QUANTIZED_DTYPES[kind], device=weight.device)
-    scale = torch.empty(weight.shape[0], device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     rows = max(1, _BLOCK[weight.device.type] // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
@@ -65,7 +65,25 @@ def quantize(
 
 def dequantize(values: Tensor, scale: Tensor) -> Tensor:
     """values [rows, columns], scale [rows] -> [rows, columns] fp32."""
-    return values.float() * scale.unsqueeze(1)
+    return widen(values) * scale.unsqueeze(1)
+
+
+def widen(values: Tensor) -> Tensor:
+    """The 8-bit values in fp32, exactly; those of fp8 must be finite."""
+    if values.dtype != torch.float8_e4m3fn or values.device.type != "cpu":
+        return values.float()
+    # On a CPU torch widens fp8 value by value. e4m3's seven lower bits are in place where float16
+    # has its exponent's lower four and its mantissa's upper three, after a shift; the exponents'
+    # biases differ by 8. Sign extension has filled bit 14 as well, which is the exponent's first.
+    half = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return half.view(torch.float16).float().mul_(2.0**8)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no 8-bit value is a NaN (e4m3 has no infinities, int8 has neither)."""
+    if values.dtype == torch.int8:
+        return True
+    return not bool((values.view(torch.int8).bitwise_and(0x7F) == 0x7F).any())
 
 
 def _quantize_rows(

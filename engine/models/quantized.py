@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import ModelConfig, Quantization
-from engine.quantization import QUANTIZED_DTYPES, NotFiniteError, dequantize, quantize
+from engine.quantization import QUANTIZED_DTYPES, NotFiniteError, dequantize, quantize, widen
 
 
 class _QuantMatrix(nn.Module):
@@ -36,7 +36,7 @@ class _QuantMatrix(nn.Module):
         self.weight = nn.Parameter(
             torch.zeros(rows, columns, dtype=QUANTIZED_DTYPES[kind]), requires_grad=False
         )
-        self.register_buffer("scale", torch.ones(rows))
+        self.register_buffer("scale", torch.ones(rows, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves to another device. `model.to(dtype)`, which comes here too, is for the rest of the
@@ -60,7 +60,7 @@ class _QuantMatrix(nn.Module):
             sums = torch.mm(rows, self.weight.to(x.dtype).t(), out_dtype=torch.float32)
             sums = sums.view(*x.shape[:-1], -1)
         else:
-            sums = functional.linear(x.float(), self.weight.float())
+            sums = functional.linear(x.float(), widen(self.weight))
         return sums * self.scale
 
 

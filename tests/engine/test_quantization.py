@@ -15,8 +15,10 @@ from engine.quantization import (
     LARGEST,
     QUANTIZED_DTYPES,
     NotFiniteError,
+    all_finite,
     dequantize,
     quantize,
+    widen,
 )
 
 KINDS: tuple[Quantization, ...] = ("int8", "fp8")
@@ -71,6 +73,16 @@ def test_what_the_type_can_hold_comes_back_exactly(kind: Quantization) -> None:
     weight = torch.stack((held / 4, held * 8))  # powers of two: the scales are exact
     values, scale = quantize(weight, kind)
     assert torch.equal(dequantize(values, scale), weight)
+
+
+@kinds
+def test_widening_is_exact(kind: Quantization) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(QUANTIZED_DTYPES[kind])
+    finite = values.double().isfinite()
+    assert torch.equal(widen(values).double()[finite], values.double()[finite])
+    assert torch.equal(widen(values).signbit()[finite], values.float().signbit()[finite])
+    for value, ok in zip(values.split(1), finite.tolist(), strict=True):
+        assert all_finite(value) == ok
 
 
 @kinds

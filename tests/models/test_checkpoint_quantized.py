@@ -173,8 +173,8 @@ def _widen(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_make_nan, r"'head\.scale' holds scales that are not positive"),
-        (_make_negative, r"'layers\.0\.mlp\.up\.scale' holds scales that are not positive"),
+        (_make_nan, r"'head\.scale' has values that are not positive"),
+        (_make_negative, r"'layers\.0\.mlp\.up\.scale' has values that are not positive"),
         (_lose_a_scale, r"'layers\.1\.cell\.gates\.scale' \[90\] is missing"),
         (_cut_a_scale, r"'head\.scale' has the shape \[7\], config\.json makes it \[29\]"),
         (_widen("head.scale", torch.bfloat16), r"'head\.scale' is stored as BF16, .* it F32"),
@@ -206,6 +206,18 @@ def test_an_unquantised_checkpoint_that_claims_to_be_quantised(tmp_path: Path) -
     edit_config(folder, quantization="int8")
     with pytest.raises(CheckpointError, match=r"stored as BF16, config\.json makes it I8"):
         load_model(folder, "cpu")
+
+
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_an_fp8_weight_that_is_not_a_number_is_refused(nan: int, tmp_path: Path) -> None:
+    convert(write(tmp_path / "source", OPTIONS), tmp_path / "model", quantize="fp8")
+
+    def damage(weights: Weights) -> None:
+        weights["layers.0.cell.out.weight"].view(torch.uint8)[3, 5] = nan
+
+    edit_weights(tmp_path / "model", damage)
+    with pytest.raises(CheckpointError, match=r"'layers\.0\.cell\.out\.weight' has .* not finite"):
+        load_model(tmp_path / "model", "cpu")
 
 
 @kinds
