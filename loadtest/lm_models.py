@@ -97,10 +97,13 @@ def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -
     """The model of that name as a checkpoint folder, and in memory with weights of `dtype`; what
     was made goes at the end. A checkpoint has the cell that it has.
 
-    Raises CheckpointError for a name that is neither a size nor a checkpoint.
+    Raises CheckpointError for a name that is neither a size nor a checkpoint, ValueError for a
+    checkpoint of quantised weights, which peers cannot compute with.
     """
     if name not in SIZES:
         folder = checkpoint.resolve(name)
+        if getattr(checkpoint.load_config(folder), "quantization", None) is not None:
+            raise ValueError(f"{name}: is quantised; name the checkpoint it was made from")
         model, config = checkpoint.load_model(folder, device, dtype)
         yield Subject(
             name, None, folder, dataclasses.replace(config, dtype=dtype or config.dtype), model

@@ -83,7 +83,8 @@ class Decoder:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Every sequence at its beginning."""
+        """Every sequence at its beginning, about to read token 0."""
+        self.tokens.zero_()
         for hidden, initial in zip(self._hidden, self._model.initial_state_rows(), strict=True):
             hidden.copy_(initial.expand_as(hidden))
         for window in self._inputs:
