@@ -1,7 +1,7 @@
 """Drives a Runner and an Engine for measurements: the one place here that makes Plans.
 
-A decode round is what the runner does between two waits of the host: one step, or several where
-plans have `steps`.
+A decode round is what the runner does between two waits of the host: one step, or several where it
+can draw on the device (a `plain` plan).
 """
 
 from __future__ import annotations
@@ -65,12 +65,18 @@ def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
     return runner
 
 
-def round_steps(step_seconds: float, greatest: int | None) -> int:
-    """How many steps a round has that aims at ROUND_SECONDS: 1 where plans cannot say more."""
-    if "steps" not in _PLAN_FIELDS:
+def takes_rounds(runner: Runner) -> bool:
+    """Whether it draws on the device and so decodes several steps without the host. Versions
+    differ; the tables say how many steps a round had."""
+    return "plain" in _PLAN_FIELDS and getattr(runner, "most_steps", 1) > 1
+
+
+def round_steps(runner: Runner, step_seconds: float, greatest: int | None) -> int:
+    """How many steps a round has that aims at ROUND_SECONDS, at most `greatest`."""
+    if not takes_rounds(runner):
         return 1
-    most = MOST_STEPS if greatest is None else greatest
-    return max(1, min(most, int(ROUND_SECONDS / step_seconds)))
+    most = min(MOST_STEPS, getattr(runner, "most_steps", 1))
+    return max(1, min(most, greatest or most, int(ROUND_SECONDS / step_seconds)))
 
 
 class Decoding:
@@ -78,6 +84,7 @@ class Decoding:
 
     def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
         self._runner: Any = runner  # `start` and `finish` are not in every version
+        self._plain = takes_rounds(runner)
         self._drawn = 0  # tokens of each sequence
         vocab = runner.info.vocab_size
         #: Of every sequence, the last token, which is read next.
@@ -100,7 +107,7 @@ class Decoding:
 
         Raises WrongAnswerError when tokens are missing or were drawn from logits not finite.
         """
-        if "plain" in _PLAN_FIELDS and hasattr(self._runner, "start"):
+        if self._plain and getattr(self._runner, "overlaps", False):
             return self._overlapped(rounds, steps) / (rounds * steps)
         total = 0.0
         for _ in range(rounds):
@@ -121,14 +128,14 @@ class Decoding:
         return time.perf_counter() - start
 
     def _plan(self, steps: int) -> Plan:
-        again = bool(self._rows)
-        if "plain" not in _PLAN_FIELDS or not again:
+        again = self._plain and bool(self._rows)
+        if not again:
             self._rows = [
                 DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
                 for row, token in enumerate(self.tokens)
             ]
         options: dict[str, Any] = {}
-        if "plain" in _PLAN_FIELDS:
+        if self._plain:
             options = {"plain": True, "again": again, "steps": steps}
         return Plan(decode=self._rows, **options)
 

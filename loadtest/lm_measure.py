@@ -139,10 +139,10 @@ def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -
 def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) -> float:
     with decoding(runner, row.batch, SAMPLED if sampled else GREEDY) as running:
         running.run(1)
-        steps = round_steps(running.run(2), asked.steps)
+        steps = round_steps(runner, running.run(2), asked.steps)
         step = running.run(2, steps)
         if step <= asked.seconds / 10:  # else a second choice takes longer than it is worth
-            steps = round_steps(step, asked.steps)
+            steps = round_steps(runner, step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
         row.steps = steps if not sampled else row.steps
         return typical(lambda: running.run(rounds, steps), asked.seconds)

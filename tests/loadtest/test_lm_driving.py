@@ -126,10 +126,12 @@ class RoundRunner:
     plans: list[RoundPlan] = field(default_factory=list)
     info: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
     drawn: int = 0
+    most_steps: int = 32
+    overlaps: bool = True
     ended: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: RoundPlan) -> StepResult:
-        return StepResult()
+    def run(self, plan: RoundPlan) -> Any:
+        return self.finish(self.start(plan)) if plan.decode else StepResult()
 
     def start(self, plan: RoundPlan) -> RoundPlan:
         self.calls.append("start")
@@ -155,7 +157,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> RoundRunner:
 
 
 def test_rounds_of_several_steps_overlap(rounds: RoundRunner) -> None:
-    with decoding(rounds, 2, GREEDY) as running:  # type: ignore[arg-type]
+    runner: Any = rounds
+    with decoding(runner, 2, GREEDY) as running:
         running.run(3, steps=4)
         assert running.tokens == [11, 11]
     assert rounds.calls == ["start", "start", "finish", "start", "finish", "finish"]
@@ -169,18 +172,31 @@ def test_rounds_of_several_steps_overlap(rounds: RoundRunner) -> None:
 
 def test_a_row_that_ends_early_is_no_figure(rounds: RoundRunner) -> None:
     rounds.ended = {1: 2}
+    runner: Any = rounds
     with (
-        decoding(rounds, 2, GREEDY) as running,  # type: ignore[arg-type]
+        decoding(runner, 2, GREEDY) as running,
         pytest.raises(WrongAnswerError, match="ended"),
     ):
         running.run(1, steps=4)
 
 
 def test_steps_of_a_round_aim_at_its_length(rounds: RoundRunner) -> None:
-    assert round_steps(1e-4, None) == 20
-    assert round_steps(1e-6, None) == 32
-    assert round_steps(1.0, None) == 1
-    assert round_steps(1e-4, 8) == 8
+    runner: Any = rounds
+    assert round_steps(runner, 1e-4, None) == 20
+    assert round_steps(runner, 1e-6, None) == 32
+    assert round_steps(runner, 1.0, None) == 1
+    assert round_steps(runner, 1e-4, 8) == 8
+    rounds.most_steps = 1
+    assert round_steps(runner, 1e-6, None) == 1
+
+
+def test_a_runner_that_does_not_overlap_runs_one_round_after_another(rounds: RoundRunner) -> None:
+    rounds.overlaps = False
+    runner: Any = rounds
+    with decoding(runner, 2, GREEDY) as running:
+        running.run(2, steps=3)
+        assert running.tokens == [5, 5]
+    assert rounds.calls == ["start", "finish"] * 2
 
 
 def test_quantisation_that_is_not_there_is_refused() -> None:
