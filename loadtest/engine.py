@@ -23,7 +23,6 @@ Parts to choose by --only: decode (greedy), sampled, engine, prefill, gemm (bare
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ from loadtest.lm_bars import checks
 from loadtest.lm_driving import engine_config, load
 from loadtest.lm_figures import ModelFigures
 from loadtest.lm_limits import read_bandwidth
-from loadtest.lm_measure import PARTS, Asked, fitting, measure
+from loadtest.lm_measure import PARTS, Asked, fitting, measure, reason
 from loadtest.lm_models import SIZES, Subject, subject, work
 from loadtest.lm_plots import engine_png
 from loadtest.lm_tables import print_checks, print_model
@@ -135,6 +134,7 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
         peer=_peer_mode(args.peer, kind),
     )
     models: list[ModelFigures] = []
+    failed = 0
     data: dict[str, Any] = {
         "environment": environment(),
         "device": machine.describe(device),
@@ -142,15 +142,13 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
         "peer": asked.peer,
     }
     jobs = list(_jobs(args, kind))
-    for index, (name, cell, dtype) in enumerate(jobs):
-        left = None
-        if args.budget_seconds is not None:
-            # An equal share of what is left: what a quick model leaves is the later ones'.
-            left = (args.budget_seconds - (time.perf_counter() - start)) / (len(jobs) - index)
+    shares = _shares(args.budget_seconds, len(jobs) * len(args.quantize))
+    for name, cell, dtype in jobs:
         with subject(name, cell, device, dtype) as one:
-            for figures in _each_kind(args, asked, one, dtype, device, rate, Budget(left)):
+            for figures in _each_kind(args, asked, one, dtype, device, rate, shares):
                 models.append(figures)
                 print_model(figures)
+                failed += not (figures.decode or figures.prefill)
                 data["models"] = [figures.as_json() for figures in models]
                 save_json(args.json, data)  # what follows may take the process down
     found = checks(models)
@@ -163,7 +161,7 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
     print(f"{len(found) - short} bars passed, {short} fall short; {seconds:.0f} s")
     if args.png is not None:
         engine_png(args.png, data)
-    return 0
+    return 1 if failed else 0
 
 
 def _peer_mode(name: str, kind: str) -> Mode:
@@ -183,6 +181,14 @@ def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, 
                 yield name, cell, dtype
 
 
+def _shares(seconds: float | None, count: int) -> Iterator[Budget]:
+    """A budget for each of `count` models, when its turn comes: an equal share of what is left, so
+    that what a quick one leaves is the later ones'."""
+    end = time.perf_counter() + (seconds or 0)
+    for turns in range(count, 0, -1):
+        yield Budget(None if seconds is None else (end - time.perf_counter()) / turns)
+
+
 def _each_kind(
     args: argparse.Namespace,
     asked: Asked,
@@ -190,7 +196,7 @@ def _each_kind(
     dtype: DtypeName,
     device: torch.device,
     rate: float,
-    budget: Budget,
+    shares: Iterator[Budget],
 ) -> Iterator[ModelFigures]:
     """The figures of a model as it is and quantised, in the order asked for."""
     plain: ModelFigures | None = None
@@ -207,26 +213,45 @@ def _each_kind(
             read_rate=rate,
             step_tokens=0,
         )
-        free = available_memory(device)
-        batches = fitting(asked.batches, figures, one.config.vocab_size, free) or [1]
-        config = engine_config(
-            quantization,
-            model=str(one.folder),
-            device=str(device),
-            dtype=dtype,
-            max_slots=max(batches),
-            share_slots=0,
-            threads=args.threads,
-        )
-        runner = load(config, batches)
-        figures.step_tokens = runner.config.max_step_tokens or 1
-        measure(figures, runner, one.model, asked, budget, known=plain)
+        try:
+            _run(args, asked, one, figures, device, next(shares), plain)
+        except Exception as failure:  # a model that does not load or fit ends no other's figures
+            figures.remarks.append(f"not measured: {reason(failure)}")
         if quantization is None:
             plain = figures
         yield figures
-        del runner
-        gc.collect()
         release_memory(device)
+
+
+def _run(
+    args: argparse.Namespace,
+    asked: Asked,
+    one: Subject,
+    figures: ModelFigures,
+    device: torch.device,
+    budget: Budget,
+    plain: ModelFigures | None,
+) -> None:
+    """Loads the model as `figures` say and measures it."""
+    free = available_memory(device)
+    batches = fitting(asked.batches, figures, one.config.vocab_size, free)
+    if not batches:
+        raise ValueError("no batch fits in memory")
+    left_out = sorted(set(asked.batches) - set(batches))
+    if left_out:
+        figures.remarks.append(f"batches that do not fit in half of the memory: {left_out}")
+    config = engine_config(
+        figures.quantization,
+        model=str(one.folder),
+        device=str(device),
+        dtype=figures.dtype,
+        max_slots=max(batches),
+        share_slots=0,
+        threads=args.threads,
+    )
+    runner = load(config, batches)
+    figures.step_tokens = runner.config.max_step_tokens or 1
+    measure(figures, runner, one.model, asked, budget, known=plain)
 
 
 if __name__ == "__main__":

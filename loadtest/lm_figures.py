@@ -71,6 +71,7 @@ class ModelFigures:
     decode: list[Decode] = field(default_factory=list)
     prefill: list[Prefill] = field(default_factory=list)
     agreement: Agreement | None = None
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def label(self) -> str:

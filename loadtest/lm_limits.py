@@ -32,9 +32,11 @@ def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of the quickest kernel that only reads, from memory and no cache."""
     count = 2**28 if device.type == "cuda" else 2 * last_level_cache()  # float32 numbers
     buffers = [torch.randn(count, device=device) for _ in range(2)]
+    vector = torch.randn(2**12, device=device)
     readers: tuple[Callable[[Tensor], Tensor], ...] = (
         torch.amax,
         lambda buffer: torch.dot(buffer, buffer),
+        lambda buffer: torch.mv(buffer.view(-1, len(vector)), vector),
         lambda buffer: buffer.view(-1, 2**14).sum(1),
         lambda buffer: buffer.view(2**11, -1).sum(1),
     )

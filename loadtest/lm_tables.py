@@ -30,6 +30,8 @@ def print_model(figures: ModelFigures) -> None:
             f"logits at most {same.worst_gap:.1e} deviations below it (allowed "
             f"{same.tolerance:g}): {'the same model' if same.ok else 'NOT THE SAME MODEL'}"
         )
+    for remark in figures.remarks:
+        print(remark)
 
 
 def print_decode(figures: ModelFigures) -> None:

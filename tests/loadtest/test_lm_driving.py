@@ -250,6 +250,23 @@ def test_only_what_was_asked_for_and_no_more_than_the_budget(tmp_path: Path) -> 
     assert model["decode"][0]["notes"] == {"greedy": "no time left"}
 
 
+def test_a_model_that_does_not_load_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_but_one(config: EngineConfig, batches: Any) -> Runner:
+        if "minlstm" in config.model:
+            raise RuntimeError("does not fit")
+        return load(config, batches)
+
+    monkeypatch.setattr(command, "load", load_but_one)
+    options = ["--device", "cpu", "--models", "6.3m", "--cell", "minlstm", "mingru"]
+    options += ["--batch", "1", "--only", "decode", "--seconds", "0.01"]
+    assert command.main([*options, "--json", str(tmp_path / "engine.json")]) == 1
+    assert "not measured: RuntimeError: does not fit" in capsys.readouterr().out
+    failed, measured = json.loads((tmp_path / "engine.json").read_text())["models"]
+    assert not failed["decode"] and measured["decode"][0]["greedy"] > 0
+
+
 @pytest.mark.parametrize(
     "wrong", [["--models", "7b"], ["--batch", "0"], ["--peer", "graph"], ["--only", "tea"]]
 )
