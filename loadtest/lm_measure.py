@@ -146,10 +146,12 @@ def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -
 def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) -> float:
     with decoding(runner, row.batch, SAMPLED if sampled else GREEDY) as running:
         running.run(1)
-        steps = round_steps(runner, running.run(2), asked.steps)
-        step = running.run(2, steps)
-        if step <= asked.seconds / 10:  # else a second choice takes longer than it is worth
-            steps = round_steps(runner, step, asked.steps)
+        step = running.run(1)
+        if step > asked.seconds:
+            return step
+        steps = round_steps(runner, step, asked.steps)
+        step = running.run(2, steps)  # by now everything is loaded
+        steps = round_steps(runner, step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
         row.steps = steps if not sampled else row.steps
         return typical(lambda: running.run(rounds, steps), asked.seconds)
@@ -157,7 +159,7 @@ def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) ->
 
 def _engine_step(runner: Runner, row: Decode, asked: Asked) -> float:
     assert row.greedy is not None
-    tokens = max(8, min(2048, int(asked.seconds / 3 / row.greedy)))
+    tokens = max(4, min(2048, int(asked.seconds / 3 / row.greedy)))
     return typical(lambda: engine_seconds(runner, row.batch, tokens, GREEDY), asked.seconds)
 
 

@@ -119,6 +119,7 @@ def _throughput(axis: Any, models: Rows, data: dict[str, Any]) -> None:
                 markersize=4,
                 linewidth=1.2,
             )
+    _mark(axis, [row["batch"] for model in models for row in model["decode"]])
     axis.set_title("decode")
     axis.set_xlabel("batch")
     axis.set_ylabel("tokens/s")
@@ -144,9 +145,17 @@ def _context(axis: Any, models: Rows, data: dict[str, Any]) -> None:
                 markersize=4,
                 linewidth=1.2,
             )
+    _mark(axis, [row["tokens"] for model in models for row in model["prefill"]])
     axis.set_title("cost of a token against context")
     axis.set_xlabel("tokens read before, or in the prompt")
     axis.set_ylabel("ms per token")
+
+
+def _mark(axis: Any, values: list[int]) -> None:
+    """Labels just what was measured on the logarithmic axis."""
+    places = sorted(set(values))
+    axis.set_xticks(places, [f"{place:,}" for place in places])
+    axis.minorticks_off()
 
 
 def main(argv: list[str] | None = None) -> int:
