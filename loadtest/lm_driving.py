@@ -10,7 +10,7 @@ import dataclasses
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from engine import graphs
+from engine import runner as runner_module
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
@@ -60,7 +61,10 @@ def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
         sizes = every(max_batch)
         return [size for size in sizes if size in batches or size == sizes[-1]]
 
-    with mock.patch.object(graphs, "buckets", asked):
+    with ExitStack() as patched:
+        for module in (graphs, runner_module):  # whichever of them asks for the sizes
+            if hasattr(module, "buckets"):
+                patched.enter_context(mock.patch.object(module, "buckets", asked))
         runner.warm_up()
     return runner
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine import checkpoint, graphs
+from engine import runner as runner_module
 from engine.config import EngineConfig
 from engine.messages import pack_ids
 from engine.plan import Plan, StepResult
@@ -46,7 +48,7 @@ def runner() -> Iterator[Runner]:
 
 def greedy_alone(runner: Runner, first: int, count: int) -> list[int]:
     """The tokens of one sequence by the model itself."""
-    model = runner._model  # type: ignore[attr-defined,unused-ignore]
+    model, _ = checkpoint.load_model(Path(runner.info.folder), "cpu", "float32")
     state, slot, token, found = model.new_state(1), torch.zeros(1, dtype=torch.int32), first, []
     with torch.no_grad():
         for _ in range(count):
@@ -54,6 +56,24 @@ def greedy_alone(runner: Runner, first: int, count: int) -> list[int]:
             token = int(logits.argmax(1))
             found.append(token)
     return found
+
+
+def test_only_the_graphs_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    class Warm:
+        def __init__(self, config: EngineConfig) -> None:
+            pass
+
+        def warm_up(self) -> None:
+            seen.append(graphs.buckets(300))
+
+    monkeypatch.setattr(lm_driving, "Runner", Warm)
+    everything = graphs.buckets(300)
+    load(EngineConfig(), [1, 64, 4096])
+    assert seen == [[1, 64, 300]]
+    assert graphs.buckets(300) == everything
+    assert getattr(runner_module, "buckets", graphs.buckets) is graphs.buckets
 
 
 def test_decoding_is_the_models(runner: Runner) -> None:
