@@ -59,7 +59,7 @@ def gemm_sequence(model: LM, rows: int, head_rows: int, device: torch.device) ->
     }
     last = torch.randn(head_rows, model.config.d_model, device=device, dtype=dtype)
     sequences = [[*(_plain(matrix) for matrix in matrices), _head(model)]]
-    if device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+    if device.type == "cpu" and dtype == torch.bfloat16 and packs_bf16():
         packed = [_packed(matrix, rows) for matrix in matrices]
         sequences.append([*packed, _packed(head_matrix(model), head_rows)])
     operands = [*(inputs[matrix.shape[1]] for matrix in matrices), last]
@@ -82,6 +82,12 @@ def _head(model: LM) -> Linear:
     if matrix.is_cuda and matrix.dtype != torch.float32:  # logits are fp32, whatever the weights
         return lambda x: torch.mm(x, matrix.t(), out_dtype=torch.float32)
     return _plain(matrix)
+
+
+def packs_bf16() -> bool:
+    """Whether oneDNN takes packed bf16 weights on this processor."""
+    available = torch.backends.mkldnn.is_available()
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed(matrix: Tensor, rows: int) -> Linear:

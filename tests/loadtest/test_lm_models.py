@@ -125,6 +125,7 @@ def test_the_bare_sequence_does_the_products_of_a_step(monkeypatch: pytest.Monke
     assert counted == [5 * (found.flops - found.head_flops) + 2 * found.head_flops]
 
 
+@pytest.mark.skipif(not lm_limits.packs_bf16(), reason="oneDNN packs no bf16 weights here")
 def test_packed_weights_give_the_same_product() -> None:
     matrix, x = torch.randn(96, 64).bfloat16(), torch.randn(7, 64).bfloat16()
     product = lm_limits._packed(matrix, 7)(x)
