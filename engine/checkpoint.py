@@ -3,6 +3,9 @@
 Weights may be split over several files with a model.safetensors.index.json, as Hugging Face does.
 Nothing of a checkpoint is trusted: names, shapes and dtypes are compared with what config.json
 describes before any weight is read, and nothing is ever unpickled.
+
+The matrices of a quantised checkpoint (`quantization` in config.json) are int8 or fp8 tensors, each
+with an fp32 `scale` beside its `weight`. It is what quantising at load makes, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from engine.config import DtypeName, ModelConfig
-from engine.errors import CheckpointError
+from engine.config import DtypeName, ModelConfig, Quantization
+from engine.errors import CheckpointError, ConfigError
 from engine.models.lm import LM
+from engine.models.quantized import quantize_weights, quantized_matrices
+from engine.quantization import NotFiniteError, all_finite
 
 BUNDLED = Path(__file__).parent / "checkpoints"
 CONFIG = "config.json"
@@ -37,8 +43,14 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# safetensors' own names of the same three.
-_STORED_AS: dict[DtypeName, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# safetensors' own names of types.
+_STORED_AS: dict[torch.dtype, str] = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -98,45 +110,102 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_model(
-    folder: Path, device: torch.device | str, dtype: DtypeName | None = None
+    folder: Path,
+    device: torch.device | str,
+    dtype: DtypeName | None = None,
+    quantize: Quantization | None = None,
 ) -> tuple[LM, ModelConfig]:
     """The folder's model in evaluation mode, on `device`, in `dtype` (None: as it is stored).
 
+    `quantize` quantises the stored weights, whatever `dtype` is; the config that is returned says
+    so. None leaves the model as it is, quantised or not.
+
     Raises CheckpointError when a file is missing or damaged, or when the weights are not those
-    that config.json describes; ConfigError when config.json is invalid.
+    that config.json describes; ConfigError when config.json is invalid, or when the checkpoint is
+    quantised in another way than `quantize` says.
     """
     config = load_config(folder)
+    expected = _expected(config)
+    target = quantized_config(config, quantize, folder)
     with torch.device("meta"):
-        model = LM(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    target = DTYPES[dtype or config.dtype]
+        model = LM(target)
+    dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
     with ExitStack() as stack:
         stored = _open_weights(folder, stack)
-        _check_weights(folder, expected, stored, config.dtype)
-        # copy: the tensors of an open file are views of it, and a file may be overwritten.
-        weights = {
-            name: stored[name].get_tensor(name).to(device, target, copy=True) for name in expected
-        }
+        _check_weights(folder, expected, stored)
+        # One tensor after the other, so that the unquantised ones are never held together.
+        tensors: Iterator[tuple[str, Tensor]] = (
+            (name, stored[name].get_tensor(name).to(device)) for name in expected
+        )
+        if quantize is not None and config.quantization is None:
+            tensors = quantize_weights(tensors, quantized_matrices(model), quantize)
+        try:
+            # copy: the tensors of an open file are views of it, and a file may be overwritten.
+            weights = {name: tensor.to(dtypes[name], copy=True) for name, tensor in tensors}
+        except NotFiniteError as error:
+            raise CheckpointError(f"{folder}: cannot be quantised: {error}") from error
+    for name, scale in quantized_matrices(model).items():
+        if not all_finite(weights[name]):
+            raise CheckpointError(f"{folder}: tensor {name!r} has values that are not finite")
+        if not bool((weights[scale].isfinite() & (weights[scale] > 0)).all()):
+            raise CheckpointError(f"{folder}: tensor {scale!r} has values that are not positive")
     model.load_state_dict(weights, assign=True)
-    return model.eval(), config
+    return model.eval(), target
+
+
+def quantized_config(
+    config: ModelConfig, quantize: Quantization | None, source: Path
+) -> ModelConfig:
+    """The config of a model of `source` after quantising it; None changes nothing.
+
+    Raises ConfigError where the model is quantised already, and in another way.
+    """
+    if quantize is None or quantize == config.quantization:
+        return config
+    if config.quantization is not None:
+        raise ConfigError(
+            f"{source}: its weights are {config.quantization} and cannot be quantised as"
+            f" {quantize}: leave quantize out, or start from the unquantised weights",
+            param="quantize",
+        )
+    return dataclasses.replace(config, quantization=quantize)
+
+
+def quantize_model(model: LM, kind: Quantization) -> LM:
+    """A quantised copy of an unquantised model, on its device, in evaluation mode.
+
+    What is not quantised is shared. Raises NotFiniteError, naming the tensor, for weights that are
+    not finite, and ConfigError for a model that is quantised.
+    """
+    config = model.config
+    if config.quantization is not None:
+        raise ConfigError(f"the model is quantised as {config.quantization}", param="quantize")
+    with torch.device("meta"):
+        quantized = LM(dataclasses.replace(config, quantization=kind))
+    weights = quantize_weights(model.state_dict().items(), quantized_matrices(quantized), kind)
+    quantized.load_state_dict(dict(weights), assign=True)
+    return quantized.eval()
 
 
 def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -> None:
-    """Writes config.json and model.safetensors with the weights rounded to `dtype`.
+    """Writes config.json and model.safetensors with the weights rounded to `dtype`; what is
+    quantised stays so, and config.json says it.
 
     Each file is replaced as a whole, so that an interrupted save never leaves half a file.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    dtypes = _dtypes(model, DTYPES[dtype])
     # copy: safetensors refuses tensors that share memory.
     weights = {
-        name: tensor.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
+        name: tensor.detach().to("cpu", dtypes[name], copy=True).contiguous()
         for name, tensor in model.state_dict().items()
     }
     partial = folder / f".{WEIGHTS}.partial"
     save_file(weights, partial, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS)
     partial = folder / f".{CONFIG}.partial"
-    dataclasses.replace(config, dtype=dtype).save(partial)
+    quantization = model.config.quantization
+    dataclasses.replace(config, dtype=dtype, quantization=quantization).save(partial)
     os.replace(partial, folder / CONFIG)
     # safetensors makes its file private; whoever may read the config may read the weights.
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)
@@ -193,10 +262,31 @@ def _open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return stored
 
 
+def _dtypes(model: LM, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Each tensor's type where the model is held or stored in `dtype`: quantised weights and their
+    scales have types of their own."""
+    matrices = quantized_matrices(model)
+    own = {*matrices, *matrices.values()}
+    return {
+        name: tensor.dtype if name in own else dtype for name, tensor in model.state_dict().items()
+    }
+
+
+def _expected(config: ModelConfig) -> dict[str, tuple[list[int], str]]:
+    """The shape of every tensor that the config describes, and safetensors' name of its type."""
+    with torch.device("meta"):
+        model = LM(config)
+    dtypes = _dtypes(model, DTYPES[config.dtype])
+    return {
+        name: (list(tensor.shape), _STORED_AS[dtypes[name]])
+        for name, tensor in model.state_dict().items()
+    }
+
+
 def _check_weights(
-    folder: Path, expected: dict[str, tuple[int, ...]], stored: dict[str, Any], dtype: DtypeName
+    folder: Path, expected: dict[str, tuple[list[int], str]], stored: dict[str, Any]
 ) -> None:
-    wrong = list(_contradictions(expected, stored, dtype))
+    wrong = list(_contradictions(expected, stored))
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(
@@ -205,20 +295,17 @@ def _check_weights(
 
 
 def _contradictions(
-    expected: dict[str, tuple[int, ...]], stored: dict[str, Any], dtype: DtypeName
+    expected: dict[str, tuple[list[int], str]], stored: dict[str, Any]
 ) -> Iterator[str]:
-    for name, shape in expected.items():
+    for name, (shape, dtype) in expected.items():
         if name not in stored:
-            yield f"tensor {name!r} {list(shape)} is missing"
+            yield f"tensor {name!r} {shape} is missing"
             continue
         tensor = stored[name].get_slice(name)
-        if tuple(tensor.get_shape()) != shape:
-            yield (
-                f"tensor {name!r} has the shape {tensor.get_shape()}, {CONFIG} makes it"
-                f" {list(shape)}"
-            )
-        elif tensor.get_dtype() != _STORED_AS[dtype]:
-            yield f"tensor {name!r} is stored as {tensor.get_dtype()}, {CONFIG} says {dtype}"
+        if tensor.get_shape() != shape:
+            yield f"tensor {name!r} has the shape {tensor.get_shape()}, {CONFIG} makes it {shape}"
+        elif tensor.get_dtype() != dtype:
+            yield f"tensor {name!r} is stored as {tensor.get_dtype()}, {CONFIG} makes it {dtype}"
     for name in stored:
         if name not in expected:
             yield f"tensor {name!r} is unexpected"

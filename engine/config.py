@@ -11,13 +11,14 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from engine.errors import ConfigError
 
 CellName = Literal["mingru", "minlstm"]
 Candidate = Literal["g", "linear"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 
 # The scans combine carries at multiples of this many tokens, counted from where a call starts
 # reading a sequence; prompt chunks that end at such multiples leave every bit as it would be.
@@ -63,7 +64,9 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     eos_token_id: int | None = None
-    dtype: DtypeName = "bfloat16"  # of the stored weights
+    dtype: DtypeName = "bfloat16"  # of the stored weights, of those that are not quantised
+    # Of the matrices, one scale per row (engine/quantization.py); a tied embedding is one of them.
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         _check(self.cell in get_args(CellName), "cell", self.cell, '"mingru" or "minlstm"')
@@ -106,6 +109,12 @@ class ModelConfig:
             "dtype",
             self.dtype,
             '"float32", "bfloat16" or "float16"',
+        )
+        _check(
+            self.quantization is None or self.quantization in get_args(Quantization),
+            "quantization",
+            self.quantization,
+            'null, "int8" or "fp8"',
         )
         _check(
             self.out_projection or self.inner == self.d_model,
@@ -189,12 +198,18 @@ class EngineConfig:
     model: str = "shakespeare-mingru"  # a bundled name, a folder or a Hugging Face repo id
     device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
     dtype: str = "auto"  # "auto" (cpu: float32; cuda: the checkpoint's) or a DtypeName
+    quantize: str = "none"  # at load: a Quantization, or "none" (the checkpoint as it is)
     max_slots: int = 256  # sequences that run at once
     max_step_tokens: int | None = None  # prompt tokens read in one step
     max_waiting: int = 4096  # waiting requests; one more is refused
     share_slots: int = 64  # rows of the state pool for shared prefixes
     threads: int | None = None  # CPU threads of the engine; None = what the container may use
     cuda_graphs: bool = True
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """`quantize`, None for "none"."""
+        return None if self.quantize == "none" else cast(Quantization, self.quantize)
 
     def __post_init__(self) -> None:
         _check(
@@ -209,6 +224,12 @@ class EngineConfig:
             "dtype",
             self.dtype,
             '"auto", "float32", "bfloat16" or "float16"',
+        )
+        _check(
+            self.quantize == "none" or self.quantize in get_args(Quantization),
+            "quantize",
+            self.quantize,
+            '"none", "int8" or "fp8"',
         )
         _check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
         for name, least, most in (

@@ -216,6 +216,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # "cpu", "cuda:0"
     device_name: str
     dtype: str
+    quantization: str | None = None  # of the matrices
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -79,7 +79,10 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         model, self.model_config = checkpoint.load_model(
-            folder, self._device, cast(DtypeName, self.config.dtype)
+            folder,
+            self._device,
+            cast(DtypeName, self.config.dtype),
+            self.config.quantization,
         )
         self._model = serving_model(model, self._device)
         self._pool = StatePool(
@@ -116,6 +119,7 @@ class Runner:
             device=str(self._device),
             device_name=device.describe(self._device),
             dtype=self.config.dtype,
+            quantization=self.model_config.quantization,
         )
 
     @torch.inference_mode()

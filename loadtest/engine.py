@@ -1,176 +1,257 @@
-"""The whole engine step against the memory limit and against the same model in plain PyTorch.
+"""The whole model against the limits of the device and against the same model in PyTorch.
 
-Decode: tokens per second and milliseconds per step by batch size, greedy. The limit is the time
-to read the weights once at the copy rate of the same run. The peer is `peers/torch_lm.py`, in a
-CUDA graph where there is a GPU. Prefill: tokens per second of one prompt by its length.
+    python -m loadtest.engine                                        # a GPU where there is one
+    python -m loadtest.engine --device cpu --models 6.3m 113m --dtype bfloat16 float32
+    python -m loadtest.engine --models 1.3b --cell minlstm --batch 1 64 1024 --only decode gemm
+    python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
 
-    python -m loadtest.engine --model shakespeare-mingru --batch 1 16 256
+Models: 6.3m, 113m and 1.3b with random weights, bundled names, checkpoint folders. Decoding:
+milliseconds a step and tokens/s of the runner (from a plan to ids on the host, sampling included),
+greedy and with temperature 0.8 and top_p 0.9, and of the whole engine (requests added, stepped
+until all are done). Prefill: one prompt by its length, and what a token costs after it.
+
+The limits are measured in the same run: the bandwidth of a kernel that only reads, and the bare
+matrix products of the model at each batch. A step takes at least the weights' bytes over the one,
+and its FLOP over the best rate of the other. A model whose weights fit in a cache may exceed the
+first. The peer has the same weights in plain PyTorch operators: in a CUDA graph, or under
+torch.compile with frozen weights on the CPU; that both compute the same is checked token by token.
+minGRU-pytorch reads prompts beside them, in fp32, where it is installed.
+
+Parts to choose by --only: decode (greedy), sampled, engine, prefill, gemm (bare products), peer.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, get_args
 
 import torch
 
 from engine import checkpoint
-from engine.config import DtypeName, EngineConfig
-from engine.messages import Request, SamplingParams, pack_ids
-from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
-from engine.runner import Runner
-from loadtest.peers.torch_lm import decode_step
-from loadtest.report import median, print_environment, print_table, save_json
-from loadtest.timing import copy_bandwidth
+from engine import device as machine
+from engine.config import CellName, DtypeName
+from engine.device import available_memory, resolve_device, usable_cpus
+from engine.errors import EngineError
+from loadtest.layers_timing import Budget
+from loadtest.lm_bars import checks
+from loadtest.lm_driving import engine_config, load
+from loadtest.lm_figures import ModelFigures
+from loadtest.lm_limits import read_bandwidth
+from loadtest.lm_measure import PARTS, Asked, fitting, measure, reason
+from loadtest.lm_models import SIZES, Subject, subject, work
+from loadtest.lm_plots import engine_png
+from loadtest.lm_tables import print_checks, print_model
+from loadtest.peers.torch_lm import Mode
+from loadtest.report import environment, print_environment, save_json
+from loadtest.timing import release_memory
 
-WARM = 5
+BATCHES = {"cuda": [1, 4, 16, 64, 256, 1024, 4096], "cpu": [1, 4, 16, 64, 256]}
+PROMPTS = {"cuda": [128, 1024, 16_384, 131_072], "cpu": [128, 1024, 16_384]}
+MODELS = {"cuda": list(SIZES), "cpu": ["6.3m", "113m"]}
 
 
-def _admit(runner: Runner, batch: int, prompt: list[int]) -> None:
-    request = Request(
-        id=0, prompt=pack_ids(prompt), sampling=SamplingParams(temperature=0, max_tokens=1 << 20)
+def _options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m loadtest.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    runner.run(Plan(admit=[Admission(request, key, key, None, 0) for key in range(batch)]))
-
-
-def _release(runner: Runner, batch: int) -> None:
-    runner.run(Plan(release=list(range(batch))))
-
-
-def _median_seconds(call: Callable[[], object], repeat: int) -> float:
-    for _ in range(WARM):
-        call()
-    samples = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-    return median(samples)
-
-
-def measure_decode(runner: Runner, batch: int, repeat: int) -> float:
-    """Median seconds of a decode step of `batch` sequences, results on the host."""
-    _admit(runner, batch, [0])
-    tokens = [0] * batch
-    position = 0
-
-    def step() -> None:
-        nonlocal tokens, position
-        position += 1
-        plan = Plan(decode=[DecodeRow(key, key, tokens[key], position) for key in range(batch)])
-        tokens = [sampled.token for sampled in runner.run(plan).sampled]
-
-    seconds = _median_seconds(step, repeat)
-    _release(runner, batch)
-    return seconds
-
-
-def measure_prefill(runner: Runner, length: int, repeat: int) -> float:
-    """Median seconds to read one prompt of `length` tokens and draw its first token."""
-    ids = array("i", torch.randint(runner.info.vocab_size - 1, (length,)).tolist())
-    budget = runner.config.max_step_tokens or length
-
-    def read() -> None:
-        _admit(runner, 1, [0])
-        for start in range(0, length, budget):
-            piece = ids[start : start + budget]
-            last = start + budget >= length
-            runner.run(Plan(prefill=[PrefillChunk(0, 0, start, piece, None, 0, last)]))
-        _release(runner, 1)
-
-    return _median_seconds(read, repeat)
-
-
-def measure_peer(runner: Runner, batch: int, repeat: int) -> float:
-    """Median seconds of the same step in plain PyTorch, its greedy tokens on the host."""
-    device = torch.device(runner.info.device)
-    model, _ = checkpoint.load_model(
-        Path(runner.info.folder), device, cast(DtypeName, runner.config.dtype)
+    options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    options.add_argument(
+        "--models",
+        nargs="+",
+        help=f"{', '.join(SIZES)}, bundled names or folders; by default the sizes (on the CPU "
+        "without 1.3b) and the bundled ones",
     )
-    step = decode_step(model, batch)
-    tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-    if device.type != "cuda":
+    options.add_argument("--cell", nargs="+", choices=get_args(CellName), default=["mingru"])
+    options.add_argument("--dtype", nargs="+", choices=get_args(DtypeName), default=["bfloat16"])
+    options.add_argument(
+        "--quantize",
+        nargs="+",
+        choices=["none", "int8", "fp8"],
+        default=["none"],
+        help="weights as they are and quantised; `none` first gives what the others are set beside",
+    )
+    options.add_argument("--batch", type=_count, nargs="+", help="sequences that decode together")
+    options.add_argument("--prefill", "--prompt", type=_count, nargs="+", help="prompt lengths")
+    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument(
+        "--peer",
+        choices=["auto", *get_args(Mode)],
+        default="auto",
+        help="how PyTorch runs the same model: auto is graph on a GPU, compile on the CPU",
+    )
+    options.add_argument("--steps", type=_count, help="at most so many decode steps a round")
+    options.add_argument("--threads", type=_count, help="CPU threads")
+    options.add_argument(
+        "--seconds", type=float, help="about what one figure may take (GPU 0.15, CPU 0.5)"
+    )
+    options.add_argument("--budget-seconds", type=float, help="start nothing after so long")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
+    options.add_argument("--png", type=Path, help="draw the figures to this file")
+    return options
 
-        def run() -> None:
-            tokens.copy_(step(tokens))
-            tokens.tolist()
 
-        return _median_seconds(run, repeat)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            tokens.copy_(step(tokens))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens.copy_(step(tokens))
-
-    def replay() -> None:
-        graph.replay()
-        tokens.tolist()
-
-    return _median_seconds(replay, repeat)
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--model", default="shakespeare-mingru", help="bundled name or folder")
-    options.add_argument("--device", default="auto")
-    options.add_argument("--dtype", default="auto")
-    options.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    options.add_argument("--prompt", type=int, nargs="+", default=[128, 1024, 16384])
-    options.add_argument("--repeat", type=int, default=50)
-    options.add_argument("--json", type=Path)
+    options = _options()
     args = options.parse_args(argv)
-    runner = Runner(
-        EngineConfig(
-            model=args.model, device=args.device, dtype=args.dtype, max_slots=max(args.batch)
-        )
-    )
-    runner.warm_up()
-    device = torch.device(runner.info.device)
-    bandwidth = copy_bandwidth(device, 2**30 if device.type == "cuda" else 2**27)
-    weight_bytes = runner.info.parameters * getattr(torch, runner.info.dtype).itemsize
-    limit = weight_bytes / bandwidth
+    try:
+        device = resolve_device(args.device)
+        with torch.no_grad():
+            return _measure_all(args, device)
+    except (EngineError, ValueError) as error:
+        options.error(str(error))
+
+
+def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
+    """Measures and prints what the options name."""
+    start = time.perf_counter()
+    kind = device.type
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads or usable_cpus())
     print_environment()
+    rate = read_bandwidth(device)
     print(
-        f"{runner.info.name}: {runner.info.parameters:,} weights, {runner.info.dtype}; copy "
-        f"{bandwidth / 1e9:.0f} GB/s; reading the weights takes at least {1000 * limit:.4f} ms"
+        f"{machine.describe(device)}, {torch.get_num_threads()} threads: reading memory "
+        f"{rate / 1e9:,.1f} GB/s"
     )
-    data: dict[str, Any] = {"model": runner.info.name, "copy_bytes_per_second": bandwidth}
-    data["decode"], data["prefill"] = [], []
-    rows = []
-    for batch in args.batch:
-        ours = measure_decode(runner, batch, args.repeat)
-        peer = measure_peer(runner, batch, args.repeat)
-        data["decode"].append({"batch": batch, "seconds": ours, "peer_seconds": peer})
-        rows.append(
-            [
-                str(batch),
-                f"{1000 * ours:.3f}",
-                f"{batch / ours:,.0f}",
-                f"{limit / ours:.0%}",
-                f"{batch / peer:,.0f}",
-                f"{peer / ours:.2f}",
-            ]
-        )
-    print_table(
-        "decode, greedy",
-        ["batch", "ms/step", "tokens/s", "of limit", "PyTorch tokens/s", "times PyTorch"],
-        rows,
+    asked = Asked(
+        parts=args.only,
+        batches=sorted(set(args.batch or BATCHES[kind])),
+        prompts=sorted(set(args.prefill or PROMPTS[kind])),
+        seconds=args.seconds or (0.15 if kind == "cuda" else 0.5),
+        steps=args.steps,
+        peer=_peer_mode(args.peer, kind),
     )
-    rows = []
-    for length in args.prompt:
-        seconds = measure_prefill(runner, length, max(3, args.repeat // 10))
-        data["prefill"].append({"tokens": length, "seconds": seconds})
-        rows.append([str(length), f"{1000 * seconds:.2f}", f"{length / seconds:,.0f}"])
-    print_table("prefill of one prompt", ["tokens", "ms", "tokens/s"], rows)
+    models: list[ModelFigures] = []
+    failed = 0
+    data: dict[str, Any] = {
+        "environment": environment(),
+        "device": machine.describe(device),
+        "read_bytes_per_second": rate,
+        "peer": asked.peer,
+    }
+    jobs = list(_jobs(args, kind))
+    shares = _shares(args.budget_seconds, len(jobs) * len(args.quantize))
+    for name, cell, dtype in jobs:
+        with subject(name, cell, device, dtype) as one:
+            for figures in _each_kind(args, asked, one, dtype, device, rate, shares):
+                models.append(figures)
+                print_model(figures)
+                failed += not (figures.decode or figures.prefill)
+                data["models"] = [figures.as_json() for figures in models]
+                save_json(args.json, data)  # what follows may take the process down
+    found = checks(models)
+    data["checks"] = [check.as_json() for check in found]
     save_json(args.json, data)
-    return 0
+    if found:
+        print_checks(found)
+    short = sum(not check.passes for check in found)
+    seconds = time.perf_counter() - start
+    print(f"{len(found) - short} bars passed, {short} fall short; {seconds:.0f} s")
+    if args.png is not None:
+        engine_png(args.png, data)
+    return 1 if failed else 0
+
+
+def _peer_mode(name: str, kind: str) -> Mode:
+    modes: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
+    modes["auto"] = "graph" if kind == "cuda" else "compile"
+    if name == "graph" and kind != "cuda":
+        raise ValueError("--peer graph needs a GPU; the CPU has eager and compile")
+    return modes[name]
+
+
+def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, DtypeName]]:
+    """Each model once per type, and the sizes once per cell too."""
+    for name in args.models or [*MODELS[kind], *checkpoint.bundled_names()]:
+        cells: Sequence[CellName] = args.cell if name in SIZES else args.cell[:1]
+        for cell in cells:
+            for dtype in args.dtype:
+                yield name, cell, dtype
+
+
+def _shares(seconds: float | None, count: int) -> Iterator[Budget]:
+    """A budget for each of `count` models, when its turn comes: an equal share of what is left, so
+    that what a quick one leaves is the later ones'."""
+    end = time.perf_counter() + (seconds or 0)
+    for turns in range(count, 0, -1):
+        yield Budget(None if seconds is None else (end - time.perf_counter()) / turns)
+
+
+def _each_kind(
+    args: argparse.Namespace,
+    asked: Asked,
+    one: Subject,
+    dtype: DtypeName,
+    device: torch.device,
+    rate: float,
+    shares: Iterator[Budget],
+) -> Iterator[ModelFigures]:
+    """The figures of a model as it is and quantised, in the order asked for."""
+    plain: ModelFigures | None = None
+    for name in args.quantize:
+        quantization = None if name == "none" else name
+        figures = ModelFigures(
+            name=one.name,
+            size=one.size,
+            cell=one.config.cell,
+            dtype=dtype,
+            quantization=quantization,
+            device=device.type,
+            work=work(one.config, checkpoint.DTYPES[dtype], quantization),
+            read_rate=rate,
+            step_tokens=0,
+        )
+        try:
+            _run(args, asked, one, figures, device, next(shares), plain)
+        except Exception as failure:  # a model that does not load or fit ends no other's figures
+            figures.remarks.append(f"not measured: {reason(failure)}")
+        if quantization is None:
+            plain = figures
+        yield figures
+        release_memory(device)
+
+
+def _run(
+    args: argparse.Namespace,
+    asked: Asked,
+    one: Subject,
+    figures: ModelFigures,
+    device: torch.device,
+    budget: Budget,
+    plain: ModelFigures | None,
+) -> None:
+    """Loads the model as `figures` say and measures it."""
+    free = available_memory(device)
+    batches = fitting(asked.batches, figures, one.config.vocab_size, free)
+    if not batches:
+        raise ValueError("no batch fits in memory")
+    left_out = sorted(set(asked.batches) - set(batches))
+    if left_out:
+        figures.remarks.append(f"batches that do not fit in half of the memory: {left_out}")
+    config = engine_config(
+        figures.quantization,
+        model=str(one.folder),
+        device=str(device),
+        dtype=figures.dtype,
+        max_slots=max(batches),
+        share_slots=0,
+        threads=args.threads,
+    )
+    runner = load(config, batches)
+    figures.step_tokens = runner.config.max_step_tokens or 1
+    measure(figures, runner, one.model, asked, budget, known=plain)
 
 
 if __name__ == "__main__":

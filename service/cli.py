@@ -34,21 +34,8 @@ app = typer.Typer(
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(f"minserve {version('minserve')}")
-        raise typer.Exit()
-
-
 @app.callback(invoke_without_command=True)
-def _without_command(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
-    ] = False,
-) -> None:
+def _without_command(context: typer.Context, version: options.Version = False) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -61,6 +48,7 @@ def serve(
     model_name: options.ModelName = None,
     device: options.ServedDevice = None,
     dtype: options.ServedDtype = None,
+    quantize: options.ServedQuantize = None,
     max_slots: options.MaxSlots = None,
     max_waiting: options.MaxWaiting = None,
     max_step_tokens: options.MaxStepTokens = None,
@@ -110,6 +98,7 @@ def generate(
     echo: options.Echo = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantize: options.Quantize = EngineConfig.quantize,
     threads: options.Threads = None,
 ) -> None:
     """Writes what a model says after a prompt, as it comes. Needs no server."""
@@ -124,7 +113,13 @@ def generate(
     if not all(stop or []):
         raise ConfigError("--stop is ''; allowed: a text of at least one character", param="stop")
     config = EngineConfig(
-        model=model, device=device, dtype=dtype, threads=threads, max_slots=1, share_slots=0
+        model=model,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        threads=threads,
+        max_slots=1,
+        share_slots=0,
     )
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -158,6 +153,7 @@ def score(
     as_json: options.Json = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantize: options.Quantize = EngineConfig.quantize,
     threads: options.Threads = None,
 ) -> None:
     """Tells how well a model predicts a text, read once from its beginning to its end."""
@@ -168,14 +164,16 @@ def score(
     from engine.training.evaluation import CarriedLoss
 
     folder = resolve(model)
-    asked = EngineConfig(model=model, device=device, dtype=dtype, threads=threads)
+    asked = EngineConfig(
+        model=model, device=device, dtype=dtype, quantize=quantize, threads=threads
+    )
     place = resolve_device(asked.device)
     torch.set_num_threads(asked.threads or usable_cpus())
     stored = load_config(folder)
     tokenizer = terminal_text.load_tokenizer(folder, stored.vocab_size)
     total = None if str(file) == "-" else file.stat().st_size
     compute = cast(DtypeName, resolve_dtype(asked.dtype, place, stored.dtype))
-    lm, _ = load_model(folder, place, compute)
+    lm, _ = load_model(folder, place, compute, asked.quantization)
     carried = CarriedLoss(lm, place)
     read = unscored = 0  # bytes
     with terminal.progress("scoring", total) as progress:
@@ -337,6 +335,7 @@ def convert(
     tokenizer: options.ConvertedTokenizer = None,
     eos_token_id: options.EosTokenId = None,
     dtype: options.ConvertedDtype = None,
+    quantize: options.ConvertedQuantize = None,
 ) -> None:
     """Makes a checkpoint folder of another project's weights (minGRU-pytorch, minRNNs)."""
     import shutil
@@ -353,6 +352,7 @@ def convert(
         normalize_gates=normalize_gates,
         norm_eps=norm_eps,
         eos_token_id=eos_token_id,
+        quantize=quantize,
     )
     if tokenizer is not None:
         shutil.copyfile(tokenizer, destination / "tokenizer.json")
@@ -362,7 +362,8 @@ def convert(
     except EngineError:
         shutil.rmtree(destination)
         raise
-    print(f"{destination}: {config.cell}, {config.n_layers} layers of width {config.d_model}")
+    kind = f", {config.quantization} weights" if config.quantization else ""
+    print(f"{destination}: {config.cell}, {config.n_layers} layers of width {config.d_model}{kind}")
 
 
 @app.command(
@@ -382,11 +383,8 @@ def main(arguments: list[str] | None = None) -> int:
         code: Any = app(args=arguments, prog_name="minserve", standalone_mode=False)
     except _UsageError as usage:
         terminal.error(usage.format_message())  # type: ignore[attr-defined]
-    except (
-        EngineError,
-        terminal_text.TextError,
-        ImportError,
-    ) as problem:  # ImportError: no compiled operators
+    except (EngineError, terminal_text.TextError, ImportError) as problem:
+        # ImportError: no compiled operators
         terminal.error(str(problem))
     except OSError as problem:
         where = f"{problem.filename}: " if problem.filename else ""

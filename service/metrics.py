@@ -114,6 +114,7 @@ class Metrics:
                 "fingerprint": info.fingerprint,
                 "cell": info.cell,
                 "dtype": info.dtype,
+                "quantization": info.quantization or "none",
                 "device": info.device,
                 "device_name": info.device_name,
             }

@@ -29,6 +29,7 @@ class Settings(BaseSettings):
     model_name: str | None = None  # what clients call the model; None = the checkpoint's name
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = "none"
     max_slots: int = 256
     max_step_tokens: int | None = None
     max_waiting: int = 4096
@@ -61,6 +62,7 @@ class Settings(BaseSettings):
             model=self.model,
             device=self.device,
             dtype=self.dtype,
+            quantize=self.quantize,
             max_slots=self.max_slots,
             max_step_tokens=self.max_step_tokens,
             max_waiting=self.max_waiting,

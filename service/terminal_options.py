@@ -6,9 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Exit, Option
 
-from engine.config import DtypeName
+from engine.config import DtypeName, Quantization
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"minserve {version('minserve')}")
+        raise Exit()
+
+
+# Without a command
+Version = Annotated[
+    bool, Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+]
 
 # Of several commands
 Model = Annotated[str, Option(help="A bundled name, a folder or a Hugging Face repo id.")]
@@ -17,6 +31,7 @@ Dtype = Annotated[
     str,
     Option(help='"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else as stored.'),
 ]
+Quantize = Annotated[str, Option(help='Of the weights, at load: "none", "int8" or "fp8".')]
 Threads = Annotated[int | None, Option(help="CPU threads; default: as many as may be used.")]
 
 # serve: None leaves a setting to its environment variable or its default
@@ -28,6 +43,9 @@ ServedModel = Annotated[
 ModelName = Annotated[str | None, Option(help="What clients call the model [its own name].")]
 ServedDevice = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N [auto].")]
 ServedDtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16 [auto].")]
+ServedQuantize = Annotated[
+    str | None, Option(help="Weights in 8 bits: none (as stored), int8 or fp8 [none].")
+]
 MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256].")]
 MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
 MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
@@ -86,6 +104,7 @@ NormEps = Annotated[float | None, Option(help="Of the norms [what the project us
 ConvertedTokenizer = Annotated[Path | None, Option(help="A tokenizer.json to go with it.")]
 EosTokenId = Annotated[int | None, Option(help="The id that ends a text [none].")]
 ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights [as they are].")]
+ConvertedQuantize = Annotated[Quantization | None, Option(help="Write 8-bit weights [no].")]
 
 
 def describe(error: Mapping[str, Any]) -> str:

@@ -32,6 +32,9 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   // registers hold.
   static constexpr int kWords = G::kGroups < 8 ? 12 / G::kGroups : 1;
   using Words = Window<V, kWords>;
+  // When the words of the chunks before are loaded early, in halves of a round (see within()): a
+  // wide block's rounds are longer, and its registers fewer.
+  static constexpr int kEarly = kBlock == 256 ? 1 : 4;
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
                                              Shared& shared, int stages) {
@@ -66,9 +69,9 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
         Scan::fold_tile(args, tile, lane, shared, stage, held);
         total = Scan::fold_groups(shared, n, own);
         if (group == 0) Scan::publish_aggregate(args, tile, channel, total);
-        // Two rounds ago a chunk's carry was sure to be known early. Now, because behind the copies
-        // of the next tile these loads would wait.
-        if (real && within(2.0f, tile)) {
+        // A chunk's carry that was taken longer ago is sure to be known later on. Now, because
+        // behind the copies of the next tile these loads would wait.
+        if (real && within(kEarly, tile)) {
           words.load(Scan::word_of(args, tile, channel), Scan::word_step(args), tile.chunk,
                      group * kWords);
         }
@@ -92,9 +95,9 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
     }
   }
 
-  // Whether the chunk before was taken within some rounds of all blocks.
-  static __device__ __forceinline__ bool within(float rounds, const Tile& tile) {
-    return tile.chunk > 0 && tile.distance < rounds * gridDim.x;
+  // Whether the chunk before was taken within so many halves of a round of all blocks.
+  static __device__ __forceinline__ bool within(int halves, const Tile& tile) {
+    return tile.chunk > 0 && 2 * tile.distance < halves * static_cast<int>(gridDim.x);
   }
 
   // From the words to shared.carry: the group that looks at the oldest chunks hands its fold on to
@@ -108,7 +111,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
     V& carry = shared.carry[turn % 2][channel];
     const int oldest = min(G::kGroups - 1, (tile.chunk - 1) / kWords), base = group * kWords;
     if (group <= oldest && real) {
-      if (!within(2.0f, tile)) words.load(own, step, tile.chunk, base);
+      if (!within(kEarly, tile)) words.load(own, step, tile.chunk, base);
       if (group == oldest) {
         carry = look_back(words, own - base * step, step, tile.chunk - base);
       } else {
@@ -171,7 +174,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
       for (int i = 0; i < kEach; ++i) {
         if (i < real) carry[i] = Scan::initial_of(args, tile, channel + i);
       }
-    } else if (!within(0.5f, tile)) {
+    } else if (!within(1, tile)) {
       for (int tries = 0; tries < kTries && !known; ++tries) {
         known = true;
 #pragma unroll

@@ -64,6 +64,15 @@ __device__ __forceinline__ int find_sequence(const Layout& lay, int chunk, int l
   return low;
 }
 
+// A chunk in the order, and its sequence.
+struct Place {
+  int number;  // of the chunk
+  int sequence;
+  int abreast;              // how many streams advance side by side there
+  std::int64_t begin, end;  // rows of the sequence
+  int slot;
+};
+
 // The order of the chunk numbers, spread over the lanes of one warp. Stream n begins at lane n's
 // `first` chunk and `sequence`. Streams end one after another; in phase n, described by lane n,
 // those of rank n and more are left, and `owner` is the stream of that rank.
@@ -73,20 +82,28 @@ class Order {
   __device__ __forceinline__ Order(const Layout& lay, int2* scratch)
       : lane_(static_cast<int>(threadIdx.x) % 32) {
     const int sequences = static_cast<int>(lay.sequences) + 1;  // with the padding tail
-    const int bound = static_cast<int>(lay.chunk_bound());
     streams_ = min(sequences, 32);
     direct_ = sequences <= 32;
-    sequence_ = lane_ < streams_ ? lane_ : sequences - 1;
-    if (!direct_) {
+    int length = 0x7fffffff;
+    if (direct_) {
+      // A stream for each sequence, of the chunks that it has; what is asked for again and again
+      // stays in registers.
+      sequence_ = min(lane_, sequences - 1);
+      begin_ = lay.begin(sequence_), end_ = lay.end(sequence_);
+      slot_ = static_cast<int>(lay.slot(sequence_));
+      first_ = static_cast<int>(lay.first_chunk(sequence_));
+      const std::int64_t chunks = (end_ - begin_ + kScanChunk - 1) / kScanChunk;
+      // A sequence without rows still hands its initial carry on as the last one.
+      if (lane_ < streams_) length = chunks == 0 && slot_ >= 0 ? 1 : static_cast<int>(chunks);
+    } else {
       // Equal shares of the chunk numbers, cut where a sequence begins.
+      const int bound = static_cast<int>(lay.chunk_bound());
       sequence_ =
           static_cast<int>(lay.sequence_of_chunk(static_cast<std::int64_t>(lane_) * bound / 32));
+      first_ = lane_ == 0 ? 0 : static_cast<int>(lay.first_chunk(sequence_));
+      const int next = __shfl_down_sync(kAll, first_, 1);
+      length = (lane_ < 31 ? next : bound) - first_;
     }
-    first_ = static_cast<int>(lay.first_chunk(sequence_));
-    if (lane_ == 0) first_ = 0;
-    int end = __shfl_down_sync(kAll, first_, 1);
-    if (lane_ >= streams_ - 1) end = bound;
-    const int length = lane_ < streams_ ? end - first_ : 0x7fffffff;
     int rank = 0;
     for (int other = 0; other < 32; ++other) {
       const int theirs = __shfl_sync(kAll, length, other);
@@ -107,27 +124,39 @@ class Order {
     before_ = through_ - own;
   }
 
-  // Which chunk number comes at place n of the order, and in which sequence it
-  // is. How many streams advance side by side at that place goes to `abreast`.
-  __device__ __forceinline__ void locate(const Layout& lay, int n, int* number, int* sequence,
-                                         int* abreast) const {
+  // How many there are.
+  __device__ __forceinline__ int places() const { return __shfl_sync(kAll, through_, 31); }
+
+  __device__ __forceinline__ Place locate(const Layout& lay, int n) const {
     const int phase = __popc(__ballot_sync(kAll, lane_ < streams_ && through_ <= n));
-    const int place = n - __shfl_sync(kAll, before_, phase);
-    *abreast = streams_ - phase;
-    const int step = place / *abreast;
-    const int owner = __shfl_sync(kAll, owner_, (phase + place - step * *abreast) % 32);
-    *number = __shfl_sync(kAll, first_, owner) + __shfl_sync(kAll, level_before_, phase) + step;
-    *sequence = __shfl_sync(kAll, sequence_, owner);
+    const int in_phase = n - __shfl_sync(kAll, before_, phase);
+    Place place;
+    place.abreast = streams_ - phase;
+    const int step = in_phase / place.abreast;
+    const int owner = __shfl_sync(kAll, owner_, (phase + in_phase - step * place.abreast) % 32);
+    place.number =
+        __shfl_sync(kAll, first_, owner) + __shfl_sync(kAll, level_before_, phase) + step;
+    place.sequence = __shfl_sync(kAll, sequence_, owner);
+    if (direct_) {
+      place.begin = __shfl_sync(kAll, begin_, owner);
+      place.end = __shfl_sync(kAll, end_, owner);
+      place.slot = __shfl_sync(kAll, slot_, owner);
+      return place;
+    }
     const int next = __shfl_sync(kAll, sequence_, (owner + 1) % 32);
-    if (direct_) return;
     const int last = owner == 31 ? static_cast<int>(lay.sequences) : next;
-    *sequence = find_sequence(lay, *number, *sequence, last - *sequence + 1);
+    place.sequence = find_sequence(lay, place.number, place.sequence, last - place.sequence + 1);
+    place.begin = lay.begin(place.sequence), place.end = lay.end(place.sequence);
+    place.slot = static_cast<int>(lay.slot(place.sequence));
+    return place;
   }
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
   int lane_, streams_, first_, sequence_, owner_ = 0, level_before_, before_, through_;
   bool direct_;
+  std::int64_t begin_ = 0, end_ = 0;
+  int slot_ = 0;
 };
 
 // Which places of the order a block's tiles have. Called by one whole warp.
@@ -184,23 +213,22 @@ class Tickets {
 __device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order, unsigned ticket,
                                           Tickets& tickets, int channels) {
   const unsigned blocks = static_cast<unsigned>((lay.channels + channels - 1) / channels);
-  const unsigned total = static_cast<unsigned>(lay.chunk_bound()) * blocks;
+  const unsigned total = static_cast<unsigned>(order.places()) * blocks;
   Tile tile;
   for (;; ticket = tickets.next()) {
     if (ticket >= total) {
       tile.sequence = -1;
       return tile;
     }
-    const int place = static_cast<int>(ticket / blocks);
-    int number, s, abreast;
-    order.locate(lay, place, &number, &s, &abreast);
-    tile.distance = abreast * static_cast<int>(blocks);
-    tile.channel = static_cast<int>(ticket - place * blocks) * channels;
-    const std::int64_t begin = lay.begin(s), end = lay.end(s);
+    const int n = static_cast<int>(ticket / blocks);
+    const Place place = order.locate(lay, n);
+    tile.distance = place.abreast * static_cast<int>(blocks);
+    tile.channel = static_cast<int>(ticket - n * blocks) * channels;
+    const int number = place.number, s = place.sequence;
+    const std::int64_t begin = place.begin, end = place.end;
     tile.chunk = number - static_cast<int>(begin / kScanChunk) - s;
     const std::int64_t done = tile.chunk * kScanChunk, left = end - begin - done;
-    tile.slot = static_cast<int>(lay.slot(s));
-    // A sequence without rows still hands its initial carry on as the last one.
+    tile.slot = place.slot;
     const bool empty = left == 0 && tile.chunk == 0 && tile.slot >= 0;
     if (left <= 0 && !empty) continue;  // a number that no chunk has
     if (tile.chunk < 0) continue;       // cu_seqlens that do not begin at 0

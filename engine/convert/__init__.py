@@ -14,12 +14,20 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint import CONFIG, TOKENIZER, load_model, save_model
-from engine.config import DtypeName, ModelConfig
+from engine.checkpoint import (
+    CONFIG,
+    TOKENIZER,
+    load_model,
+    quantize_model,
+    quantized_config,
+    save_model,
+)
+from engine.config import DtypeName, ModelConfig, Quantization
 from engine.convert.minlm import from_state_dict
 from engine.convert.reading import read_state_dict
 from engine.errors import CheckpointError, ConfigError
 from engine.models.lm import LM
+from engine.quantization import NotFiniteError
 
 __all__ = ["convert"]
 
@@ -32,6 +40,7 @@ def convert(
     normalize_gates: bool | None = None,
     norm_eps: float | None = None,
     eos_token_id: int | None = None,
+    quantize: Quantization | None = None,
 ) -> ModelConfig:
     """Writes the checkpoint folder `destination` from a state dict, and says what it describes.
 
@@ -39,11 +48,13 @@ def convert(
     else is unpickled), or a checkpoint folder of minserve, to save it anew. A tokenizer.json beside
     the weights is copied. The keywords replace what the weights show (None) and are needed where
     they do not show it: `normalize_gates` False for a minLSTM whose gates were not normalised,
-    `norm_eps` for a norm's epsilon other than its project's default.
+    `norm_eps` for a norm's epsilon other than its project's default. `quantize` quantises the
+    source's weights (not what `dtype` would round them to), so that the folder loads to the very
+    bits that quantising the source at load gives.
 
     Raises CheckpointError (a source that is missing, damaged or of unknown layout, a destination
-    that holds something) and ConfigError (a replacement that the model cannot have); then nothing
-    is written.
+    that holds something) and ConfigError (a replacement that the model cannot have, weights
+    that are quantised in another way); then nothing is written.
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists; give a folder that does not")
@@ -57,6 +68,12 @@ def convert(
     config = dataclasses.replace(
         config, **{name: value for name, value in given.items() if value is not None}
     )
+    target = quantized_config(config, quantize, source)
+    if quantize is not None and target != config:
+        try:
+            model, config = quantize_model(model, quantize), target
+        except NotFiniteError as error:
+            raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
     folder = source if source.is_dir() else source.parent
     _write(destination, model, config, folder / TOKENIZER)
     return config

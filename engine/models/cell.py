@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
+from engine.models.quantized import linear
 
 
 @dataclass(slots=True)
@@ -45,9 +46,11 @@ class Cell(nn.Module, ABC):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.inner = config.inner
-        self.gates = nn.Linear(config.d_model, config.gates * config.inner, bias=config.cell_bias)
+        self.gates = linear(
+            config, config.d_model, config.gates * config.inner, bias=config.cell_bias
+        )
         self.out: nn.Module = (
-            nn.Linear(config.inner, config.d_model, bias=config.out_bias)
+            linear(config, config.inner, config.d_model, bias=config.out_bias)
             if config.out_projection
             else nn.Identity()
         )
@@ -58,7 +61,7 @@ class Cell(nn.Module, ABC):
     def initial_state(self) -> Tensor:
         """h_0: [inner]; g(parameter), or zeros. In fp32, as states are (fp64 in a fp64 model)."""
         weight = self.gates.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if self.initial is None:
             return torch.zeros(self.inner, dtype=dtype, device=weight.device)
         return g(self.initial.to(dtype))

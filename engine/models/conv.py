@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import ModelConfig
+from engine.models.quantized import linear
 from engine.ops import conv_scan, conv_step
 
 
@@ -31,7 +32,7 @@ class CausalConv(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(width).uniform_(-bound, bound)) if config.conv_bias else None
         )
-        self.pointwise = nn.Linear(width, width, bias=config.conv_bias)
+        self.pointwise = linear(config, width, width, bias=config.conv_bias)
 
     def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
         """Packed x [tokens, d_model]; `state` [rows, k - 1, d_model] moves on in place."""

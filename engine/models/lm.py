@@ -10,6 +10,10 @@ then RMSNorm and the head (the embedding's own matrix when tied). This is the la
 It is read in three ways that give the same function: `prefill` (packed prompts, state in place),
 `step` (one token of every sequence, state in place) and `forward` (differentiable, for training).
 `prefill`, `step` and `logits` never wait for the device, so they can be captured in a CUDA graph.
+
+With `config.quantization` the matrices are quantised: projections, pointwise convolutions, MLPs and
+the head, or the embedding where it is the head. An untied embedding, of which a token reads one
+row, norms, biases, convolution taps and initial states are not. Such a model cannot be trained.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.mingru import MinGRU
 from engine.models.minlstm import MinLSTM
+from engine.models.quantized import QuantEmbedding, QuantLinear, linear
 
 CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}
 
@@ -36,8 +41,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.up = nn.Linear(config.d_model, config.mlp_hidden, bias=config.mlp_bias)
-        self.down = nn.Linear(config.mlp_hidden, config.d_model, bias=config.mlp_bias)
+        self.up = linear(config, config.d_model, config.mlp_hidden, bias=config.mlp_bias)
+        self.down = linear(config, config.mlp_hidden, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
@@ -81,6 +86,16 @@ class Layer(nn.Module):
         return x if self.mlp is None else x + self.dropout(self.mlp(x))
 
 
+def _embedding(config: ModelConfig) -> nn.Embedding | QuantEmbedding:
+    if config.quantization is not None and config.tie_embeddings:
+        return QuantEmbedding(config.vocab_size, config.d_model, config.quantization)
+    weight = torch.empty(config.vocab_size, config.d_model)
+    if not weight.is_meta:  # drawing there imports torch's compiler: a second of every start
+        nn.init.normal_(weight, std=config.d_model**-0.5 if config.tie_embeddings else 1.0)
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+    return embedding
+
+
 class LM(nn.Module):
     """The model that a ModelConfig describes; its parameters' names are the checkpoint's.
 
@@ -95,19 +110,18 @@ class LM(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
-        weight = torch.empty(config.vocab_size, config.d_model)
-        if not weight.is_meta:  # drawing there imports torch's compiler: a second of every start
-            nn.init.normal_(weight, std=config.d_model**-0.5 if config.tie_embeddings else 1.0)
-        self.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+        self.embedding = _embedding(config)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Layer(config, dropout) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.head: nn.Linear | None = None
+        self.head: nn.Linear | QuantLinear | None = None
         self.head_bias: nn.Parameter | None = None
         if not config.tie_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.head = linear(config, config.d_model, config.vocab_size, bias=False)
         if config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        if config.quantization is not None:
+            self.requires_grad_(False)
 
     @property
     def _layers(self) -> Iterable[Layer]:
@@ -122,7 +136,7 @@ class LM(nn.Module):
         tokens [tokens] int32 or int64, cu_seqlens [sequences + 1] int32, slots [sequences] int32
         -> hidden states after the final norm [tokens, d_model]. Token ids must be in range.
         """
-        x: Tensor = self.embedding(tokens)  # [tokens, d_model]
+        x = self._embed(tokens)  # [tokens, d_model]
         for index, layer in enumerate(self._layers):
             conv = None if state.conv is None else state.conv[index]
             x = layer.scan(x, state.cell[index], conv, cu_seqlens, slots)
@@ -133,12 +147,21 @@ class LM(nn.Module):
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Reads one token of every sequence: tokens [batch], slots [batch] int32
         -> hidden states after the final norm [batch, d_model]."""
-        x: Tensor = self.embedding(tokens)  # [batch, d_model]
+        x = self._embed(tokens)  # [batch, d_model]
         for index, layer in enumerate(self._layers):
             conv = None if state.conv is None else state.conv[index]
             x = layer.step(x, state.cell[index], conv, slots)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> [..., d_model], in the type that the activations have."""
+        x: Tensor
+        if isinstance(self.embedding, QuantEmbedding):
+            x = self.embedding(tokens, self.norm.weight.dtype)
+        else:
+            x = self.embedding(tokens)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, d_model] -> [n, vocab_size] in fp32, also with 16-bit weights (fp64 in a fp64
@@ -147,8 +170,11 @@ class LM(nn.Module):
         With 16-bit weights the products are summed in fp32 and the sums are not rounded to 16 bits,
         which would move a bf16 logit by up to 1 part in 256.
         """
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if weight.dtype in (torch.float32, torch.float64):
+        head = self.embedding if self.head is None else self.head
+        weight = head.weight
+        if isinstance(head, QuantEmbedding | QuantLinear):
+            logits = head.product(hidden)
+        elif weight.dtype in (torch.float32, torch.float64):
             logits = functional.linear(hidden, weight).to(weight.dtype)  # autocast may round it
         elif weight.is_cuda and not torch.is_grad_enabled():  # this form of mm has no gradient
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -159,7 +185,7 @@ class LM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Differentiable: tokens [batch, time], every sequence from the initial state, -> logits
         [batch, time, vocab_size] in fp32."""
-        x = self.dropout(self.embedding(tokens))  # [batch, time, d_model]
+        x: Tensor = self.dropout(self._embed(tokens))  # [batch, time, d_model]
         for layer in self._layers:
             x = layer(x)
         hidden: Tensor = self.norm(x)

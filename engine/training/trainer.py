@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import ModelConfig
-from engine.errors import DeviceError, EngineError
+from engine.errors import ConfigError, DeviceError, EngineError
 from engine.models.lm import LM
 from engine.training.curve import Curve, Point
 from engine.training.data import Split, Windows
@@ -34,6 +34,7 @@ class Trainer:
     """One run in one folder. Seeds torch's global generators with the recipe's seed.
 
     `data` lies on `device`. Use `resume` before `run` to go on with the folder's unfinished run.
+    Raises ConfigError for a quantised model.
     """
 
     def __init__(
@@ -46,6 +47,12 @@ class Trainer:
         *,
         compile_model: bool = False,
     ) -> None:
+        if config.quantization is not None:
+            raise ConfigError(
+                f"a model quantised as {config.quantization} cannot be trained: train it"
+                " unquantised, and quantise the result",
+                param="quantization",
+            )
         torch.manual_seed(recipe.seed)
         self.config = config
         self.recipe = recipe

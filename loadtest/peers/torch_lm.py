@@ -1,19 +1,46 @@
-"""The decode step of a minserve model in plain PyTorch operators: what users write today."""
+"""A minserve model in plain PyTorch operators, with the same weights: what users write today.
+
+- Decoding: `Decoder`, eager, captured in a CUDA graph, or under torch.compile with frozen weights.
+- Reading a prompt: `read_prompt`, the scan in log space as the paper has it (arXiv 2410.01201,
+  appendix B), over pieces of the prompt so that memory stays bounded.
+- minGRU-pytorch's `minLM` of the same shape, where the package is installed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.config import ModelConfig
 from engine.models.lm import LM, Layer
+from loadtest.lm_models import head_matrix
+
+Result = TypeVar("Result")
+Mode = Literal["eager", "graph", "compile"]
+#: Tokens of a prompt that the log-space scan takes at once.
+PIECE = 4096
 
 
 def _g(x: Tensor) -> Tensor:
     return torch.where(x >= 0, x + 0.5, x.sigmoid())
+
+
+def _log_g(x: Tensor) -> Tensor:
+    return torch.where(x >= 0, (x.clamp(min=0) + 0.5).log(), functional.logsigmoid(x))
+
+
+def _supported(config: ModelConfig) -> None:
+    if config.candidate != "g" or (config.cell == "minlstm" and not config.normalize_gates):
+        raise ValueError("the peer knows the paper's cells only: candidate g, normalised gates")
+
+
+def _logits(model: LM, hidden: Tensor) -> Tensor:
+    logits = functional.linear(hidden, head_matrix(model)).float()
+    return logits if model.head_bias is None else logits + model.head_bias
 
 
 def _cell(gates: Tensor, hidden: Tensor, cell: str) -> Tensor:
@@ -26,34 +53,189 @@ def _cell(gates: Tensor, hidden: Tensor, cell: str) -> Tensor:
     return torch.lerp(_g(v), hidden, forget)
 
 
-def decode_step(model: LM, batch: int) -> Callable[[Tensor], Tensor]:
-    """tokens [batch] -> greedy next tokens [batch]; keeps its state between calls."""
-    config = model.config
-    weight = model.embedding.weight
-    hidden = torch.zeros(config.n_layers, batch, config.inner, device=weight.device)
-    taps = max(0, config.conv_kernel - 1)
-    inputs = torch.zeros(
-        config.n_layers, taps, batch, config.d_model, device=weight.device, dtype=weight.dtype
-    )
+def _layers(model: LM) -> Iterable[Layer]:
+    return cast("Iterable[Layer]", model.layers)
 
-    layers = cast("Iterable[Layer]", model.layers)
 
-    @torch.inference_mode()
-    def step(tokens: Tensor) -> Tensor:
-        x = functional.embedding(tokens, weight)
-        for index, layer in enumerate(layers):
+class Decoder:
+    """Decodes `batch` sequences from the initial state; the state stays on the device.
+
+    `compile` freezes the weights, which lets torch lay them out anew. Raises ValueError for a cell
+    that it does not know, and whatever capturing and compiling raise.
+    """
+
+    def __init__(self, model: LM, batch: int, mode: Mode) -> None:
+        _supported(model.config)
+        config, weight = model.config, model.embedding.weight
+        self._model = model
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        self._hidden = [
+            torch.empty(batch, config.inner, device=weight.device) for _ in range(config.n_layers)
+        ]
+        taps = max(0, config.conv_kernel - 1)
+        self._inputs = [
+            torch.empty(taps, batch, config.d_model, device=weight.device, dtype=weight.dtype)
+            for _ in range(config.n_layers)
+        ]
+        self.reset()
+        self._replay = self._made(mode)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Every sequence at its beginning, about to read token 0."""
+        self.tokens.zero_()
+        for hidden, initial in zip(self._hidden, self._model.initial_state_rows(), strict=True):
+            hidden.copy_(initial.expand_as(hidden))
+        for window in self._inputs:
+            window.zero_()
+
+    def step(self) -> None:
+        """Reads `tokens` [batch] and puts the greedy next ones there."""
+        self._replay()
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Reads tokens [batch] -> logits [batch, vocab] fp32, always eagerly."""
+        model, config = self._model, self._model.config
+        x = functional.embedding(tokens, model.embedding.weight)
+        for layer, hidden, window in zip(_layers(model), self._hidden, self._inputs, strict=True):
             if layer.conv is not None:
-                window = torch.cat((inputs[index], x[None]))  # [kernel, batch, d_model]
-                mixed = (window * layer.conv.weight.t()[:, None]).sum(0)
+                taps = torch.cat((window, x[None]))  # [kernel, batch, d_model]
+                mixed = (taps * layer.conv.weight.t()[:, None]).sum(0)
                 if layer.conv.bias is not None:
                     mixed = mixed + layer.conv.bias
-                inputs[index] = window[1:]
+                window.copy_(taps[1:])
                 x = x + layer.conv.pointwise(mixed)
-            gates = layer.cell.gates(layer.cell_norm(x))
-            hidden[index] = _cell(gates, hidden[index], config.cell)
-            x = x + layer.cell.out(hidden[index].to(x.dtype))
+            hidden.copy_(_cell(layer.cell.gates(layer.cell_norm(x)), hidden, config.cell))
+            x = x + layer.cell.out(hidden.to(x.dtype))
             if layer.mlp is not None:
                 x = x + layer.mlp(x)
-        return model.logits(cast("Tensor", model.norm(x))).argmax(-1)
+        return _logits(model, model.norm(x))
 
-    return step
+    def _step(self) -> None:
+        self.tokens.copy_(self.logits(self.tokens).argmax(-1))
+
+    def _made(self, mode: Mode) -> Callable[[], object]:
+        if mode == "graph":
+            return self._captured()
+        if mode == "compile":
+            return self._compiled()
+        return self._step
+
+    def _captured(self) -> Callable[[], object]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph.replay
+
+    def _compiled(self) -> Callable[[], object]:
+        return _compiled(self._step)
+
+
+def _compiled(step: Callable[..., Result], *example: Tensor) -> Callable[..., Result]:
+    """`step` under torch.compile with weights that it may take for constants, compiled for inputs
+    like `example`."""
+    import torch._inductor.config as inductor  # slow to import
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, dynamic=False)
+    with torch.no_grad(), inductor.patch(freezing=True):
+        compiled(*example)
+
+    @torch.no_grad()
+    def run(*inputs: Tensor) -> Result:
+        return compiled(*inputs)
+
+    return run
+
+
+def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tensor]:
+    """`read_prompt` of `model` for prompts of `length` tokens. Only `compile` differs from eager,
+    and only up to PIECE tokens: beyond, the same pieces would be compiled one by one."""
+
+    def read(tokens: Tensor) -> Tensor:
+        return read_prompt(model, tokens)
+
+    if mode != "compile" or length > PIECE:
+        return read
+    return _compiled(read, torch.zeros(length, dtype=torch.int64, device=model.norm.weight.device))
+
+
+@torch.no_grad()
+def read_prompt(model: LM, tokens: Tensor) -> Tensor:
+    """Reads one prompt [tokens] from the initial state -> its last token's logits [1, vocab]."""
+    _supported(model.config)
+    config = model.config
+    states = list(model.initial_state_rows().clamp(min=1e-30).log())
+    taps = max(0, config.conv_kernel - 1)
+    windows = [
+        torch.zeros(taps, config.d_model, device=tokens.device, dtype=model.embedding.weight.dtype)
+        for _ in range(config.n_layers)
+    ]
+    for piece in tokens.split(PIECE):
+        x = functional.embedding(piece, model.embedding.weight)  # [tokens, d_model]
+        for index, layer in enumerate(_layers(model)):
+            if layer.conv is not None:
+                padded = torch.cat((windows[index], x))
+                windows[index] = padded[len(padded) - taps :]
+                mixed = functional.conv1d(
+                    padded.t()[None],
+                    layer.conv.weight[:, None],
+                    layer.conv.bias,
+                    groups=config.d_model,
+                )
+                x = x + layer.conv.pointwise(mixed[0].t())
+            pre = layer.cell.gates(layer.cell_norm(x)).float()
+            log_h = _log_scan(*_log_coefficients(pre, config.cell), states[index])
+            states[index] = log_h[-1]
+            x = x + layer.cell.out(log_h.exp().to(x.dtype))
+            if layer.mlp is not None:
+                x = x + layer.mlp(x)
+    return _logits(model, model.norm(x[-1:]))
+
+
+def _log_coefficients(pre: Tensor, cell: str) -> tuple[Tensor, Tensor]:
+    """log a and log b [tokens, inner] of h_t = a_t h_{t-1} + b_t."""
+    if cell == "mingru":
+        k, v = pre.chunk(2, dim=-1)
+        return -functional.softplus(k), -functional.softplus(-k) + _log_g(v)
+    f, i, v = pre.chunk(3, dim=-1)
+    difference = functional.softplus(-f) - functional.softplus(-i)
+    return -functional.softplus(difference), -functional.softplus(-difference) + _log_g(v)
+
+
+def _log_scan(log_a: Tensor, log_b: Tensor, log_h: Tensor) -> Tensor:
+    """log h of every token [tokens, inner] from the log state before it [inner]."""
+    total = log_a.cumsum(0)
+    return total + torch.logcumsumexp(torch.cat((log_h[None], log_b - total)), 0)[1:]
+
+
+def min_lm(config: ModelConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """minGRU-pytorch's model of the same shape with its own random fp32 weights: ids [tokens] ->
+    logits of every token. Raises ImportError where the package is not installed."""
+    from minGRU_pytorch.minLM import minLM
+
+    with device:
+        model = minLM(
+            num_tokens=config.vocab_size,
+            dim=config.d_model,
+            depth=config.n_layers,
+            ff_mult=config.mlp_ratio,
+            expansion=config.inner / config.d_model,
+            conv_kernel_size=config.conv_kernel or 3,
+            enable_conv=config.conv_kernel > 0,
+            use_lstm=config.cell == "minlstm",
+        ).eval()
+
+    @torch.no_grad()
+    def read(tokens: Tensor) -> Tensor:
+        logits: Tensor = model(tokens[None])
+        return logits
+
+    return read

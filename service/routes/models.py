@@ -39,6 +39,7 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "eos_token_id": info.eos_token_id,
         "dtype": info.dtype,
+        "quantization": info.quantization,
         "device": info.device_name,
         "state_bytes": info.state_bytes,
         "fingerprint": info.fingerprint,

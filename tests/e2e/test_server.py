@@ -179,3 +179,14 @@ def test_port_in_use_is_one_line_and_exit_code_2() -> None:
     assert port in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_server_of_8_bit_weights_says_so_and_serves() -> None:
+    running = Server("--quantize", "int8", "--device", "cpu", "--threads", "1")
+    try:
+        model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
+        assert model["quantization"] == "int8"
+        [result] = _generate(running.url, prompts=["ROMEO:"], max_tokens=20, seed=1)["results"]
+        assert len(result["token_ids"]) == 20
+    finally:
+        assert running.stop() == 0

@@ -160,7 +160,7 @@ def _misshape(folder: Path) -> None:
         (_lose_a_tensor, r"'layers\.1\.cell\.gates\.weight' \[90, 20\] is missing"),
         (_add_a_tensor, r"tensor 'extra' is unexpected"),
         (_misshape, r"'norm\.weight' has the shape \[7\], config\.json makes it \[20\]"),
-        (lambda folder: edit_config(folder, dtype="bfloat16"), "stored as F32, .* says bfloat16"),
+        (lambda folder: edit_config(folder, dtype="bfloat16"), "stored as F32, .* makes it BF16"),
         (lambda folder: edit_config(folder, d_model=24), r"shape \[29, 20\], .* \[29, 24\].*more"),
         (lambda folder: edit_config(folder, cell="mingru"), r"\[90, 20\], .* makes it \[60, 20\]"),
         (lambda folder: edit_config(folder, n_layers=1), r"'layers\.1\..*' is unexpected"),

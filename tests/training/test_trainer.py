@@ -228,3 +228,9 @@ def test_samples_are_in_the_vocabulary_and_follow_from_the_seed(make_trainer: Ma
     for _ in range(5):
         greedy.append(int(model(torch.tensor([greedy]))[0, -1].argmax()))
     assert cold.tolist() == greedy[8:]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_quantised_model_is_not_trained(make_trainer: MakeTrainer, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantised as {kind} cannot be trained"):
+        make_trainer(config={"quantization": kind})

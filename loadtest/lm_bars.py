@@ -1,0 +1,184 @@
+"""What the figures of loadtest.engine have to reach, each as a row that passes or falls short.
+
+GPU: tokens/s of the runner in bf16 with minGRU cells, but never more than 90 % of what the model's
+bare GEMM sequence reaches in the same run; sampling, the whole engine and quantised weights against
+the runner of the same run. CPU: shares of the measured read bandwidth, and multiples of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from loadtest.lm_figures import Decode, ModelFigures, Prefill
+
+#: (size, batch) -> tokens/s of greedy decoding.
+GPU_DECODE = {
+    ("1.3b", 1): 930,
+    ("1.3b", 64): 56_000,
+    ("1.3b", 256): 170_000,
+    ("1.3b", 1024): 220_000,
+    ("113m", 1): 8_300,
+    ("113m", 64): 250_000,
+    ("113m", 256): 800_000,
+    ("113m", 1024): 1_800_000,
+    ("6.3m", 1): 50_000,
+    ("6.3m", 64): 1_500_000,
+    ("6.3m", 256): 5_000_000,
+    ("6.3m", 1024): 15_000_000,
+}
+GPU_PREFILL_13B = 156_000  # tokens/s
+GPU_PREFILL_113M = 0.5  # of the GEMM rate
+#: Shorter prompts are no measure of prefill on a GPU: they do not fill it.
+GPU_PREFILL_TOKENS = 16_384
+OF_BARE_GEMM = 0.9
+ENGINE_OF_RUNNER = {"1.3b": 0.9, "113m": 0.8}
+ENGINE_BATCH = 1024
+SAMPLING_COST = {"1.3b": 1.05}
+SAMPLING_COST_ELSEWHERE = 1.15
+QUANTISED_13B = 1.6  # times bf16 at batch 1
+
+CPU_READ = {None: 0.85, "int8": 0.75}  # 113m at batch 1
+CPU_TIMES_PEER = {("113m", 16): 1.3, ("113m", 64): 1.3, ("6.3m", 1): 3.2}
+CPU_PREFILL_TIMES_PEER = 1.5
+CPU_PREFILL_OF_GEMM = 0.6
+CPU_PREFILL_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Check:
+    """A bar beside what was measured. `unit` is "tokens/s", "times" or "share"; more is better,
+    except where `at_most`."""
+
+    model: str
+    what: str
+    measured: float
+    bar: float
+    unit: str
+    at_most: bool = False
+    note: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return self.measured <= self.bar if self.at_most else self.measured >= self.bar
+
+    @property
+    def result(self) -> str:
+        return "pass" if self.passes else "short"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "result": self.result}
+
+
+def checks(models: Sequence[ModelFigures]) -> list[Check]:
+    """Every bar that applies to a figure which was measured."""
+    found: list[Check] = []
+    for figures in models:
+        if figures.agreement is not None:
+            gap = figures.agreement
+            what = f"same tokens as the peer ({gap.equal} of {gap.compared}): gap in deviations"
+            found.append(
+                Check(figures.label, what, gap.worst_gap, gap.tolerance, "times", at_most=True)
+            )
+        found += _gpu(figures, models) if figures.device == "cuda" else _cpu(figures)
+    return found
+
+
+def _gpu(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Check]:
+    plain = figures.dtype == "bfloat16" and figures.quantization is None
+    for row in figures.decode:
+        if plain and figures.cell == "mingru" and row.greedy:
+            yield from _decode_rate(figures, row)
+        yield from _overheads(figures, row)
+    if plain and figures.cell == "mingru":
+        for prompt in figures.prefill:
+            yield from _gpu_prefill(figures, prompt)
+    if figures.size == "1.3b" and figures.quantization is not None:
+        yield from _times_unquantised(figures, models)
+
+
+def _decode_rate(figures: ModelFigures, row: Decode) -> Iterator[Check]:
+    aim = GPU_DECODE.get((figures.size or "", row.batch))
+    if aim is None or not row.greedy:
+        return
+    bar, note = _capped(aim, row.batch / row.gemm if row.gemm else None)
+    what = f"decode, batch {row.batch}"
+    yield Check(figures.label, what, row.batch / row.greedy, bar, "tokens/s", note=note)
+
+
+def _capped(bar: float, bare: float | None) -> tuple[float, str]:
+    """The bar, or 90 % of the bare GEMM sequence's tokens/s where that is less."""
+    if bare is None:
+        return bar, "bare GEMMs not measured"
+    if bar <= OF_BARE_GEMM * bare:
+        return bar, ""
+    return OF_BARE_GEMM * bare, f"90 % of the bare GEMMs; the aim is {bar:,.0f}"
+
+
+def _overheads(figures: ModelFigures, row: Decode) -> Iterator[Check]:
+    if not row.greedy:
+        return
+    if row.sampled:
+        most = SAMPLING_COST.get(figures.size or "", SAMPLING_COST_ELSEWHERE)
+        what = f"sampled over greedy, batch {row.batch}"
+        yield Check(figures.label, what, row.sampled / row.greedy, most, "times", at_most=True)
+    least = ENGINE_OF_RUNNER.get(figures.size or "")
+    if row.engine and least and row.batch <= ENGINE_BATCH:
+        what = f"engine of runner, batch {row.batch}"
+        yield Check(figures.label, what, row.greedy / row.engine, least, "share")
+
+
+def _gpu_prefill(figures: ModelFigures, row: Prefill) -> Iterator[Check]:
+    if not row.seconds or row.tokens < GPU_PREFILL_TOKENS:
+        return
+    what = f"prefill of {row.tokens:,}"
+    if figures.size == "1.3b":
+        bar, note = _capped(GPU_PREFILL_13B, row.tokens / row.gemm if row.gemm else None)
+        yield Check(figures.label, what, row.tokens / row.seconds, bar, "tokens/s", note=note)
+    elif figures.size == "113m" and figures.gemm_rate:
+        share = figures.prefill_flops(row.tokens) / row.seconds / figures.gemm_rate
+        yield Check(figures.label, f"{what}, of the GEMM rate", share, GPU_PREFILL_113M, "share")
+
+
+def _times_unquantised(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Check]:
+    for other in models:
+        same = (other.name, other.cell, other.dtype) == (figures.name, figures.cell, figures.dtype)
+        ours, plain = figures.at_batch(1), other.at_batch(1)
+        if not same or other.quantization is not None or ours is None or plain is None:
+            continue
+        if other.dtype == "bfloat16" and ours.greedy and plain.greedy:
+            times = plain.greedy / ours.greedy
+            yield Check(figures.label, "batch 1, times bf16", times, QUANTISED_13B, "times")
+
+
+def _cpu(figures: ModelFigures) -> Iterator[Check]:
+    if figures.cell != "mingru" or figures.size is None:
+        return
+    for row in figures.decode:
+        if not row.greedy:
+            continue
+        read = CPU_READ.get(figures.quantization)
+        counts = figures.dtype == "bfloat16" or figures.quantization is not None
+        if figures.size == "113m" and row.batch == 1 and read is not None and counts:
+            share = figures.work.weight_bytes / row.greedy / figures.read_rate
+            yield Check(figures.label, "batch 1, of read bandwidth", share, read, "share")
+        least = CPU_TIMES_PEER.get((figures.size, row.batch))
+        if least and row.peer and figures.quantization is None:
+            what = f"times PyTorch, batch {row.batch}"
+            yield Check(figures.label, what, row.peer / row.greedy, least, "times")
+    if figures.size == "113m" and figures.dtype == "bfloat16" and figures.quantization is None:
+        for prompt in figures.prefill:
+            yield from _cpu_prefill(figures, prompt)
+
+
+def _cpu_prefill(figures: ModelFigures, row: Prefill) -> Iterator[Check]:
+    if not row.seconds or row.tokens < CPU_PREFILL_TOKENS:
+        return
+    what = f"prefill of {row.tokens:,}"
+    if row.peer:
+        times = row.peer / row.seconds
+        yield Check(figures.label, f"{what}, times PyTorch", times, CPU_PREFILL_TIMES_PEER, "times")
+    if figures.gemm_rate:
+        share = figures.prefill_flops(row.tokens) / row.seconds / figures.gemm_rate
+        yield Check(figures.label, f"{what}, of the GEMM rate", share, CPU_PREFILL_OF_GEMM, "share")

@@ -1,0 +1,254 @@
+"""Drives a Runner and an Engine for measurements: the one place here that makes Plans.
+
+A decode round is what the runner does between two waits of the host: one step, or several where it
+can draw on the device (a `plain` plan).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+
+from engine import graphs
+from engine import runner as runner_module
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
+from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
+from engine.runner import Runner
+
+#: Sequences begin with tokens this far apart.
+FIRST_TOKENS_APART = 7
+GREEDY = SamplingParams(temperature=0, max_tokens=1 << 30, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=1 << 30, ignore_eos=True)
+#: A round of several steps aims at so many seconds and has at most so many steps.
+ROUND_SECONDS = 2e-3
+MOST_STEPS = 32
+
+_CLIENT = "loadtest"
+_PLAN_FIELDS = {field.name for field in dataclasses.fields(Plan)}
+_CONFIG_FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+class WrongAnswerError(RuntimeError):
+    """What was measured did not do its work."""
+
+
+def engine_config(quantization: str | None, **values: Any) -> EngineConfig:
+    """The EngineConfig of a measurement. Raises ValueError where it cannot quantise."""
+    if quantization is not None:
+        if "quantize" not in _CONFIG_FIELDS:
+            raise ValueError("this version of the engine does not quantise weights")
+        values["quantize"] = quantization
+    return EngineConfig(**values)
+
+
+def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
+    """A warm runner. Of its CUDA graphs only those for `batches` are captured, and the largest:
+    what another batch would need takes time and changes nothing."""
+    runner = Runner(config)
+    every = graphs.buckets
+
+    def asked(max_batch: int) -> list[int]:
+        sizes = every(max_batch)
+        return [size for size in sizes if size in batches or size == sizes[-1]]
+
+    with ExitStack() as patched:
+        for module in (graphs, runner_module):  # whichever of them asks for the sizes
+            if hasattr(module, "buckets"):
+                patched.enter_context(mock.patch.object(module, "buckets", asked))
+        runner.warm_up()
+    return runner
+
+
+def takes_rounds(runner: Runner) -> bool:
+    """Whether it draws on the device and so decodes several steps without the host. Versions
+    differ; the tables say how many steps a round had."""
+    return "plain" in _PLAN_FIELDS and getattr(runner, "most_steps", 1) > 1
+
+
+def round_steps(runner: Runner, step_seconds: float, greatest: int | None) -> int:
+    """How many steps a round has that aims at ROUND_SECONDS, at most `greatest`."""
+    if not takes_rounds(runner):
+        return 1
+    most = min(MOST_STEPS, getattr(runner, "most_steps", 1))
+    return max(1, min(most, greatest or most, int(ROUND_SECONDS / step_seconds)))
+
+
+class Decoding:
+    """`batch` sequences that decode together, from the initial state, each with its own seed."""
+
+    def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
+        self._runner: Any = runner  # `start` and `finish` are not in every version
+        self._plain = takes_rounds(runner)
+        self._drawn = 0  # tokens of each sequence
+        vocab = runner.info.vocab_size
+        #: Of every sequence, the last token, which is read next.
+        self.tokens = [row * FIRST_TOKENS_APART % vocab for row in range(batch)]
+        self._rows: list[DecodeRow] = []
+        requests = (_request(row, [0], _seeded(sampling, row)) for row in range(batch))
+        runner.run(
+            Plan(
+                admit=[
+                    Admission(request, key=row, slot=row, source=None, cached_tokens=0)
+                    for row, request in enumerate(requests)
+                ]
+            )
+        )
+
+    def run(self, rounds: int, steps: int = 1) -> float:
+        """Decodes `rounds` rounds of `steps` tokens of every sequence; seconds a step, from its
+        round's plan to the ids on the host. Where a runner can start a round before the one ahead
+        has ended, it does.
+
+        Raises WrongAnswerError when tokens are missing or were drawn from logits not finite.
+        """
+        if self._plain and getattr(self._runner, "overlaps", False):
+            return self._overlapped(rounds, steps) / (rounds * steps)
+        total = 0.0
+        for _ in range(rounds):
+            plan = self._plan(steps)
+            start = time.perf_counter()
+            result = self._runner.run(plan)
+            total += time.perf_counter() - start
+            self._take(result, steps)
+        return total / (rounds * steps)
+
+    def _overlapped(self, rounds: int, steps: int) -> float:
+        start = time.perf_counter()
+        ahead = self._runner.start(self._plan(steps))
+        for _ in range(rounds - 1):
+            pending, ahead = ahead, self._runner.start(self._plan(steps))
+            self._take(self._runner.finish(pending), steps)
+        self._take(self._runner.finish(ahead), steps)
+        return time.perf_counter() - start
+
+    def _plan(self, steps: int) -> Plan:
+        again = self._plain and bool(self._rows)
+        if not again:
+            self._rows = [
+                DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
+                for row, token in enumerate(self.tokens)
+            ]
+        options: dict[str, Any] = {}
+        if self._plain:
+            options = {"plain": True, "again": again, "steps": steps}
+        return Plan(decode=self._rows, **options)
+
+    def _take(self, result: Any, steps: int) -> None:
+        batch = len(self.tokens)
+        if result.non_finite:
+            raise WrongAnswerError(f"logits of {len(result.non_finite)} rows are not finite")
+        drawn = getattr(result, "drawn", None)
+        if drawn is None:
+            tokens = [sampled.token for sampled in result.sampled]
+        else:
+            if drawn.ended:
+                raise WrongAnswerError(f"{len(drawn.ended)} rows ended before their time")
+            tokens = list(unpack_ids(drawn.tokens))
+        if len(tokens) != batch * steps:
+            raise WrongAnswerError(f"{len(tokens)} tokens, not {batch} x {steps}")
+        self.tokens = tokens[steps - 1 :: steps]
+        self._drawn += steps
+
+    def release(self) -> None:
+        """Ends the sequences."""
+        self._runner.run(Plan(release=list(range(len(self.tokens)))))
+
+
+def _request(request_id: int, prompt: list[int], sampling: SamplingParams) -> Request:
+    return Request(id=request_id, prompt=pack_ids(prompt), sampling=sampling)
+
+
+def _seeded(sampling: SamplingParams, seed: int, **other: Any) -> SamplingParams:
+    return msgspec.structs.replace(sampling, seed=seed, **other)
+
+
+@contextmanager
+def decoding(runner: Runner, batch: int, sampling: SamplingParams) -> Iterator[Decoding]:
+    """Sequences that end with the block, also when it fails."""
+    running = Decoding(runner, batch, sampling)
+    try:
+        yield running
+    finally:
+        running.release()
+
+
+def read_prompt(runner: Runner, ids: array[int], decode: int = 0) -> tuple[float, list[float]]:
+    """Reads one prompt in pieces of the step's budget and draws its first token: seconds of that,
+    then of each of `decode` decode steps of this one sequence."""
+    budget = runner.config.max_step_tokens or len(ids)
+    request = _request(0, [0], GREEDY)
+    runner.run(Plan(admit=[Admission(request, key=0, slot=0, source=None, cached_tokens=0)]))
+    token, steps = 0, []
+    start = time.perf_counter()
+    for begin in range(0, len(ids), budget):
+        piece = ids[begin : begin + budget]
+        last = begin + budget >= len(ids)
+        result = runner.run(Plan(prefill=[PrefillChunk(0, 0, begin, piece, None, 0, last)]))
+        if last:
+            token = result.sampled[0].token
+    seconds = time.perf_counter() - start
+    for position in range(1, decode + 1):
+        begin_step = time.perf_counter()
+        result = runner.run(Plan(decode=[DecodeRow(0, 0, token, position)]))
+        steps.append(time.perf_counter() - begin_step)
+        token = result.sampled[0].token
+    runner.run(Plan(release=[0]))
+    return seconds, steps
+
+
+def random_prompt(length: int, vocab_size: int) -> array[int]:
+    """Token ids without the last of the vocabulary, which may end a text."""
+    return array("i", torch.randint(max(1, vocab_size - 1), (length,)).tolist())
+
+
+def engine_seconds(runner: Runner, batch: int, tokens: int, sampling: SamplingParams) -> float:
+    """Seconds in which a whole Engine advances `batch` requests by a token: from when all prompts
+    (one token each) have been read until all requests have finished, with `tokens` each.
+
+    Raises WrongAnswerError unless every request gets all its tokens.
+    """
+    engine = Engine(runner)
+    vocab = runner.info.vocab_size
+    for row in range(batch):
+        prompt = [row * FIRST_TOKENS_APART % vocab]
+        params = _seeded(sampling, row, max_tokens=tokens)
+        engine.add(_CLIENT, _request(row, prompt, params))
+    read = drawn = finished = 0
+    start: float | None = None
+    while engine.has_work:
+        events = engine.step().get(_CLIENT)
+        if events is None:
+            continue
+        finished += _finished(events, tokens)
+        if start is None:
+            read += events.stats.prefill_tokens
+            drawn += events.stats.decode_tokens
+            if read == batch:
+                start = time.perf_counter()
+    end = time.perf_counter()
+    # An engine counts its sequences from 0 and releases the last ones with its next step: the next
+    # engine's would be taken for them.
+    runner.run(Plan(release=list(range(batch))))
+    left = batch * tokens - drawn
+    if finished != batch or start is None or left <= 0:
+        raise WrongAnswerError(f"{finished} of {batch} requests finished, {left} tokens timed")
+    return (end - start) * batch / left
+
+
+def _finished(events: StepEvents, tokens: int) -> int:
+    if events.failed:
+        raise WrongAnswerError(f"a request failed: {events.failed[0].message}")
+    for one in events.finished:
+        if one.completion_tokens != tokens or one.reason != "length":
+            raise WrongAnswerError(f"{one.completion_tokens} of {tokens} tokens: {one.reason}")
+    return len(events.finished)

@@ -1,0 +1,123 @@
+"""What loadtest.engine finds out about one model, and what follows from it by arithmetic.
+
+Every duration is in seconds; None is a figure that was not asked for or could not be had, and
+`notes` says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from loadtest.lm_models import Work
+
+
+@dataclass
+class Decode:
+    """Decode steps of one batch, seconds a step."""
+
+    batch: int
+    steps: int = 1  # of a round of the runner
+    greedy: float | None = None  # the runner, from a plan to the ids on the host
+    sampled: float | None = None  # likewise, temperature 0.8 and top_p 0.9
+    engine: float | None = None  # the whole engine, greedy
+    peer: float | None = None  # the same model in plain PyTorch, greedy
+    gemm: float | None = None  # the bare matrix products
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Prefill:
+    """Reading one prompt of so many tokens and drawing its first token."""
+
+    tokens: int
+    seconds: float | None = None
+    next_step: float | None = None  # a decode step of the one sequence that has read them
+    peer: float | None = None
+    min_lm: float | None = None  # minGRU-pytorch, fp32
+    gemm: float | None = None  # the bare matrix products, read in pieces as the runner does
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether ours and the peer compute the same: of the tokens that ours drew greedily, how many
+    are the peer's best as well, and how far the others' logits are below that, in deviations of
+    the row's logits. Beyond `tolerance` that is no rounding any more."""
+
+    compared: int
+    equal: int
+    worst_gap: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.worst_gap <= self.tolerance
+
+
+@dataclass
+class ModelFigures:
+    """One model with one type of weights on one device."""
+
+    name: str
+    size: str | None  # a key of lm_models.SIZES, None for checkpoints
+    cell: str
+    dtype: str
+    quantization: str | None
+    device: str  # "cuda" or "cpu"
+    work: Work
+    read_rate: float  # bytes per second
+    step_tokens: int  # prompt tokens that the runner reads at once
+    decode: list[Decode] = field(default_factory=list)
+    prefill: list[Prefill] = field(default_factory=list)
+    agreement: Agreement | None = None
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.name, self.dtype, self.quantization)))
+
+    @property
+    def gemm_rate(self) -> float | None:
+        """FLOP per second: the best that any of the bare sequences reached; None without one."""
+        rates = [self.decode_flops(row.batch) / row.gemm for row in self.decode if row.gemm]
+        rates += [self.prefill_flops(row.tokens) / row.gemm for row in self.prefill if row.gemm]
+        return max(rates, default=None)
+
+    def decode_flops(self, batch: int) -> int:
+        """Of one step."""
+        return batch * self.work.flops
+
+    def prefill_flops(self, tokens: int) -> int:
+        """Of one prompt: only its last token needs the head."""
+        return tokens * (self.work.flops - self.work.head_flops) + self.work.head_flops
+
+    def decode_limit(self, batch: int) -> float:
+        """The least seconds of a step: the weights have to be read, the products to be computed."""
+        read = self.work.weight_bytes / self.read_rate
+        return max(read, self.decode_flops(batch) / self.gemm_rate if self.gemm_rate else 0.0)
+
+    def prefill_limit(self, tokens: int) -> float:
+        """The least seconds of a prompt, whose pieces each have to read the weights."""
+        pieces = -(-tokens // self.step_tokens)
+        read = pieces * self.work.weight_bytes / self.read_rate
+        return max(read, self.prefill_flops(tokens) / self.gemm_rate if self.gemm_rate else 0.0)
+
+    def intensity(self, batch: int) -> float:
+        """FLOP of a step per byte of weights read and of states read and written."""
+        return self.decode_flops(batch) / self.work.step_bytes(batch)
+
+    def at_batch(self, batch: int) -> Decode | None:
+        return next((row for row in self.decode if row.batch == batch), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, with the limits that follow from them."""
+        found = asdict(self)
+        for row in found["decode"]:
+            row["limit"] = self.decode_limit(row["batch"])
+            row["step_bytes"] = self.work.step_bytes(row["batch"])
+            row["flops"] = self.decode_flops(row["batch"])
+        for row in found["prefill"]:
+            row["limit"] = self.prefill_limit(row["tokens"])
+            row["flops"] = self.prefill_flops(row["tokens"])
+        return {**found, "gemm_rate": self.gemm_rate}

@@ -1,0 +1,105 @@
+"""What bounds a model on a device, measured in the run that uses it.
+
+- Read bandwidth: the best of several kernels that read a large buffer and write next to nothing. A
+  decode step reads its weights; a copy, which writes as much as it reads, says less about it.
+- The bare GEMM sequence: every matrix product of the model for so many rows, with the model's own
+  weights and nothing between, as fast as the libraries under torch do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.lm import LM
+from loadtest.lm_models import head_matrix, layer_matrices
+from loadtest.timing import (
+    Call,
+    graph_seconds_per_call,
+    last_level_cache,
+    release_memory,
+    seconds_per_call,
+)
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of the quickest kernel that only reads, from memory and no cache."""
+    count = 2**28 if device.type == "cuda" else 2 * last_level_cache()  # float32 numbers
+    buffers = [torch.randn(count, device=device) for _ in range(2)]
+    vector = torch.randn(2**12, device=device)
+    readers: tuple[Callable[[Tensor], Tensor], ...] = (
+        torch.amax,
+        lambda buffer: torch.dot(buffer, buffer),
+        lambda buffer: torch.mv(buffer.view(-1, len(vector)), vector),
+        lambda buffer: buffer.view(-1, 2**14).sum(1),
+        lambda buffer: buffer.view(2**11, -1).sum(1),
+    )
+    best = min(
+        _seconds([partial(reader, buffer) for buffer in buffers], device) for reader in readers
+    )
+    del buffers
+    release_memory(device)
+    return 4 * count / best
+
+
+def gemm_sequence(model: LM, rows: int, head_rows: int, device: torch.device) -> float:
+    """Seconds of all matrix products of `model` for `rows` tokens, and the head's for `head_rows`
+    of them: a decode step has as many, a prompt has one."""
+    dtype = model.embedding.weight.dtype
+    matrices = layer_matrices(model)
+    inputs = {
+        width: torch.randn(rows, width, device=device, dtype=dtype)
+        for width in {matrix.shape[1] for matrix in matrices}
+    }
+    last = torch.randn(head_rows, model.config.d_model, device=device, dtype=dtype)
+    sequences = [[*(_plain(matrix) for matrix in matrices), _head(model)]]
+    if device.type == "cpu" and dtype == torch.bfloat16 and packs_bf16():
+        packed = [_packed(matrix, rows) for matrix in matrices]
+        sequences.append([*packed, _packed(head_matrix(model), head_rows)])
+    operands = [*(inputs[matrix.shape[1]] for matrix in matrices), last]
+    return min(_seconds([partial(_run, linears, operands)], device) for linears in sequences)
+
+
+def _run(linears: list[Linear], operands: list[Tensor]) -> Tensor:
+    """Every product; the last one's result."""
+    for linear, operand in zip(linears, operands, strict=True):
+        result = linear(operand)
+    return result
+
+
+def _plain(matrix: Tensor) -> Linear:
+    return lambda x: functional.linear(x, matrix)
+
+
+def _head(model: LM) -> Linear:
+    matrix = head_matrix(model)
+    if matrix.is_cuda and matrix.dtype != torch.float32:  # logits are fp32, whatever the weights
+        return lambda x: torch.mm(x, matrix.t(), out_dtype=torch.float32)
+    return _plain(matrix)
+
+
+def packs_bf16() -> bool:
+    """Whether oneDNN takes packed bf16 weights on this processor."""
+    available = torch.backends.mkldnn.is_available()
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packed(matrix: Tensor, rows: int) -> Linear:
+    """The product with weights in the blocked order that oneDNN likes best for so many rows, as
+    torch's compiler lays out weights that it may take for constants."""
+    reordered = torch.ops.mkldnn._reorder_linear_weight(matrix.detach(), rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
+
+
+def _seconds(calls: list[Call], device: torch.device) -> float:
+    if device.type == "cuda":
+        return graph_seconds_per_call(calls, device, repeat=10, budget=0.5).seconds
+    once = seconds_per_call(calls, device, repeat=1, warm=1)
+    repeat = max(2, min(20, int(0.5 / once)))
+    return min(once, seconds_per_call(calls, device, repeat=repeat, warm=0))

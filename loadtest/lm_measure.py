@@ -1,0 +1,278 @@
+"""Measures one model: its limits, the runner, the whole engine, and the same model in PyTorch.
+
+What a figure needs fails on its own: the row then says why and the rest goes on. What is ours comes
+before the peers, so that a run cut short by its budget has what matters most.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from engine.models.lm import LM
+from engine.runner import Runner
+from loadtest.layers_timing import Budget
+from loadtest.lm_driving import (
+    GREEDY,
+    SAMPLED,
+    decoding,
+    engine_seconds,
+    random_prompt,
+    read_prompt,
+    round_steps,
+)
+from loadtest.lm_figures import Agreement, Decode, ModelFigures, Prefill
+from loadtest.lm_limits import gemm_sequence
+from loadtest.peers import torch_lm
+from loadtest.peers.torch_lm import Decoder, Mode
+from loadtest.report import median
+from loadtest.timing import release_memory
+
+PARTS = ("decode", "sampled", "engine", "prefill", "gemm", "peer")
+#: The gap that rounding explains, in deviations of a row's logits.
+TOLERANCES = {"float32": 2e-3, "float16": 0.02, "bfloat16": 0.1, "int8": 0.3, "fp8": 1.0}
+#: minGRU-pytorch keeps the logits of all tokens, and its scans all layers' logarithms.
+MIN_LM_TOKENS = 16_384
+NO_TIME = "no time left"
+_AGREEMENT_STEPS = 6
+_PEER_STEPS = 8  # between two waits of the host
+_CONTEXT_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure. `seconds` is about what one figure may take, where a few calls fit in it."""
+
+    parts: Sequence[str]
+    batches: Sequence[int]
+    prompts: Sequence[int]
+    seconds: float
+    steps: int | None  # the most of a round
+    peer: Mode
+
+
+def typical(sample: Callable[[], float], seconds: float) -> float:
+    """Median of what `sample` returns, after one call that does not count; of three at least, but
+    a call that alone takes longer than `seconds` is not repeated."""
+    start = perf_counter()
+    found = [sample()]
+    if perf_counter() - start > seconds:
+        return found[0]
+    found.clear()
+    end = perf_counter() + seconds
+    while len(found) < 3 or (perf_counter() < end and len(found) < 50):
+        found.append(sample())
+    return median(found)
+
+
+def reason(failure: Exception) -> str:
+    """One short line."""
+    first = (str(failure).strip() or "no message").splitlines()[0]
+    return f"{type(failure).__name__}: {first}"[:100]
+
+
+class _Rows:
+    """Fills figures one by one, each unless time is up; a failure becomes the row's note."""
+
+    def __init__(self, budget: Budget, device: torch.device) -> None:
+        self._budget, self._device = budget, device
+
+    def fill(self, row: Decode | Prefill, name: str, measure: Callable[[], float]) -> None:
+        if self._budget.spent():
+            row.notes[name] = NO_TIME
+            return
+        try:
+            setattr(row, name, measure())
+        except Exception as failure:  # a peer may raise anything, and costs only its own figure
+            row.notes[name] = reason(failure)
+        release_memory(self._device)
+
+
+def fitting(batches: Iterable[int], figures: ModelFigures, vocab: int, free: int) -> list[int]:
+    """The batches whose states, logits and what sampling makes of them fit in half of `free`
+    bytes; the rest would measure the allocator."""
+    row = figures.work.state_bytes + 40 * vocab
+    return [batch for batch in batches if batch * row <= free // 2]
+
+
+def measure(
+    figures: ModelFigures,
+    runner: Runner,
+    model: LM,
+    asked: Asked,
+    budget: Budget,
+    known: ModelFigures | None = None,
+) -> None:
+    """Fills `figures` of a warm runner. `model` has the same weights, unquantised. `known` are
+    figures of the same model with other weights, whose limits and peers are taken over."""
+    device = torch.device(runner.info.device)
+    rows = _Rows(budget, device)
+    figures.decode = [Decode(batch) for batch in asked.batches if batch <= runner.info.slots]
+    figures.prefill = [Prefill(tokens) for tokens in asked.prompts]
+    if "prefill" not in asked.parts:
+        figures.prefill = []
+    if not {"decode", "sampled", "engine", "peer", "gemm"} & set(asked.parts):
+        figures.decode = []
+    for row in figures.decode:
+        _runner_and_engine(rows, row, runner, asked)
+    for prompt in figures.prefill:
+        _prompt(rows, prompt, runner, asked)
+    if known is not None:
+        _take_over(figures, known)
+    elif "gemm" in asked.parts:
+        _bare_gemms(rows, figures, model, device)
+    if "peer" in asked.parts:
+        try:
+            figures.agreement = _agreement(figures, runner, model)
+        except Exception as failure:  # as in a row
+            figures.remarks.append(f"tokens not compared: {reason(failure)}")
+        if known is None:
+            _peers(rows, figures, model, asked, device)
+
+
+def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -> None:
+    if {"decode", "engine"} & set(asked.parts):
+        rows.fill(row, "greedy", lambda: _runner_step(runner, row, asked, sampled=False))
+    if "sampled" in asked.parts:
+        rows.fill(row, "sampled", lambda: _runner_step(runner, row, asked, sampled=True))
+    if "engine" in asked.parts and row.greedy is not None:
+        rows.fill(row, "engine", lambda: _engine_step(runner, row, asked))
+
+
+def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) -> float:
+    with decoding(runner, row.batch, SAMPLED if sampled else GREEDY) as running:
+        running.run(1)
+        step = running.run(1)
+        if step > asked.seconds:
+            return step
+        steps = round_steps(runner, step, asked.steps)
+        step = running.run(2, steps)  # by now everything is loaded
+        steps = round_steps(runner, step, asked.steps)
+        rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
+        row.steps = steps if not sampled else row.steps
+        return typical(lambda: running.run(rounds, steps), asked.seconds)
+
+
+def _engine_step(runner: Runner, row: Decode, asked: Asked) -> float:
+    assert row.greedy is not None
+    tokens = max(4, min(2048, int(asked.seconds / 3 / row.greedy)))
+    return typical(lambda: engine_seconds(runner, row.batch, tokens, GREEDY), asked.seconds)
+
+
+def _prompt(rows: _Rows, row: Prefill, runner: Runner, asked: Asked) -> None:
+    ids = random_prompt(row.tokens, runner.info.vocab_size)
+    steps: list[float] = []
+
+    def sample() -> float:
+        seconds, decoded = read_prompt(runner, ids, decode=_CONTEXT_STEPS)
+        steps.extend(decoded)
+        return seconds
+
+    rows.fill(row, "seconds", lambda: typical(sample, asked.seconds))
+    if steps:
+        row.next_step = median(steps)
+
+
+def _bare_gemms(rows: _Rows, figures: ModelFigures, model: LM, device: torch.device) -> None:
+    for row in figures.decode:
+        batch = row.batch
+        rows.fill(row, "gemm", functools.partial(gemm_sequence, model, batch, batch, device))
+
+    @functools.cache
+    def piece(tokens: int) -> float:
+        return gemm_sequence(model, tokens, 1, device)
+
+    def prompt_seconds(tokens: int) -> float:
+        whole, rest = divmod(tokens, figures.step_tokens)
+        return (whole * piece(figures.step_tokens) if whole else 0) + (piece(rest) if rest else 0)
+
+    for prompt in figures.prefill:
+        rows.fill(prompt, "gemm", functools.partial(prompt_seconds, prompt.tokens))
+
+
+def _take_over(figures: ModelFigures, known: ModelFigures) -> None:
+    for row in figures.decode:
+        other = known.at_batch(row.batch)
+        if other is not None:
+            row.gemm, row.peer = other.gemm, other.peer
+    prompts = {row.tokens: row for row in known.prefill}
+    for prompt in figures.prefill:
+        same = prompts[prompt.tokens]
+        prompt.gemm, prompt.peer, prompt.min_lm = same.gemm, same.peer, same.min_lm
+
+
+def _agreement(figures: ModelFigures, runner: Runner, model: LM) -> Agreement | None:
+    """Ours decodes greedily, the peer reads the same tokens; None without a batch to do it with."""
+    if not figures.decode:
+        return None
+    batch = min(16, max(row.batch for row in figures.decode))
+    tolerance = TOLERANCES[figures.quantization or figures.dtype]
+    peer = Decoder(model, batch, "eager")
+    device = peer.tokens.device
+    equal, worst = 0, 0.0
+    with decoding(runner, batch, GREEDY) as ours:
+        for _ in range(_AGREEMENT_STEPS):
+            logits = peer.logits(torch.tensor(ours.tokens, device=device))  # [batch, vocab]
+            ours.run(1)
+            drawn = torch.tensor(ours.tokens, device=device).unsqueeze(1)
+            gaps = (logits.amax(1) - logits.gather(1, drawn)[:, 0]) / logits.std(1)
+            equal += int((gaps == 0).sum())
+            worst = max(worst, float(gaps.max()))
+    return Agreement(batch * _AGREEMENT_STEPS, equal, worst, tolerance)
+
+
+def _peers(
+    rows: _Rows, figures: ModelFigures, model: LM, asked: Asked, device: torch.device
+) -> None:
+    for row in figures.decode:
+        rows.fill(row, "peer", functools.partial(_peer_step, model, row.batch, asked))
+    read = functools.cache(functools.partial(torch_lm.min_lm, model.config, device))
+    for prompt in figures.prefill:
+        ids = torch.tensor(random_prompt(prompt.tokens, model.config.vocab_size), device=device)
+        rows.fill(prompt, "peer", functools.partial(_peer_prompt, model, ids, asked))
+        if prompt.tokens <= MIN_LM_TOKENS:
+            rows.fill(prompt, "min_lm", functools.partial(_min_lm_prompt, read, ids, asked))
+        else:
+            prompt.notes["min_lm"] = "needs memory for the logits of every token"
+
+
+def _peer_step(model: LM, batch: int, asked: Asked) -> float:
+    """Seconds a step, its tokens on the host after every few, as many on all batches."""
+    peer = Decoder(model, batch, asked.peer)
+
+    def sample() -> float:
+        start = perf_counter()
+        for _ in range(_PEER_STEPS):
+            peer.step()
+        peer.tokens.tolist()
+        return (perf_counter() - start) / _PEER_STEPS
+
+    return typical(sample, asked.seconds)
+
+
+def _peer_prompt(model: LM, ids: torch.Tensor, asked: Asked) -> float:
+    read = torch_lm.prompt_reader(model, len(ids), asked.peer)
+
+    def sample() -> float:
+        start = perf_counter()
+        read(ids).argmax(-1).tolist()
+        return perf_counter() - start
+
+    return typical(sample, asked.seconds)
+
+
+def _min_lm_prompt(
+    make: Callable[[], Callable[[torch.Tensor], torch.Tensor]], ids: torch.Tensor, asked: Asked
+) -> float:
+    read = make()
+
+    def sample() -> float:
+        start = perf_counter()
+        read(ids)[0, -1].argmax(-1).tolist()
+        return perf_counter() - start
+
+    return typical(sample, asked.seconds)

@@ -1,0 +1,171 @@
+"""The picture of loadtest.engine: roofline, tokens/s against batch, cost per token against context.
+
+python -m loadtest.lm_plots engine.json --png engine.png     # draws saved figures again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+
+def engine_png(path: Path, data: dict[str, Any]) -> None:
+    """Draws what loadtest.engine saves; a panel for each of the three that has figures.
+
+    A colour is a model. Raises ValueError without a figure to draw.
+    """
+    from matplotlib.figure import Figure
+
+    models = data.get("models", [])
+    drawers = [
+        draw
+        for draw, part, name in (
+            (_roofline, "decode", "greedy"),
+            (_throughput, "decode", "greedy"),
+            (_context, "prefill", "next_step"),
+        )
+        if any(row[name] for model in models for row in model[part])
+    ]
+    if not drawers:
+        raise ValueError("no figure to draw: measure decode or prefill")
+    figure = Figure(figsize=(1.0 + 5.5 * len(drawers), 5.6), layout="constrained", dpi=150)
+    axes = figure.subplots(1, len(drawers), squeeze=False)[0]
+    for axis, draw in zip(axes, drawers, strict=True):
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.grid(alpha=0.25, which="both")
+        draw(axis, models, data)
+        axis.legend(fontsize=7)
+    handles = [
+        axes[0].plot([], [], color=f"C{index}", linewidth=5, label=_label(model))[0]
+        for index, model in enumerate(models)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    versions = data["environment"]
+    named = [f"{name} {versions[name]}" for name in ("torch", "cuda") if versions.get(name)]
+    figure.suptitle(", ".join([data["device"], *named]), fontsize=10)
+    figure.savefig(path)
+
+
+def _label(model: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (model["name"], model["dtype"], model["quantization"])))
+
+
+def _roofline(axis: Any, models: Rows, data: dict[str, Any]) -> None:
+    """FLOP/s of the runner against FLOP per byte, under the two limits of the run."""
+    read = data["read_bytes_per_second"]
+    ends: list[float] = []
+    for index, model in enumerate(models):
+        for name, filled in (("greedy", True), ("peer", False)):
+            rows = [row for row in model["decode"] if row[name]]
+            x = [row["flops"] / row["step_bytes"] for row in rows]
+            axis.plot(
+                x,
+                [row["flops"] / row[name] for row in rows],
+                color=f"C{index}",
+                marker="o",
+                linestyle="-" if filled else ":",
+                markerfacecolor=f"C{index}" if filled else "none",
+                markersize=4,
+            )
+            ends += x
+        if model["gemm_rate"]:
+            axis.axhline(model["gemm_rate"], color=f"C{index}", linestyle="--", linewidth=0.8)
+    slope = [min(ends), max(ends)]
+    label = f"reading, {read / 1e9:,.0f} GB/s"
+    axis.plot(slope, [read * x for x in slope], color="black", linewidth=1.2, label=label)
+    axis.plot([], [], color="0.3", linestyle="--", linewidth=0.8, label="best bare GEMM rate")
+    axis.plot([], [], color="0.3", marker="o", markersize=4, label="runner")
+    axis.plot(
+        [],
+        [],
+        color="0.3",
+        marker="o",
+        markersize=4,
+        linestyle=":",
+        markerfacecolor="none",
+        label="PyTorch",
+    )
+    axis.set_title("roofline of decode steps")
+    axis.set_xlabel("FLOP per byte of weights and states")
+    axis.set_ylabel("FLOP/s")
+
+
+def _throughput(axis: Any, models: Rows, data: dict[str, Any]) -> None:
+    """Tokens/s of runner, engine, sampled decoding, the peer and the limit against the batch."""
+    styles = {
+        "greedy": ("-", "o", "runner, greedy"),
+        "sampled": ("--", "x", "runner, sampled"),
+        "engine": ("-.", "^", "whole engine"),
+        "peer": (":", "s", "PyTorch"),
+        "limit": ((0, (1, 4)), None, "limit"),
+    }
+    for name, (line, marker, label) in styles.items():
+        if not any(row[name] for model in models for row in model["decode"]):
+            continue
+        axis.plot([], [], color="0.3", linestyle=line, marker=marker, markersize=4, label=label)
+        for index, model in enumerate(models):
+            rows = [row for row in model["decode"] if row[name]]
+            axis.plot(
+                [row["batch"] for row in rows],
+                [row["batch"] / row[name] for row in rows],
+                color=f"C{index}",
+                linestyle=line,
+                marker=marker,
+                markersize=4,
+                linewidth=1.2,
+            )
+    _mark(axis, [row["batch"] for model in models for row in model["decode"]])
+    axis.set_title("decode")
+    axis.set_xlabel("batch")
+    axis.set_ylabel("tokens/s")
+
+
+def _context(axis: Any, models: Rows, data: dict[str, Any]) -> None:
+    """Seconds of a token, read or written, against the length of what was read before."""
+    styles = {
+        "next_step": ("-", "o", "next token, batch 1"),
+        "seconds": ("--", "x", "prompt token"),
+    }
+    for name, (line, marker, label) in styles.items():
+        axis.plot([], [], color="0.3", linestyle=line, marker=marker, markersize=4, label=label)
+        for index, model in enumerate(models):
+            rows = [row for row in model["prefill"] if row[name]]
+            counts = [row["tokens"] if name == "seconds" else 1 for row in rows]
+            axis.plot(
+                [row["tokens"] for row in rows],
+                [1000 * row[name] / count for row, count in zip(rows, counts, strict=True)],
+                color=f"C{index}",
+                linestyle=line,
+                marker=marker,
+                markersize=4,
+                linewidth=1.2,
+            )
+    _mark(axis, [row["tokens"] for model in models for row in model["prefill"]])
+    axis.set_title("cost of a token against context")
+    axis.set_xlabel("tokens read before, or in the prompt")
+    axis.set_ylabel("ms per token")
+
+
+def _mark(axis: Any, values: list[int]) -> None:
+    """Labels just what was measured on the logarithmic axis."""
+    places = sorted(set(values))
+    axis.set_xticks(places, [f"{place:,}" for place in places])
+    axis.minorticks_off()
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description="Draws saved figures of loadtest.engine.")
+    options.add_argument("figures", type=Path, help="a file that --json of loadtest.engine wrote")
+    options.add_argument("--png", type=Path, required=True)
+    args = options.parse_args(argv)
+    engine_png(args.png, json.loads(args.figures.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,296 @@
+"""Driving runner and engine: every token is counted, wrong answers are noticed, rounds overlap."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import checkpoint, graphs
+from engine import runner as runner_module
+from engine.config import EngineConfig
+from engine.messages import pack_ids
+from engine.plan import Plan, StepResult
+from engine.runner import Runner
+from loadtest import engine as command
+from loadtest import lm_driving
+from loadtest.lm_driving import (
+    GREEDY,
+    SAMPLED,
+    WrongAnswerError,
+    decoding,
+    engine_config,
+    engine_seconds,
+    load,
+    random_prompt,
+    read_prompt,
+    round_steps,
+)
+from loadtest.lm_figures import ModelFigures
+from loadtest.lm_measure import fitting, typical
+from loadtest.lm_models import Work
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    config = EngineConfig(
+        device="cpu", dtype="float32", max_slots=8, max_step_tokens=128, threads=1
+    )
+    yield load(config, [1, 8])
+
+
+def greedy_alone(runner: Runner, first: int, count: int) -> list[int]:
+    """The tokens of one sequence by the model itself."""
+    model, _ = checkpoint.load_model(Path(runner.info.folder), "cpu", "float32")
+    state, slot, token, found = model.new_state(1), torch.zeros(1, dtype=torch.int32), first, []
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model.logits(model.step(torch.tensor([token]), state, slot))
+            token = int(logits.argmax(1))
+            found.append(token)
+    return found
+
+
+def test_only_the_graphs_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    class Warm:
+        def __init__(self, config: EngineConfig) -> None:
+            pass
+
+        def warm_up(self) -> None:
+            seen.append(graphs.buckets(300))
+
+    monkeypatch.setattr(lm_driving, "Runner", Warm)
+    everything = graphs.buckets(300)
+    load(EngineConfig(), [1, 64, 4096])
+    assert seen == [[1, 64, 300]]
+    assert graphs.buckets(300) == everything
+    assert getattr(runner_module, "buckets", graphs.buckets) is graphs.buckets
+
+
+def test_decoding_is_the_models(runner: Runner) -> None:
+    with decoding(runner, 3, GREEDY) as running:
+        first = list(running.tokens)
+        steps = []
+        for _ in range(5):
+            assert running.run(1) > 0
+            steps.append(list(running.tokens))
+    for row in range(3):
+        assert [step[row] for step in steps] == greedy_alone(runner, first[row], 5)
+
+
+def test_sampled_decoding_draws_after_an_engine_ran_greedily(runner: Runner) -> None:
+    with decoding(runner, 8, GREEDY) as running:
+        running.run(20)
+        greedy = list(running.tokens)
+    engine_seconds(runner, 8, 4, GREEDY)
+    with decoding(runner, 8, SAMPLED) as running:
+        running.run(20)
+        assert running.tokens != greedy
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_whole_engine_gives_every_request_its_tokens(runner: Runner, batch: int) -> None:
+    assert engine_seconds(runner, batch, 5, GREEDY) > 0
+
+
+def test_a_prompt_is_read_whole_and_in_order(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def run(plan: Plan) -> StepResult:
+        plans.append(plan)
+        return Runner.run(runner, plan)
+
+    monkeypatch.setattr(runner, "run", run)
+    ids = random_prompt(300, 257)
+    seconds, steps = read_prompt(runner, ids, decode=3)
+    assert seconds > 0 and len(steps) == 3
+    chunks = [chunk for plan in plans for chunk in plan.prefill]
+    assert [chunk.start for chunk in chunks] == [0, 128, 256]
+    assert [token for chunk in chunks for token in chunk.tokens] == ids.tolist()
+    assert [chunk.sample for chunk in chunks] == [False, False, True]
+    assert plans[-1].release == [0]
+
+
+def test_a_failing_measurement_leaves_no_sequence(runner: Runner) -> None:
+    with pytest.raises(RuntimeError, match="broken"), decoding(runner, 2, GREEDY):
+        raise RuntimeError("broken")
+    with decoding(runner, 2, GREEDY) as running:
+        running.run(1)
+
+
+@dataclass
+class RoundPlan(Plan):
+    """A plan that may have several steps."""
+
+    plain: bool = False
+    again: bool = False
+    steps: int = 1
+
+
+@dataclass
+class RoundRunner:
+    """Draws 0, 1, 2, ... in every row, and remembers in which order it was called."""
+
+    calls: list[str] = field(default_factory=list)
+    plans: list[RoundPlan] = field(default_factory=list)
+    info: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
+    drawn: int = 0
+    most_steps: int = 32
+    overlaps: bool = True
+    ended: dict[int, int] = field(default_factory=dict)
+
+    def run(self, plan: RoundPlan) -> Any:
+        return self.finish(self.start(plan)) if plan.decode else StepResult()
+
+    def start(self, plan: RoundPlan) -> RoundPlan:
+        self.calls.append("start")
+        self.plans.append(plan)
+        return plan
+
+    def finish(self, plan: RoundPlan) -> Any:
+        self.calls.append("finish")
+        tokens = list(range(self.drawn, self.drawn + plan.steps))
+        self.drawn += plan.steps
+        packed = pack_ids(tokens * len(plan.decode))
+        return SimpleNamespace(
+            non_finite=[], sampled=[], drawn=SimpleNamespace(tokens=packed, ended=self.ended)
+        )
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> RoundRunner:
+    names = {one.name for one in dataclasses.fields(RoundPlan)}
+    monkeypatch.setattr(lm_driving, "Plan", RoundPlan)
+    monkeypatch.setattr(lm_driving, "_PLAN_FIELDS", names)
+    return RoundRunner()
+
+
+def test_rounds_of_several_steps_overlap(rounds: RoundRunner) -> None:
+    runner: Any = rounds
+    with decoding(runner, 2, GREEDY) as running:
+        running.run(3, steps=4)
+        assert running.tokens == [11, 11]
+    assert rounds.calls == ["start", "start", "finish", "start", "finish", "finish"]
+    assert [(plan.plain, plan.again, plan.steps) for plan in rounds.plans] == [
+        (True, False, 4),
+        (True, True, 4),
+        (True, True, 4),
+    ]
+    assert all(plan.decode is rounds.plans[0].decode for plan in rounds.plans)
+
+
+def test_a_row_that_ends_early_is_no_figure(rounds: RoundRunner) -> None:
+    rounds.ended = {1: 2}
+    runner: Any = rounds
+    with (
+        decoding(runner, 2, GREEDY) as running,
+        pytest.raises(WrongAnswerError, match="ended"),
+    ):
+        running.run(1, steps=4)
+
+
+def test_steps_of_a_round_aim_at_its_length(rounds: RoundRunner) -> None:
+    runner: Any = rounds
+    assert round_steps(runner, 1e-4, None) == 20
+    assert round_steps(runner, 1e-6, None) == 32
+    assert round_steps(runner, 1.0, None) == 1
+    assert round_steps(runner, 1e-4, 8) == 8
+    rounds.most_steps = 1
+    assert round_steps(runner, 1e-6, None) == 1
+
+
+def test_a_runner_that_does_not_overlap_runs_one_round_after_another(rounds: RoundRunner) -> None:
+    rounds.overlaps = False
+    runner: Any = rounds
+    with decoding(runner, 2, GREEDY) as running:
+        running.run(2, steps=3)
+        assert running.tokens == [5, 5]
+    assert rounds.calls == ["start", "finish"] * 2
+
+
+def test_quantisation_that_is_not_there_is_refused() -> None:
+    if "quantize" in {one.name for one in dataclasses.fields(EngineConfig)}:
+        pytest.skip("it is there")
+    with pytest.raises(ValueError, match="quantise"):
+        engine_config("int8", model="shakespeare-mingru")
+
+
+def test_batches_that_do_not_fit_are_left_out() -> None:
+    small = Work(1, 1, state_bytes=1000, flops=1, head_flops=1)
+    one = ModelFigures("m", None, "mingru", "float32", None, "cpu", small, 1.0, 1)
+    assert fitting([1, 64, 1024], one, vocab=100, free=2 * 64 * 5000) == [1, 64]
+
+
+def test_the_typical_call_is_a_median_without_the_first() -> None:
+    samples = iter([100.0, *[float(value % 7) for value in range(60)]])
+    assert typical(lambda: next(samples), 1e-9) == 100.0  # too slow to repeat
+    samples = iter([100.0, 3.0, 1.0, 2.0, *[2.0] * 60])
+    assert typical(lambda: next(samples), 0.01) == 2.0
+
+
+def test_the_command_measures_a_model_whole(tmp_path: Path) -> None:
+    saved, drawn = tmp_path / "engine.json", tmp_path / "engine.png"
+    options = ["--device", "cpu", "--models", "6.3m", "--dtype", "float32", "--batch", "1", "2"]
+    options += ["--prefill", "16", "--seconds", "0.01", "--peer", "eager"]
+    assert command.main([*options, "--json", str(saved), "--png", str(drawn)]) == 0
+    (model,) = json.loads(saved.read_text())["models"]
+    assert [row["batch"] for row in model["decode"]] == [1, 2]
+    for row in model["decode"]:
+        assert not row["notes"]
+        for name in ("greedy", "sampled", "engine", "peer", "gemm", "limit"):
+            assert row[name] > 0
+    (prompt,) = model["prefill"]
+    for name in ("seconds", "next_step", "peer", "gemm", "limit"):
+        assert prompt[name] > 0
+    assert model["agreement"]["equal"] == model["agreement"]["compared"] == 12
+    assert drawn.stat().st_size > 0
+
+
+def test_only_what_was_asked_for_and_no_more_than_the_budget(tmp_path: Path) -> None:
+    saved = tmp_path / "engine.json"
+    options = ["--device", "cpu", "--models", "6.3m", "--batch", "1", "--json", str(saved)]
+    assert command.main([*options, "--only", "decode", "--seconds", "0.01"]) == 0
+    (model,) = json.loads(saved.read_text())["models"]
+    (row,) = model["decode"]
+    assert row["greedy"] and not (row["sampled"] or row["engine"] or row["peer"] or row["gemm"])
+    assert not model["prefill"] and model["agreement"] is None
+    assert command.main([*options, "--only", "decode", "--budget-seconds", "0"]) == 0
+    (model,) = json.loads(saved.read_text())["models"]
+    assert model["decode"][0]["notes"] == {"greedy": "no time left"}
+
+
+def test_a_model_that_does_not_load_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_but_one(config: EngineConfig, batches: Any) -> Runner:
+        if "minlstm" in config.model:
+            raise RuntimeError("does not fit")
+        return load(config, batches)
+
+    monkeypatch.setattr(command, "load", load_but_one)
+    options = ["--device", "cpu", "--models", "6.3m", "--cell", "minlstm", "mingru"]
+    options += ["--batch", "1", "--only", "decode", "--seconds", "0.01"]
+    assert command.main([*options, "--json", str(tmp_path / "engine.json")]) == 1
+    assert "not measured: RuntimeError: does not fit" in capsys.readouterr().out
+    failed, measured = json.loads((tmp_path / "engine.json").read_text())["models"]
+    assert not failed["decode"] and measured["decode"][0]["greedy"] > 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--models", "7b"], ["--batch", "0"], ["--peer", "graph"], ["--only", "tea"]]
+)
+def test_bad_options_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", "cpu", *wrong])
+    assert ended.value.code == 2
