@@ -38,4 +38,11 @@ Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
 Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                  const Tensor& state, const Tensor& slots);
 
+Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
+               const Tensor& cell, const MaybeTensor& conv);
+Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,
+                  const Tensor& weights, const Tensor& plan, const Tensor& cell,
+                  const MaybeTensor& conv);
+Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
+
 }  // namespace minserve

@@ -11,7 +11,11 @@ enum class Recurrence { linear, mingru, minlstm };
 void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward, const Tensor& like);
 void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 
-// Name of the instruction set chosen on this machine: generic, avx2 or avx512.
+// The instruction set chosen on this machine. avx512_bf16 has kernels of its own for products only;
+// all else runs those of avx512.
+enum class Isa { generic, avx2, avx512, avx512_bf16 };
+Isa isa();
+// Its name.
 const char* cpu_isa();
 
 }  // namespace minserve

@@ -1,0 +1,300 @@
+// Rows of activations times a packed matrix.
+//
+// Every output is one chain of additions in the order of the inputs, begun at zero, whatever the
+// number of rows, their place among them and the threads: so its bits depend on its own row alone.
+// Blocking cuts that chain where sums lie in memory for a while, which changes no bit.
+#pragma once
+
+#include "../common/vec.h"
+#include "plan.h"
+
+namespace minserve {
+namespace MS_ISA {
+
+constexpr int kParts = static_cast<int>(kPanel) / kWidth;  // vectors of a panel
+
+typedef std::int8_t VB __attribute__((vector_size(kWidth)));
+
+#if defined(MS_AVX512)
+constexpr int kRows = 6, kPanelsAtOnce = 4;  // 24 sums, 4 weights, 1 activation in 32 registers
+#elif defined(MS_AVX2)
+constexpr int kRows = 4, kPanelsAtOnce = 1;  // 8 sums, up to 4 halves of weights in 16 registers
+#else
+constexpr int kRows = 2, kPanelsAtOnce = 1;
+#endif
+
+// --- activations as matrices read them: one element of memory and a broadcast of a step's
+
+struct FedFloat {
+  static constexpr bool kHalf = false;
+  using element = float;
+  static MS_CELL void put(char* row, std::int64_t c, VF v) {
+    __builtin_memcpy(row + c * 4, &v, sizeof(v));
+  }
+};
+#if defined(MS_AVX512_BF16)
+struct FedHalf {
+  static constexpr bool kHalf = true;
+  using element = bf16;
+  static MS_CELL void put(char* row, std::int64_t c, VF v) {
+    store(reinterpret_cast<bf16*>(row) + c, v, Full{});
+  }
+};
+#else
+// Rounded to bfloat16 and kept as floats: products are formed in fp32.
+struct FedHalf {
+  static constexpr bool kHalf = true;
+  using element = float;
+  static MS_CELL void put(char* row, std::int64_t c, VF v) {
+    const VF x = bit_cast<VF>(rounded(v) & 0xffff0000u);
+    __builtin_memcpy(row + c * 4, &x, sizeof(x));
+  }
+};
+#endif
+
+MS_CELL VF float_at(const char* p) {
+  float x;
+  __builtin_memcpy(&x, p, 4);
+  return x - VF{};
+}
+template <class V>
+MS_CELL V vector_at(const char* p) {
+  V x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+// --- weights: what a step of a panel is in registers, and how it is multiplied and added
+
+struct WeightsFloat {
+  using Fed = FedFloat;
+  static constexpr int kInputs = 1;
+  static constexpr std::int64_t kStepBytes = 4 * kPanel;
+  VF w[kParts];
+  using Input = VF;
+  static MS_CELL Input input(const char* p) { return float_at(p); }
+  MS_CELL void load(const char* p) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) w[i] = vector_at<VF>(p + i * 4 * kWidth);
+  }
+  MS_CELL void add(VF (&sum)[kParts], Input x) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) sum[i] = fmadd(w[i], x, sum[i]);
+  }
+};
+
+struct TwoFloats {
+  VF first, second;
+};
+struct WeightsInTwo {  // of two inputs, as floats
+  VF first[kParts], second[kParts];
+  using Input = TwoFloats;
+  static constexpr int kInputs = 2;
+  static MS_CELL Input input(const char* p) { return {float_at(p), float_at(p + 4)}; }
+  MS_CELL void add(VF (&sum)[kParts], const Input& x) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) sum[i] = fmadd(first[i], x.first, sum[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) sum[i] = fmadd(second[i], x.second, sum[i]);
+  }
+};
+MS_CELL VF floats_of(VB bytes) {
+  return __builtin_convertvector(__builtin_convertvector(bytes, VI), VF);
+}
+template <class F>
+struct WeightsByte : WeightsInTwo {
+  using Fed = F;
+  static constexpr std::int64_t kStepBytes = 2 * kPanel;
+  MS_CELL void load(const char* p) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) {
+      first[i] = floats_of(vector_at<VB>(p + i * kWidth));
+      second[i] = floats_of(vector_at<VB>(p + kPanel + i * kWidth));
+    }
+  }
+};
+
+#if defined(MS_AVX512_BF16)
+struct WeightsInPairs {  // of two inputs, as bfloat16
+  VU w;
+  using Fed = FedHalf;
+  using Input = VU;
+  static constexpr int kInputs = 2;
+  static MS_CELL Input input(const char* p) {
+    std::uint32_t x;
+    __builtin_memcpy(&x, p, 4);
+    return x - VU{};
+  }
+  MS_CELL void add(VF (&sum)[1], Input x) const {
+    sum[0] = (VF)_mm512_dpbf16_ps((__m512)sum[0], (__m512bh)w, (__m512bh)x);
+  }
+};
+struct WeightsHalf : WeightsInPairs {
+  static constexpr std::int64_t kStepBytes = 4 * kPanel;
+  MS_CELL void load(const char* p) { w = vector_at<VU>(p); }
+};
+// Small integers are exact in bfloat16, so the upper halves of their floats are all of them.
+template <>
+struct WeightsByte<FedHalf> : WeightsInPairs {
+  static constexpr std::int64_t kStepBytes = 2 * kPanel;
+  MS_CELL void load(const char* p) {
+    const VU first = bit_cast<VU>(floats_of(vector_at<VB>(p)));
+    const VU second = bit_cast<VU>(floats_of(vector_at<VB>(p + kPanel)));
+    w = (first >> 16) | second;
+  }
+};
+#else
+struct WeightsHalf : WeightsInTwo {
+  using Fed = FedHalf;
+  static constexpr std::int64_t kStepBytes = 4 * kPanel;
+  MS_CELL void load(const char* p) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) {
+      const VU both = vector_at<VU>(p + i * 4 * kWidth);
+      first[i] = bit_cast<VF>(both << 16);
+      second[i] = bit_cast<VF>(both & 0xffff0000u);
+    }
+  }
+};
+#endif
+
+// Of what feeds one step.
+template <class W>
+constexpr std::int64_t kInputBytes = W::kInputs * sizeof(typename W::Fed::element);
+
+// What is fetched while a block is computed: `lines` cache lines per step from `next` on.
+struct Ahead {
+  const char* next;
+  std::int64_t lines;
+};
+
+// sums [R, P panels] += rows [R, steps] times P panels; they lie kMostPanels panels apart.
+template <class W, int R, int P>
+inline __attribute__((noinline)) void block(const char* weights, std::int64_t stride,
+                                            const char* fed, std::int64_t fed_stride,
+                                            std::int64_t steps, float* sums, bool begin,
+                                            Ahead ahead) {
+  constexpr std::int64_t line = kMostPanels * kPanel;
+  VF sum[R][P][kParts];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kParts; ++i) {
+        const float* at = sums + r * line + p * kPanel + i * kWidth;
+        sum[r][p][i] = begin ? splat<VF>(0.0f) : load<VF>(at, Full{});
+      }
+    }
+  }
+  for (std::int64_t s = 0; s < steps; ++s) {
+    for (std::int64_t n = 0; n < ahead.lines; ++n, ahead.next += 64) {
+      __builtin_prefetch(ahead.next, 0, 3);
+    }
+    W w[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) w[p].load(weights + p * W::kStepBytes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const typename W::Input x = W::input(fed + r * fed_stride);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) w[p].add(sum[r][p], x);
+    }
+    weights += stride;
+    fed += kInputBytes<W>;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kParts; ++i) {
+        store(sums + r * line + p * kPanel + i * kWidth, sum[r][p][i], Full{});
+      }
+    }
+  }
+}
+
+using BlockFn = void (*)(const char*, std::int64_t, const char*, std::int64_t, std::int64_t, float*,
+                         bool, Ahead);
+
+template <class W, int R, int P>
+BlockFn block_for(std::int64_t rows, std::int64_t panels) {
+  if constexpr (R > 1) {
+    if (rows < R) return block_for<W, R - 1, P>(rows, panels);
+  }
+  if constexpr (P > 1) {
+    if (panels < P) return block_for<W, R, P - 1>(rows, panels);
+  }
+  return &block<W, R, P>;
+}
+
+// Rows whose sums lie in the first-level cache together, and the steps of weights that stay in the
+// second-level cache (or the first) while all of those rows pass.
+constexpr std::int64_t kRowsTogether = 48;
+constexpr std::int64_t kStepsTogether = 256;
+// How far ahead of one block of rows weights are fetched.
+constexpr std::int64_t kBytesAhead = 4096;
+
+// Rows of `fed` times panels of `matrix`; then, for each row and run of panels:
+// finish(row, panel, panels, sums), the sums in the order of the panels. A run holds all gates of
+// its outputs when `panels` does.
+template <class W, class F>
+void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
+                   Range panels, const F& finish) {
+  alignas(64) float sums[kRowsTogether * kMostPanels * kPanel];
+  constexpr std::int64_t line = kMostPanels * kPanel;
+  const std::int64_t steps = matrix.steps(), group = matrix.group();
+  for (std::int64_t panel = panels.begin; panel < panels.end;) {
+    std::int64_t together = group - panel % group;  // those of a group lie side by side
+    if (together > panels.end - panel) together = panels.end - panel;
+    std::int64_t stride;
+    const char* weights = matrix.at(panel, stride);
+    const std::int64_t lines = stride > 64 ? stride / 64 : 1;
+    for (std::int64_t row = rows.begin; row < rows.end;) {
+      const std::int64_t left = rows.end - row;
+      const std::int64_t count = left < kRowsTogether ? left : kRowsTogether;
+      const std::int64_t blocks = (count + kRows - 1) / kRows;
+      for (std::int64_t step = 0; step < steps; step += kStepsTogether) {
+        const std::int64_t n = steps - step < kStepsTogether ? steps - step : kStepsTogether;
+        const char* from = weights + step * stride;
+        for (std::int64_t p = 0; p < together; p += kPanelsAtOnce) {
+          const std::int64_t wide = together - p < kPanelsAtOnce ? together - p : kPanelsAtOnce;
+          for (std::int64_t b = 0; b < blocks; ++b) {
+            const Range part = share_of(count, b, blocks);
+            Ahead ahead{from + kBytesAhead, lines};
+            if (blocks > 1) {  // the blocks fetch the next steps together
+              ahead.lines = (lines + blocks - 1) / blocks;
+              ahead.next = from + n * stride + b * ahead.lines * 64 * n;
+              if (b * ahead.lines >= lines) ahead.lines = 0;
+            }
+            if (p > 0 || row > rows.begin) ahead.lines = 0;  // they are in the cache
+            block_for<W, kRows, kPanelsAtOnce>(part.end - part.begin, wide)(
+                from + p * W::kStepBytes, stride,
+                fed + (row + part.begin) * fed_stride + step * kInputBytes<W>, fed_stride, n,
+                sums + part.begin * line + p * kPanel, step == 0, ahead);
+          }
+        }
+      }
+      for (std::int64_t r = 0; r < count; ++r) finish(row + r, panel, together, sums + r * line);
+      row += count;
+    }
+    panel += together;
+  }
+}
+
+template <class Fed, class F>
+void multiply(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
+              Range panels, const F& finish) {
+  if (matrix.stored == Kind::i8) {
+    return multiply_with<WeightsByte<Fed>>(matrix, fed, fed_stride, rows, panels, finish);
+  }
+  if constexpr (Fed::kHalf) {
+    multiply_with<WeightsHalf>(matrix, fed, fed_stride, rows, panels, finish);
+  } else {
+    multiply_with<WeightsFloat>(matrix, fed, fed_stride, rows, panels, finish);
+  }
+}
+
+}  // namespace MS_ISA
+}  // namespace minserve
