@@ -15,6 +15,8 @@ constexpr int kParts = static_cast<int>(kPanel) / kWidth;  // vectors of a panel
 
 typedef std::int8_t VB __attribute__((vector_size(kWidth)));
 
+// Rows and panels of a block; panels where there is one row, whose sums must be enough to hide how
+// long an addition takes.
 #if defined(MS_AVX512)
 constexpr int kRows = 6, kPanelsAtOnce = 4;  // 24 sums, 4 weights, 1 activation in 32 registers
 #elif defined(MS_AVX2)
@@ -22,6 +24,7 @@ constexpr int kRows = 4, kPanelsAtOnce = 1;  // 8 sums, up to 4 halves of weight
 #else
 constexpr int kRows = 2, kPanelsAtOnce = 1;
 #endif
+constexpr int kPanelsOfOneRow = kParts > 2 ? 2 : 4;
 
 // --- activations as matrices read them: one element of memory and a broadcast of a step's
 
@@ -99,7 +102,14 @@ struct WeightsInTwo {  // of two inputs, as floats
   }
 };
 MS_CELL VF floats_of(VB bytes) {
+#if defined(MS_AVX512)
+  return (VF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(MS_AVX2)
+  const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(&bytes));
+  return (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low));
+#else
   return __builtin_convertvector(__builtin_convertvector(bytes, VI), VF);
+#endif
 }
 template <class F>
 struct WeightsByte : WeightsInTwo {
@@ -162,6 +172,56 @@ struct WeightsHalf : WeightsInTwo {
 template <class W>
 constexpr std::int64_t kInputBytes = W::kInputs * sizeof(typename W::Fed::element);
 
+// Bytes are turned into what products are formed of anew for every block of rows, so where there
+// are more blocks than one, a few steps are turned first: `steps` of P panels -> the layout of
+// WeightsFloat, or of WeightsHalf.
+template <class W>
+struct Turned {
+  using Weights = W;
+  static constexpr bool kNeeded = false;
+};
+template <>
+struct Turned<WeightsByte<FedFloat>> {
+  using Weights = WeightsFloat;
+  static constexpr bool kNeeded = true;
+  static MS_CELL void put(const WeightsByte<FedFloat>& w, char* to, std::int64_t panels) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) {
+      __builtin_memcpy(to + i * sizeof(VF), &w.first[i], sizeof(VF));
+      __builtin_memcpy(to + panels * 4 * kPanel + i * sizeof(VF), &w.second[i], sizeof(VF));
+    }
+  }
+};
+template <>
+struct Turned<WeightsByte<FedHalf>> {
+  using Weights = WeightsHalf;
+  static constexpr bool kNeeded = true;
+  static MS_CELL void put(const WeightsByte<FedHalf>& w, char* to, std::int64_t) {
+#if defined(MS_AVX512_BF16)
+    __builtin_memcpy(to, &w.w, sizeof(VU));
+#else
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) {
+      const VU both = (bit_cast<VU>(w.first[i]) >> 16) | bit_cast<VU>(w.second[i]);
+      __builtin_memcpy(to + i * sizeof(VU), &both, sizeof(VU));
+    }
+#endif
+  }
+};
+template <class W>
+void turn(const char* weights, std::int64_t stride, std::int64_t steps, std::int64_t panels,
+          char* to) {
+  constexpr std::int64_t bytes =
+      W::kInputs / Turned<W>::Weights::kInputs * Turned<W>::Weights::kStepBytes;
+  for (std::int64_t s = 0; s < steps; ++s) {
+    for (std::int64_t p = 0; p < panels; ++p) {
+      W w;
+      w.load(weights + s * stride + p * W::kStepBytes);
+      Turned<W>::put(w, to + s * panels * bytes + p * 4 * kPanel, panels);
+    }
+  }
+}
+
 // What is fetched while a block is computed: `lines` cache lines per step from `next` on.
 struct Ahead {
   const char* next;
@@ -189,9 +249,20 @@ inline __attribute__((noinline)) void block(const char* weights, std::int64_t st
   }
   for (std::int64_t s = 0; s < steps; ++s) {
     for (std::int64_t n = 0; n < ahead.lines; ++n, ahead.next += 64) {
-      __builtin_prefetch(ahead.next, 0, 3);
+      __builtin_prefetch(ahead.next, 0, 2);  // to the second level: the first is full
     }
     W w[P];
+    if constexpr (R == 1) {  // one after the other: no more of them in registers than needed
+      const typename W::Input x = W::input(fed);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) {
+        w[p].load(weights + p * W::kStepBytes);
+        w[p].add(sum[0][p], x);
+      }
+      weights += stride;
+      fed += kInputBytes<W>;
+      continue;
+    }
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) w[p].load(weights + p * W::kStepBytes);
 #pragma GCC unroll 8
@@ -229,12 +300,32 @@ BlockFn block_for(std::int64_t rows, std::int64_t panels) {
   return &block<W, R, P>;
 }
 
-// Rows whose sums lie in the first-level cache together, and the steps of weights that stay in the
-// second-level cache (or the first) while all of those rows pass.
+// Rows whose sums lie in the first-level cache together, and the steps of weights that stay near
+// while all of those rows pass: 32 KB at most.
 constexpr std::int64_t kRowsTogether = 48;
-constexpr std::int64_t kStepsTogether = 256;
+constexpr std::int64_t kStepsTogether = 128;
 // How far ahead of one block of rows weights are fetched.
 constexpr std::int64_t kBytesAhead = 4096;
+
+// The blocks of `count` rows, at most R each, times `panels` panels over `steps` steps.
+template <class W, int R, int P>
+void all_blocks(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
+                std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums,
+                bool begin, const char* next, std::int64_t lines) {
+  const std::int64_t blocks = (count + R - 1) / R;
+  const std::int64_t each = (lines + blocks - 1) / blocks;  // they fetch what follows together
+  for (std::int64_t p = 0; p < panels; p += P) {
+    const std::int64_t wide = panels - p < P ? panels - p : P;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const Range rows = share_of(count, b, blocks);
+      const bool fetch = p == 0 && b * each < lines;
+      block_for<W, R, P>(rows.end - rows.begin, wide)(
+          weights + p * W::kStepBytes, stride, fed + rows.begin * fed_stride, fed_stride, steps,
+          sums + rows.begin * kMostPanels * kPanel + p * kPanel, begin,
+          Ahead{next + b * each * 64 * steps, fetch ? each : 0});
+    }
+  }
+}
 
 // Rows of `fed` times panels of `matrix`; then, for each row and run of panels:
 // finish(row, panel, panels, sums), the sums in the order of the panels. A run holds all gates of
@@ -242,41 +333,49 @@ constexpr std::int64_t kBytesAhead = 4096;
 template <class W, class F>
 void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
                    Range panels, const F& finish) {
+  using Wide = typename Turned<W>::Weights;
+  constexpr std::int64_t turned_steps = W::kInputs / Wide::kInputs;  // for one step of W
   alignas(64) float sums[kRowsTogether * kMostPanels * kPanel];
-  constexpr std::int64_t line = kMostPanels * kPanel;
+  alignas(
+      64) char turned[Turned<W>::kNeeded ? kStepsTogether * kMostPanels * turned_steps * 64 : 64];
   const std::int64_t steps = matrix.steps(), group = matrix.group();
   for (std::int64_t panel = panels.begin; panel < panels.end;) {
     std::int64_t together = group - panel % group;  // those of a group lie side by side
     if (together > panels.end - panel) together = panels.end - panel;
     std::int64_t stride;
     const char* weights = matrix.at(panel, stride);
-    const std::int64_t lines = stride > 64 ? stride / 64 : 1;
     for (std::int64_t row = rows.begin; row < rows.end;) {
       const std::int64_t left = rows.end - row;
       const std::int64_t count = left < kRowsTogether ? left : kRowsTogether;
-      const std::int64_t blocks = (count + kRows - 1) / kRows;
       for (std::int64_t step = 0; step < steps; step += kStepsTogether) {
         const std::int64_t n = steps - step < kStepsTogether ? steps - step : kStepsTogether;
         const char* from = weights + step * stride;
-        for (std::int64_t p = 0; p < together; p += kPanelsAtOnce) {
-          const std::int64_t wide = together - p < kPanelsAtOnce ? together - p : kPanelsAtOnce;
-          for (std::int64_t b = 0; b < blocks; ++b) {
-            const Range part = share_of(count, b, blocks);
-            Ahead ahead{from + kBytesAhead, lines};
-            if (blocks > 1) {  // the blocks fetch the next steps together
-              ahead.lines = (lines + blocks - 1) / blocks;
-              ahead.next = from + n * stride + b * ahead.lines * 64 * n;
-              if (b * ahead.lines >= lines) ahead.lines = 0;
-            }
-            if (p > 0 || row > rows.begin) ahead.lines = 0;  // they are in the cache
-            block_for<W, kRows, kPanelsAtOnce>(part.end - part.begin, wide)(
-                from + p * W::kStepBytes, stride,
-                fed + (row + part.begin) * fed_stride + step * kInputBytes<W>, fed_stride, n,
-                sums + part.begin * line + p * kPanel, step == 0, ahead);
+        const char* input = fed + row * fed_stride + step * kInputBytes<W>;
+        // With one block weights are fetched a little ahead, with more the next steps' meanwhile;
+        // the first rows bring them into the cache for all others.
+        const char* next = from + (count > kRows ? n * stride : kBytesAhead);
+        std::int64_t lines = row > rows.begin ? 0 : stride > 64 ? stride / 64 : 1;
+        if constexpr (Turned<W>::kNeeded) {
+          if (count > kRows) {
+            turn<W>(from, stride, n, together, turned);
+            lines = (lines + turned_steps - 1) / turned_steps;
+            all_blocks<Wide, kRows, kPanelsAtOnce>(turned, together * Wide::kStepBytes, together,
+                                                   input, fed_stride, count, n * turned_steps, sums,
+                                                   step == 0, next, lines);
+            continue;
           }
         }
+        if (count == 1) {
+          all_blocks<W, 1, kPanelsOfOneRow>(from, stride, together, input, fed_stride, count, n,
+                                            sums, step == 0, next, lines);
+        } else {
+          all_blocks<W, kRows, kPanelsAtOnce>(from, stride, together, input, fed_stride, count, n,
+                                              sums, step == 0, next, lines);
+        }
       }
-      for (std::int64_t r = 0; r < count; ++r) finish(row + r, panel, together, sums + r * line);
+      for (std::int64_t r = 0; r < count; ++r) {
+        finish(row + r, panel, together, sums + r * kMostPanels * kPanel);
+      }
       row += count;
     }
     panel += together;

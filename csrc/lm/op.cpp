@@ -1,22 +1,38 @@
 // The whole language model as operators on the CPU: a step, a prefill, logits.
+#include <algorithm>
+#include <chrono>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <thread>
+#endif
+
 #include "../common/operators.h"
 #include "read_plan.h"
 
-#include <algorithm>
-#include <chrono>
-#include <thread>
-
 namespace minserve {
 
-void give_way() {
+#if defined(__linux__)
+void sleep_while(const std::int32_t* at, std::int32_t value) {
+  syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_sleepers(const std::int32_t* at) {
+  syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+#else
+void sleep_while(const std::int32_t*, std::int32_t) {
   std::this_thread::yield();
 }
+void wake_sleepers(const std::int32_t*) {}
+#endif
 
 namespace {
 
 constexpr std::int64_t kClosed = std::int64_t{1} << 32;
 // How long the first member waits for the others. Threads that sleep take some 50 us to come.
-constexpr auto kJoiningTime = std::chrono::milliseconds(2);
+constexpr auto kJoiningTime = std::chrono::milliseconds(1);
 // Weights per member and row below which another one costs more than it brings.
 constexpr std::int64_t kGrainBytes = 48 * 1024;
 
@@ -25,20 +41,18 @@ std::int64_t join(Team& team, bool first, std::int64_t pieces, std::int64_t want
   const std::int64_t me = __atomic_fetch_add(&team.joined, 1, __ATOMIC_ACQ_REL);
   if (me >= kClosed) return -1;
   __atomic_fetch_add(&team.claimed, pieces, __ATOMIC_ACQ_REL);
-  if (first) {
-    const auto last_call = std::chrono::steady_clock::now() + kJoiningTime;
-    for (std::int64_t turns = 0; __atomic_load_n(&team.claimed, __ATOMIC_ACQUIRE) < wanted &&
-                                 std::chrono::steady_clock::now() < last_call;
-         ++turns) {
-      Team::wait_a_little(turns);
-    }
-    team.size = __atomic_fetch_add(&team.joined, kClosed, __ATOMIC_ACQ_REL);
-    __atomic_store_n(&team.passed, 1, __ATOMIC_RELEASE);
-  } else {
-    for (std::int64_t turns = 0; !__atomic_load_n(&team.passed, __ATOMIC_ACQUIRE); ++turns) {
-      Team::wait_a_little(turns);
-    }
+  if (!first) {
+    team.passed.wait_while(0, nullptr, 0);
+    return me;
   }
+  const auto last_call = std::chrono::steady_clock::now() + kJoiningTime;
+  while (__atomic_load_n(&team.claimed, __ATOMIC_ACQUIRE) < wanted &&
+         std::chrono::steady_clock::now() < last_call) {
+    spin_pause();
+  }
+  team.size =
+      static_cast<std::int32_t>(__atomic_fetch_add(&team.joined, kClosed, __ATOMIC_ACQ_REL));
+  team.passed.set(1);
   return me;
 }
 

@@ -18,43 +18,62 @@ inline __attribute__((always_inline)) void spin_pause() {
 #endif
 }
 
-void give_way();  // lets another thread have the processor
+// Sleeps until *at is no longer `value` and somebody wakes it, or for no reason.
+void sleep_while(const std::int32_t* at, std::int32_t value);
+void wake_sleepers(const std::int32_t* at);
+
+// A number that threads wait for. They spin at first, for a phase takes microseconds; then they
+// sleep, for the thread waited for may need this processor.
+class Signal {
+ public:
+  std::int32_t value() const { return __atomic_load_n(&value_, __ATOMIC_ACQUIRE); }
+
+  void set(std::int32_t value) {
+    __atomic_store_n(&value_, value, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&sleepers_, __ATOMIC_SEQ_CST)) wake_sleepers(&value_);
+  }
+
+  // Returns once the value is not `old`; meanwhile fetches [next, next + bytes).
+  void wait_while(std::int32_t old, const char* next, std::int64_t bytes) {
+    const char* const end = next + bytes;
+    for (int turns = 0; value() == old;) {
+      if (next < end) {
+        __builtin_prefetch(next, 0, 2);
+        next += 64;
+      } else if (turns < kSpins) {
+        spin_pause();
+        ++turns;
+      } else {
+        __atomic_add_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
+        if (value() == old) sleep_while(&value_, old);
+        __atomic_sub_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kSpins = 2000;  // some 30 us
+  std::int32_t value_ = 0;
+  std::int32_t sleepers_ = 0;
+};
 
 struct Team {
   alignas(64) std::int64_t joined = 0;   // members, and 1 << 32 once nobody can join any more
-  alignas(64) std::int64_t claimed = 0;  // pieces that members and latecomers came with
-  alignas(64) std::int64_t arrived = 0;  // at the barrier
-  alignas(64) std::int64_t passed = 0;   // barriers
-  std::int64_t size = 1;
-
-  // Whether to go on waiting is looked at again and again; after a while others get their turn,
-  // for the one waited for may need this processor.
-  static void wait_a_little(std::int64_t turns) {
-    if (turns < 2000) {
-      spin_pause();
-    } else {
-      give_way();
-    }
-  }
+  alignas(64) std::int64_t claimed = 0;  // pieces that members came with
+  alignas(64) std::int32_t arrived = 0;  // at the barrier
+  alignas(64) Signal passed;             // barriers; the first is the closing of the team
+  std::int32_t size = 1;
 
   // Waits for all; meanwhile fetches [next, next + bytes), which is what this thread reads first
   // after it.
   void barrier(const char* next = nullptr, std::int64_t bytes = 0) {
     if (size == 1) return;
-    const std::int64_t turn = __atomic_load_n(&passed, __ATOMIC_ACQUIRE);
+    const std::int32_t turn = passed.value();
     if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
       __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
-      __atomic_store_n(&passed, turn + 1, __ATOMIC_RELEASE);
-      return;
-    }
-    const char* const end = next + bytes;
-    for (std::int64_t turns = 0; __atomic_load_n(&passed, __ATOMIC_ACQUIRE) == turn; ++turns) {
-      if (next < end) {
-        __builtin_prefetch(next, 0, 2);
-        next += 64;
-      } else {
-        wait_a_little(turns);
-      }
+      passed.set(turn + 1);
+    } else {
+      passed.wait_while(turn, next, bytes);
     }
   }
 };
