@@ -18,13 +18,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine import device
 from engine.config import ModelConfig
 from engine.models.lm import LM, Layer
 from engine.models.packed import PackedLM
 from engine.ops import cpu_isa
-from loadtest.peers.torch_lm import decode_step
 from loadtest.report import median
 
 _CPU = torch.device("cpu")
@@ -138,33 +138,58 @@ def peer_rows(
 
     inductor.freezing = True
     rows: list[dict[str, object]] = []
+    model = build(size, kind)
+    config = model.config
     for batch in batches:
-        step = torch.compile(decode_step(build(size, kind), batch), dynamic=False)
-        tokens = torch.randint(0, MODELS[size].vocab_size, (batch,))
-        seconds = seconds_of(lambda: step(tokens), budget)  # noqa: B023
+        step = torch.compile(plain_step(model), dynamic=False)
+        tokens = torch.randint(0, config.vocab_size, (batch,))
+        states = [torch.zeros(batch, config.inner) for _ in range(config.n_layers)]
+        seconds = seconds_of(lambda: step(tokens, states), budget)  # noqa: B023
         rows.append(_row(size, kind, "torch.compile", batch, batch / seconds, seconds))
     if prompt:
-        model = build(size, kind)
-        layers = list(cast("Iterable[Layer]", model.layers))
-
-        @torch.inference_mode()
-        def matrices(x: Tensor) -> Tensor:
-            """All of a prefill but its recurrences: a bound that flatters the peer."""
-            for layer in layers:
-                gates = layer.cell.gates(layer.cell_norm(x))
-                k, v = gates.chunk(2, dim=-1)
-                x = x + layer.cell.out(k.sigmoid() * v)
-                if layer.mlp is not None:
-                    x = x + layer.mlp(x)
-            return x
-
-        run = torch.compile(matrices, dynamic=False)
-        x = torch.randn(prompt, MODELS[size].d_model, dtype=model.norm.weight.dtype)
+        run = torch.compile(plain_matrices(model), dynamic=False)
+        x = torch.randn(prompt, config.d_model, dtype=model.norm.weight.dtype)
         seconds = seconds_of(lambda: run(x), budget)
-        rows.append(
-            _row(size, kind, "torch.compile", f"prefill {prompt}", prompt / seconds, seconds)
-        )
+        name = f"prefill {prompt}"
+        rows.append(_row(size, kind, "torch.compile", name, prompt / seconds, seconds))
     return rows
+
+
+def plain_step(model: LM) -> Callable[[Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]:
+    """One step of a minGRU in torch's operators: tokens [batch], states [batch, inner] of every
+    layer -> logits and the next states, as new tensors (what the compiler does best with)."""
+
+    @torch.no_grad()
+    def step(tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        x = functional.embedding(tokens, model.embedding.weight)
+        after = []
+        for layer, state in zip(cast("Iterable[Layer]", model.layers), states, strict=True):
+            k, v = layer.cell.gates(layer.cell_norm(x)).float().chunk(2, dim=-1)
+            after.append(torch.lerp(state, torch.where(v >= 0, v + 0.5, v.sigmoid()), k.sigmoid()))
+            x = x + layer.cell.out(after[-1].to(x.dtype))
+            if layer.mlp is not None:
+                x = x + layer.mlp(x)
+        head = model.embedding if model.head is None else model.head
+        return functional.linear(model.norm(x), head.weight).float(), after
+
+    return step
+
+
+def plain_matrices(model: LM) -> Callable[[Tensor], Tensor]:
+    """All of a prefill but embedding and recurrences, x [tokens, d_model] -> the same: less than
+    the peer has to do."""
+
+    @torch.no_grad()
+    def run(x: Tensor) -> Tensor:
+        for layer in cast("Iterable[Layer]", model.layers):
+            k, v = layer.cell.gates(layer.cell_norm(x)).chunk(2, dim=-1)
+            x = x + layer.cell.out(k.sigmoid() * v)
+            if layer.mlp is not None:
+                x = x + layer.mlp(x)
+        normed: Tensor = model.norm(x)
+        return normed
+
+    return run
 
 
 def _row(
@@ -195,8 +220,8 @@ def main(arguments: list[str] | None = None) -> None:
     _BEST = given.best
     torch.set_num_threads(given.threads)
     print(
-        f"{device.describe(_CPU)}, {given.threads} threads, {cpu_isa()}, torch {torch.__version__}, "
-        f"{'quickest calls' if _BEST else 'medians'}"
+        f"{device.describe(_CPU)}, {given.threads} threads, {cpu_isa()}, "
+        f"torch {torch.__version__}, {'quickest calls' if _BEST else 'medians'}"
     )
     for size in given.models:
         for kind in given.weights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -290,3 +291,19 @@ def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
         call(*arguments, weights, torch.cat([plan, plan[:1]]), state.cell, None)
     with pytest.raises(RuntimeError, match="plan"):
         call(*arguments, weights[:-64], plan, state.cell, None)
+
+
+def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
+    """Each call has a team of its own, and none waits for threads that another call holds."""
+    packed = PackedLM(wide({"cell": "minlstm"}))
+    tokens = random_tokens(211, 4, 20)
+    threads(2)
+    expected = stepped(packed, tokens, packed.new_state(4), int32([0, 1, 2, 3]))
+
+    def run(row: int) -> Tensor:
+        torch.set_num_threads(3)  # more threads in all than most machines have
+        return stepped(packed, tokens[row : row + 1], packed.new_state(1), int32([0]))
+
+    with ThreadPoolExecutor(4) as pool:
+        for row, got in enumerate(pool.map(run, range(4), timeout=60)):
+            assert torch.equal(got, expected[row : row + 1])
