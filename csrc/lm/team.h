@@ -52,7 +52,7 @@ class Signal {
   }
 
  private:
-  static constexpr int kSpins = 2000;  // some 30 us
+  static constexpr int kSpins = 2000;  // longer than the usual phase of a small model
   std::int32_t value_ = 0;
   std::int32_t sleepers_ = 0;
 };

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.config import SCAN_CHUNK
 from engine.models.cell import ModelState
 from engine.models.lm import LM
 from engine.models.packed import PackedLM, can_pack, pack_matrix
@@ -307,3 +308,17 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
     with ThreadPoolExecutor(4) as pool:
         for row, got in enumerate(pool.map(run, range(4), timeout=60)):
             assert torch.equal(got, expected[row : row + 1])
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_at_chunk_multiples_change_no_bit(cell: str, dtype: torch.dtype) -> None:
+    packed = PackedLM(wide({"cell": cell, "conv_kernel": 3}).to(dtype))
+    tokens = random_tokens(211, 2 * SCAN_CHUNK + 40)
+    state = packed.new_state(1)
+    expected = prefilled(packed, tokens, state, 0)
+    for first in (SCAN_CHUNK, 2 * SCAN_CHUNK):
+        other = packed.new_state(1)
+        parts = [prefilled(packed, part, other, 0) for part in tokens.tensor_split([first])]
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(other.cell, state.cell)
