@@ -31,7 +31,8 @@ Isa choose_isa() {
   if (want_generic || !avx2) return Isa::generic;
   if (!avx512 || want_avx2) return Isa::avx2;
   const bool want_avx512 = wish && !std::strcmp(wish, "avx512");
-  return __builtin_cpu_supports("avx512bf16") && !want_avx512 ? Isa::avx512_bf16 : Isa::avx512;
+  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  return bf16 && !want_avx512 ? Isa::avx512_bf16 : Isa::avx512;
 #else
   return Isa::generic;
 #endif

@@ -11,8 +11,8 @@ enum class Recurrence { linear, mingru, minlstm };
 void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward, const Tensor& like);
 void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 
-// The instruction set chosen on this machine. avx512_bf16 has kernels of its own for products only;
-// all else runs those of avx512.
+// The instruction set chosen on this machine. avx512_bf16 (with VBMI) has kernels of its own for
+// products only; all else runs those of avx512.
 enum class Isa { generic, avx2, avx512, avx512_bf16 };
 Isa isa();
 // Its name.

@@ -130,7 +130,11 @@ class _Writer:
             self.numbers(int(half), -1, -1, -1)
             return
         weight = cast("Tensor", module.weight)
-        scale = cast("Tensor", module.scale) if weight.dtype == torch.int8 else None
+        scale = None
+        if weight.dtype == torch.int8:
+            scale = cast("Tensor", module.scale)
+            if not weight.is_meta and bool((weight == -128).any()):
+                raise ValueError("an int8 matrix holds -128; allowed: -127 to 127")
         if bias is None:
             bias = cast("Tensor | None", getattr(module, "bias", None))
         self.numbers(_KINDS[weight.dtype], self.block.place(pack_matrix(self._read(weight), gates)))
@@ -194,7 +198,7 @@ class PackedLM:
     """`model`, laid out for the processor, with the same three reads as LM.
 
     model: see `can_pack`. With `take` its weights are moved: it is empty afterwards.
-    Raises ValueError for a model that cannot be packed.
+    Raises ValueError for a model that cannot be packed, or an int8 matrix with -128 in it.
     """
 
     def __init__(self, model: LM, *, take: bool = False) -> None:

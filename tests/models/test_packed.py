@@ -33,9 +33,9 @@ class _Int8(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        scale = weight.abs().amax(1).clamp(min=1e-12) / 127
+        scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
         self.weight = nn.Parameter(
-            (weight / scale[:, None]).round().to(torch.int8), requires_grad=False
+            (weight.float() / scale[:, None]).round().to(torch.int8), requires_grad=False
         )
         self.register_buffer("scale", scale)
         self.bias = bias
@@ -242,6 +242,10 @@ def test_models_that_cannot_be_packed() -> None:
     assert not can_pack(build({"cell": "mingru"}).half())
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         PackedLM(build({"cell": "mingru"}).half())
+    model, _ = quantized(build({"cell": "mingru"}))
+    model.layers[0].cell.gates.weight[0, 0] = -128
+    with pytest.raises(ValueError, match="-127 to 127"):
+        PackedLM(model)
 
 
 @pytest.mark.parametrize(
