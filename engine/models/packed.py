@@ -74,7 +74,7 @@ class _Block:
         self.used = 0
         self.memory: Tensor | None = None
         if size is not None:
-            pages = mmap.mmap(-1, size)
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # A step walks through all of it, and would look up 4 KB pages all the way.
                 pages.madvise(mmap.MADV_HUGEPAGE)
