@@ -96,6 +96,16 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor cu_seqlens, "
       "Tensor? h0, bool linear_candidate, bool normalize_gates) -> (Tensor grad_pre, Tensor "
       "grad_h0)");
+  // a whole packed language model on the CPU: one token of every row -> logits [batch, vocab]
+  m.def(
+      "lm_step(Tensor tokens, Tensor slots, Tensor weights, Tensor plan, Tensor(a!) cell, "
+      "Tensor(b!)? conv) -> Tensor");
+  // packed prompts -> hidden states after the final norm [tokens, d_model]
+  m.def(
+      "lm_prefill(Tensor tokens, Tensor cu_seqlens, Tensor slots, Tensor weights, Tensor plan, "
+      "Tensor(a!) cell, Tensor(b!)? conv) -> Tensor");
+  // such hidden states -> logits [n, vocab]
+  m.def("lm_logits(Tensor hidden, Tensor weights, Tensor plan) -> Tensor");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build
@@ -106,6 +116,9 @@ STABLE_TORCH_LIBRARY(minserve, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
   implement(m);
+  m.impl("lm_step", TORCH_BOX(&minserve::lm_step));
+  m.impl("lm_prefill", TORCH_BOX(&minserve::lm_prefill));
+  m.impl("lm_logits", TORCH_BOX(&minserve::lm_logits));
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);

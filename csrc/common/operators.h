@@ -43,5 +43,11 @@ void draw_(const Tensor& logits, const Tensor& tokens, const Tensor& slots, cons
            const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
            const Tensor& streams, const Tensor& stop_ids);
 std::tuple<Tensor, Tensor> target_logprobs(const Tensor& logits, const Tensor& targets);
+Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
+               const Tensor& cell, const MaybeTensor& conv);
+Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,
+                  const Tensor& weights, const Tensor& plan, const Tensor& cell,
+                  const MaybeTensor& conv);
+Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
 
 }  // namespace minserve

@@ -19,8 +19,6 @@ namespace minserve {
 
 namespace {
 
-enum class Isa { generic, avx2, avx512 };
-
 Isa choose_isa() {
 #if defined(MINSERVE_X86)
   __builtin_cpu_init();
@@ -33,21 +31,20 @@ Isa choose_isa() {
   const bool want_generic = wish && !std::strcmp(wish, "generic");
   const bool want_avx2 = wish && !std::strcmp(wish, "avx2");
   if (want_generic || !avx2) return Isa::generic;
-  return avx512 && !want_avx2 ? Isa::avx512 : Isa::avx2;
+  if (!avx512 || want_avx2) return Isa::avx2;
+  const bool want_avx512 = wish && !std::strcmp(wish, "avx512");
+  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  return bf16 && !want_avx512 ? Isa::avx512_bf16 : Isa::avx512;
 #else
   return Isa::generic;
 #endif
-}
-
-Isa isa() {
-  static const Isa chosen = choose_isa();
-  return chosen;
 }
 
 template <class Fn, class... Args>
 Fn by_isa(Fn (*generic_entry)(Args...), Fn (*avx2_entry)(Args...), Fn (*avx512_entry)(Args...),
           Args... args) {
   switch (isa()) {
+    case Isa::avx512_bf16:
     case Isa::avx512:
       return avx512_entry(args...);
     case Isa::avx2:
@@ -182,8 +179,15 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
 
 }  // namespace
 
+Isa isa() {
+  static const Isa chosen = choose_isa();
+  return chosen;
+}
+
 const char* cpu_isa() {
   switch (isa()) {
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
     case Isa::avx512:
       return "avx512";
     case Isa::avx2:

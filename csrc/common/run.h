@@ -14,7 +14,11 @@ void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 void run_draw(const DrawArgs& args, const Tensor& logits);
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 
-// Name of the instruction set chosen on this machine: generic, avx2 or avx512.
+// The instruction set chosen on this machine. avx512_bf16 (with VBMI) has kernels of its own for
+// products only; all else runs those of avx512.
+enum class Isa { generic, avx2, avx512, avx512_bf16 };
+Isa isa();
+// Its name.
 const char* cpu_isa();
 
 }  // namespace minserve

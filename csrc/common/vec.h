@@ -11,6 +11,10 @@
 #ifdef __CUDACC__
 #define MS_ISA cuda
 #include "device.cuh"
+#elif defined(MS_AVX512_BF16)
+#define MS_AVX512
+#define MS_ISA avx512_bf16
+#include <immintrin.h>
 #elif defined(MS_AVX512)
 #define MS_ISA avx512
 #include <immintrin.h>

@@ -1,0 +1,325 @@
+// The language model on the CPU: the phases of a step or of a part of a prefill, as every member of
+// a team goes through them. Compiled once per instruction set; see common/vec.h.
+#include "rows.h"
+
+namespace minserve {
+namespace MS_ISA {
+namespace {
+
+constexpr std::int64_t kFetchedEarly = 128 * 1024;  // bytes of weights, while waiting for others
+
+// How a product is cut: into `across` runs of panels, each of which `down` members share by rows.
+struct Cut {
+  Range rows, panels;
+};
+Cut cut_of(std::int64_t rows, std::int64_t units, std::int64_t gates, std::int64_t member,
+           std::int64_t size) {
+  std::int64_t best = 1, least = -1;
+  const std::int64_t blocks = (rows + kRows - 1) / kRows;
+  for (std::int64_t down = 1; down <= size && down <= blocks; ++down) {
+    if (size % down) continue;
+    const std::int64_t across = size / down;
+    const std::int64_t longest = ((units + across - 1) / across) * ((blocks + down - 1) / down);
+    if (least < 0 || longest < least) {
+      least = longest;
+      best = down;
+    }
+  }
+  const Range part = share_of(units, member / best, size / best);
+  return {share_of(rows, member % best, best), {part.begin * gates, part.end * gates}};
+}
+
+template <class Fed>
+class Model {
+ public:
+  Model(const Work& work, Team& team, std::int64_t member)
+      : work_(work), plan_(*work.plan), to_(work.buffers), team_(team), member_(member) {
+    fed_stride_ = up_to(plan_.width, kPanel) * kElement;
+    h_stride_ = up_to(plan_.inner, kPanel) * kElement;
+    mlp_stride_ = up_to(plan_.hidden, kPanel) * kElement;
+  }
+
+  void run() {
+    if (work_.hidden) {
+      feed_rows(work_.hidden, plan_.width, to_.fed, fed_stride_);
+      wait_before(plan_.head);
+      return head(to_.fed);
+    }
+    if (work_.tokens) {
+      embed();
+      wait_before(first_matrix(work_.layers[0]));
+    }
+    if (work_.whole_step) {
+      for (std::int64_t l = 0; l < plan_.layers; ++l) {
+        front(l);
+        back(l);
+      }
+    } else {
+      if (work_.back_of >= 0) back(work_.back_of);
+      if (work_.front_of >= 0) front(work_.front_of);
+    }
+    if (work_.logits) {
+      head(norm(plan_.norm, plan_.head));
+    } else if (work_.normed) {
+      const Range mine = share_of(work_.rows, member_, team_.size);
+      for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+        float* to = work_.normed + r * plan_.width;
+        norm_row(x(r), plan_.norm, plan_.width, plan_.eps,
+                 [&](std::int64_t c, VF v, auto lanes) { store(to + c, v, lanes); });
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kElement = sizeof(typename Fed::element);
+
+  float* x(std::int64_t row) const { return to_.x + row * plan_.width; }
+
+  // --- waiting, and what is read after it
+
+  Cut cut(const Matrix& m) const {
+    return cut_of(work_.rows, m.panels() / m.gates, m.gates, member_, team_.size);
+  }
+  void wait_before(const Matrix& next) {
+    const Cut mine = cut(next);
+    std::int64_t stride;
+    const char* from = next.at(mine.panels.begin, stride);
+    const std::int64_t bytes =
+        (mine.panels.end - mine.panels.begin) * next.steps() * next.step_bytes();
+    team_.barrier(from, bytes < kFetchedEarly ? bytes : kFetchedEarly);
+  }
+  const Matrix& first_matrix(const LayerPlan& layer) const {
+    return layer.conv_taps ? layer.pointwise : layer.gates;
+  }
+  const Matrix& after_back(std::int64_t l) const {
+    return l + 1 < plan_.layers ? first_matrix(work_.layers[l + 1]) : plan_.head;
+  }
+
+  // --- rows into what matrices read
+
+  template <class F>
+  void each_piece(const F& f) const {  // (row, begin, end): a row's channels in runs
+    constexpr std::int64_t run = 64;
+    const std::int64_t runs = (plan_.width + run - 1) / run;
+    const Range mine = share_of(work_.rows * runs, member_, team_.size);
+    for (std::int64_t i = mine.begin; i < mine.end; ++i) {
+      const std::int64_t begin = i % runs * run;
+      f(i / runs, begin, begin + run < plan_.width ? begin + run : plan_.width);
+    }
+  }
+  void embed() const {
+    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
+      const std::int64_t token = work_.long_tokens
+                                     ? static_cast<const std::int64_t*>(work_.tokens)[row]
+                                     : static_cast<const std::int32_t*>(work_.tokens)[row];
+      if (token < 0 || token >= plan_.vocab) {  // of a row that is skipped: the host has looked
+        for (std::int64_t c = begin; c < end; ++c) x(row)[c] = 0.0f;
+      } else if (plan_.embedding) {
+        table_row(plan_, token, begin, end, x(row));
+      } else {
+        packed_row(plan_.head, token, begin, end, x(row));
+      }
+    });
+  }
+  void feed_rows(const float* from, std::int64_t width, char* to, std::int64_t stride) const {
+    const Range mine = share_of(work_.rows, member_, team_.size);
+    for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+      each_vector(0, width, [&](std::int64_t c, auto lanes) {
+        Fed::put(to + r * stride, c, load<VF>(from + r * width + c, lanes));
+      });
+    }
+  }
+  // RMSNorm of x for `next`; a few rows by every member for itself.
+  const char* norm(const float* weight, const Matrix& next) {
+    const bool own = work_.rows <= kOwnRows;
+    char* to = own ? to_.own + member_ * kOwnRows * up_to(fed_stride_, 64) : to_.fed;
+    const Range mine = own ? Range{0, work_.rows} : share_of(work_.rows, member_, team_.size);
+    for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+      norm_row(x(r), weight, plan_.width, plan_.eps,
+               [&](std::int64_t c, VF v, auto) { Fed::put(to + r * fed_stride_, c, v); });
+    }
+    if (!own) wait_before(next);
+    return to;
+  }
+
+  // --- matrices
+
+  template <class F>
+  void product(const Matrix& m, const char* fed, std::int64_t stride, const F& finish) const {
+    const Cut mine = cut(m);
+    multiply<Fed>(m, fed, stride, mine.rows, mine.panels, finish);
+  }
+  void add_to_x(const Matrix& m, const char* fed, std::int64_t stride) const {
+    product(m, fed, stride,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              each_output(Output{m, panel, sums}, panels, [&](std::int64_t c, auto lanes, VF v) {
+                store(x(row) + c, load<VF>(x(row) + c, lanes) + v, lanes);
+              });
+            });
+  }
+  void head(const char* fed) const {
+    product(plan_.head, fed, fed_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              float* to = work_.logits + row * plan_.vocab;
+              each_output(Output{plan_.head, panel, sums}, panels,
+                          [&](std::int64_t c, auto lanes, VF v) { store(to + c, v, lanes); });
+            });
+  }
+
+  // --- the halves of a layer
+
+  void front(std::int64_t l) {
+    const LayerPlan& layer = work_.layers[l];
+    if (layer.conv_taps) {
+      if (work_.conv) {
+        convolve_step(l);
+      } else {
+        feed_rows(to_.mixed, plan_.width, to_.fed, fed_stride_);
+      }
+      wait_before(layer.pointwise);
+      add_to_x(layer.pointwise, to_.fed, fed_stride_);
+      wait_before(layer.gates);
+    }
+    const char* fed = norm(layer.cell_norm, layer.gates);
+    if (!work_.cell) return keep_gates(layer.gates, fed);
+    if (plan_.lstm) {
+      recur_in_place<MinLstmCell<VF>>(l, fed);
+    } else {
+      recur_in_place<MinGruCell<VF>>(l, fed);
+    }
+    wait_before(layer.out.data ? layer.out : layer.mlp_norm ? layer.up : after_back(l));
+  }
+
+  void back(std::int64_t l) {
+    const LayerPlan& layer = work_.layers[l];
+    if (to_.scanned) {
+      feed_rows(to_.scanned, plan_.inner, to_.h, h_stride_);
+      team_.barrier();
+    }
+    const Matrix& after = layer.mlp_norm ? layer.up : after_back(l);
+    if (layer.out.data) {
+      add_to_x(layer.out, to_.h, h_stride_);
+      wait_before(after);
+    } else {
+      add_hidden();
+      wait_before(after);
+    }
+    if (!layer.mlp_norm) return;
+    const char* fed = norm(layer.mlp_norm, layer.up);
+    product(layer.up, fed, fed_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              char* to = to_.mlp + row * mlp_stride_;
+              each_output(Output{layer.up, panel, sums}, panels,
+                          [&](std::int64_t c, auto, VF v) { Fed::put(to, c, gelu(v)); });
+            });
+    wait_before(layer.down);
+    add_to_x(layer.down, to_.mlp, mlp_stride_);
+    wait_before(after_back(l));
+  }
+
+  void convolve_step(std::int64_t l) const {
+    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
+      const auto put = [&](std::int64_t c, VF v) { Fed::put(to_.fed + row * fed_stride_, c, v); };
+      const std::int64_t slot = work_.slots[row];
+      if (slot < 0) {
+        each_vector(begin, end, [&](std::int64_t c, auto) { put(c, splat<VF>(0.0f)); });
+        return;
+      }
+      convolve(plan_, work_.layers[l], x(row),
+               work_.conv + l * work_.conv_layer + slot * work_.conv_slot, work_.conv_tap, begin,
+               end, put);
+    });
+  }
+
+  void keep_gates(const Matrix& gates, const char* fed) const {
+    product(gates, fed, fed_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              const Output out{gates, panel, sums};
+              float* to = to_.pre + row * gates.gates * gates.outputs;
+              for (std::int64_t p = 0; p < panels; ++p) {
+                const std::int64_t first = (panel + p) / gates.gates * kPanel;
+                for (int part = 0; part < kParts; ++part) {
+                  const std::int64_t c = first + part * kWidth, left = gates.outputs - c;
+                  float* at = to + (panel + p) % gates.gates * gates.outputs + c;
+                  if (left >= kWidth) {
+                    store(at, out.vector(p, part), Full{});
+                  } else if (left > 0) {
+                    store(at, out.vector(p, part), Part{static_cast<int>(left)});
+                  }
+                }
+              }
+            });
+  }
+
+  template <class Cell>
+  void recur_in_place(std::int64_t l, const char* fed) const {
+    ScanArgs choice;
+    choice.linear_candidate = plan_.linear_candidate;
+    choice.normalize_gates = plan_.normalize_gates;
+    with_options<true>(choice, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
+  }
+  template <class Cell, class O>
+  void recur_with(const O& options, std::int64_t l, const char* fed) const {
+    const Matrix& gates = work_.layers[l].gates;
+    product(gates, fed, fed_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              const Output out{gates, panel, sums};
+              const std::int64_t slot = work_.slots[row];
+              char* h = to_.h + row * h_stride_;
+              for (std::int64_t p = 0; p < panels; p += Cell::kInputs) {
+                const std::int64_t first = (panel + p) / Cell::kInputs * kPanel;
+#pragma GCC unroll 4
+                for (int part = 0; part < kParts; ++part) {
+                  const std::int64_t c = first + part * kWidth, left = plan_.inner - c;
+                  VF in[Cell::kInputs];
+#pragma GCC unroll 4
+                  for (int n = 0; n < Cell::kInputs; ++n) in[n] = out.vector(p + n, part);
+                  if (slot < 0 || left <= 0) {
+                    Fed::put(h, c, splat<VF>(0.0f));
+                    continue;
+                  }
+                  float* state = work_.cell + l * work_.cell_layer + slot * work_.cell_slot + c;
+                  if (left >= kWidth) {
+                    Fed::put(h, c, recur<Cell>(options, in, state, Full{}));
+                  } else {
+                    Fed::put(h, c, recur<Cell>(options, in, state, Part{static_cast<int>(left)}));
+                  }
+                }
+              }
+            });
+  }
+
+  // x += h, where there is no projection.
+  void add_hidden() const {
+    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
+      const auto* h = reinterpret_cast<const typename Fed::element*>(to_.h + row * h_stride_);
+      each_vector(begin, end, [&](std::int64_t c, auto lanes) {
+        store(x(row) + c, load<VF>(x(row) + c, lanes) + load<VF>(h + c, lanes), lanes);
+      });
+    });
+  }
+
+  const Work& work_;
+  const Plan& plan_;
+  const Buffers& to_;
+  Team& team_;
+  const std::int64_t member_;
+  std::int64_t fed_stride_, h_stride_, mlp_stride_;
+};
+
+}  // namespace
+
+std::int64_t fed_bytes(bool half) {
+  return half ? sizeof(FedHalf::element) : sizeof(FedFloat::element);
+}
+
+void run_lm(const Work& work, Team& team, std::int64_t member) {
+  if (work.plan->half) {
+    Model<FedHalf>(work, team, member).run();
+  } else {
+    Model<FedFloat>(work, team, member).run();
+  }
+}
+
+}  // namespace MS_ISA
+}  // namespace minserve

@@ -1,0 +1,163 @@
+// What happens to rows between matrices: gathering, norms, convolution, GELU, recurrence.
+#pragma once
+
+#include "../minlstm/cell.h"
+#include "../mingru/cell.h"
+#include "multiply.h"
+
+namespace minserve {
+namespace MS_ISA {
+
+// f(channel, lanes) for all vectors of [begin, end), of which the last may be a part.
+template <class F>
+MS_CELL void each_vector(std::int64_t begin, std::int64_t end, const F& f) {
+  std::int64_t c = begin;
+  for (; c + kWidth <= end; c += kWidth) f(c, Full{});
+  if (c < end) f(c, Part{static_cast<int>(end - c)});
+}
+
+// x <- RMSNorm(x) * weight, given to put(channel, vector). Four partial sums, combined in one
+// order.
+template <class F>
+MS_CELL void norm_row(const float* x, const float* weight, std::int64_t width, float eps,
+                      const F& put) {
+  VF sums[4] = {};
+  int which = 0;
+  each_vector(0, width, [&](std::int64_t c, auto lanes) {
+    const VF v = load<VF>(x + c, lanes);
+    sums[which & 3] = fmadd(v, v, sums[which & 3]);
+    ++which;
+  });
+  const VF total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  float sum = 0;
+  for (int i = 0; i < kWidth; ++i) sum += total[i];
+  const float inverse = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+  each_vector(0, width, [&](std::int64_t c, auto lanes) {
+    put(c, load<VF>(x + c, lanes) * inverse * load<VF>(weight + c, lanes), lanes);
+  });
+}
+
+// Exact GELU, x Phi(x). Phi(-|x|) = e^(-x^2 / 2) R(|x|), and R is a polynomial in
+// t = 1 / (1 + 0.35 |x|), fitted to 3.3e-8 relative for |x| < 13.5, beyond which fp32 has no Phi.
+MS_CELL VF gelu(VF x) {
+  const VF z = absolute(x);
+  const VF t = reciprocal(fmadd(z, splat<VF>(0.35f), splat<VF>(1.0f)));
+  VF p = splat<VF>(-0.02912518536240713);
+  p = fmadd(p, t, splat<VF>(0.14386909192582079));
+  p = fmadd(p, t, splat<VF>(-0.2554983123950566));
+  p = fmadd(p, t, splat<VF>(0.15892230655614997));
+  p = fmadd(p, t, splat<VF>(-0.02293235342369594));
+  p = fmadd(p, t, splat<VF>(0.10543088492856707));
+  p = fmadd(p, t, splat<VF>(0.1198529722356249));
+  p = fmadd(p, t, splat<VF>(0.13985900529904477));
+  p = fmadd(p, t, splat<VF>(0.13962157445538986));
+  const VF tail = exp2_of(z * z * splat<VF>(-0.5 * kLog2e)) * (p * t);
+  // Where exp2_of has reached its floor, nothing is left of the tail.
+  const VF kept = z > splat<VF>(13.0f) ? splat<VF>(0.0f) : tail;
+  return x * (x > splat<VF>(0.0f) ? 1.0f - kept : kept);
+}
+
+// Channels [begin, end) of row `index` of a table of `width` columns -> x.
+MS_CELL void table_row(const Plan& plan, std::int64_t index, std::int64_t begin, std::int64_t end,
+                       float* x) {
+  const std::int64_t at = index * plan.width;
+  each_vector(begin, end, [&](std::int64_t c, auto lanes) {
+    VF v;
+    if (plan.embedding_stored == Kind::f32) {
+      v = load<VF>(reinterpret_cast<const float*>(plan.embedding) + at + c, lanes);
+    } else if (plan.embedding_stored == Kind::bf16) {
+      v = load<VF>(reinterpret_cast<const bf16*>(plan.embedding) + at + c, lanes);
+    } else {
+      VB bytes = {};
+      const std::int64_t left = end - c < kWidth ? end - c : kWidth;
+      __builtin_memcpy(&bytes, plan.embedding + at + c, static_cast<std::size_t>(left));
+      v = floats_of(bytes) * plan.embedding_scale[index];
+    }
+    store(x + c, v, lanes);
+  });
+}
+
+// The same from the packed head, where the embedding is tied to it: one element of each step.
+inline void packed_row(const Matrix& head, std::int64_t index, std::int64_t begin, std::int64_t end,
+                       float* x) {
+  std::int64_t stride;
+  const char* panel = head.at(index / kPanel, stride);
+  const std::int64_t lane = index % kPanel;
+  for (std::int64_t c = begin; c < end; ++c) {
+    if (head.stored == Kind::f32) {
+      __builtin_memcpy(x + c, panel + c * stride + lane * 4, 4);
+    } else if (head.stored == Kind::bf16) {
+      std::uint16_t bits;
+      __builtin_memcpy(&bits, panel + c / 2 * stride + lane * 4 + c % 2 * 2, 2);
+      const std::uint32_t word = static_cast<std::uint32_t>(bits) << 16;
+      __builtin_memcpy(x + c, &word, 4);
+    } else {
+      const char* at = panel + c / 2 * stride + c % 2 * kPanel + lane;
+      x[c] = static_cast<float>(*reinterpret_cast<const std::int8_t*>(at)) * head.scale[index];
+    }
+  }
+}
+
+// One vector of a matrix' output: sums, scaled and with the bias where there are some.
+struct Output {
+  const Matrix& matrix;
+  std::int64_t panel;  // of the run that finish() was given
+  const float* sums;
+
+  // Vector `part` of panel `p` of the run.
+  MS_CELL VF vector(std::int64_t p, int part) const {
+    const std::int64_t at = p * kPanel + part * kWidth, column = panel * kPanel + at;
+    VF v = load<VF>(sums + at, Full{});
+    if (matrix.scale) v = v * load<VF>(matrix.scale + column, Full{});
+    if (matrix.bias) v = v + load<VF>(matrix.bias + column, Full{});
+    return v;
+  }
+};
+
+// f(channel, lanes, vector) for the outputs of a run of panels of one matrix.
+template <class F>
+MS_CELL void each_output(const Output& out, std::int64_t panels, const F& f) {
+  for (std::int64_t p = 0; p < panels; ++p) {
+    const std::int64_t first = (out.panel + p) * kPanel;
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const std::int64_t c = first + part * kWidth, left = out.matrix.outputs - c;
+      if (left >= kWidth) {
+        f(c, Full{}, out.vector(p, part));
+      } else {
+        f(c, Part{static_cast<int>(left < 0 ? 0 : left)}, out.vector(p, part));
+      }
+    }
+  }
+}
+
+// One vector of a step of the recurrence: the bits of common/step_cpu.h.
+template <class Cell, class O, class L>
+MS_CELL VF recur(const O& options, const VF (&in)[Cell::kInputs], float* state, L lanes) {
+  const VF before = load<VF>(state, lanes);
+  const Affine<VF> step = Cell::affine(options, in);
+  store(state, fmadd(step.a, before, fmadd(step.a, splat<VF>(0.0f), step.b)), lanes);
+  return fmadd(step.a, before, step.b);
+}
+
+// Channels [begin, end) of one row of the depthwise convolution; its carried inputs move on.
+template <class F>
+MS_CELL void convolve(const Plan& plan, const LayerPlan& layer, const float* x, float* state,
+                      std::int64_t tap_stride, std::int64_t begin, std::int64_t end, const F& put) {
+  const std::int64_t columns = up_to(plan.width, kPanel), kept = plan.taps - 1;
+  each_vector(begin, end, [&](std::int64_t c, auto lanes) {
+    VF sum = layer.conv_bias ? load<VF>(layer.conv_bias + c, lanes) : splat<VF>(0.0f);
+    for (std::int64_t k = 0; k < kept; ++k) {
+      const VF input = load<VF>(state + k * tap_stride + c, lanes);
+      sum = fmadd(load<VF>(layer.conv_taps + k * columns + c, lanes), input, sum);
+      if (k > 0) store(state + (k - 1) * tap_stride + c, input, lanes);
+    }
+    const VF newest = load<VF>(x + c, lanes);
+    sum = fmadd(load<VF>(layer.conv_taps + kept * columns + c, lanes), newest, sum);
+    store(state + (kept - 1) * tap_stride + c, newest, lanes);
+    put(c, sum);
+  });
+}
+
+}  // namespace MS_ISA
+}  // namespace minserve

@@ -1,0 +1,258 @@
+"""PackedLM: an LM whose weights are laid out for the processor, with one operator call per step.
+
+All weights lie in one block of memory, in the order in which a step reads them; csrc/lm/plan.h
+draws the layout of a matrix and the operators' pages (engine/ops/lm.py) say what is computed.
+
+Sums are fp32 and every output is summed in one order, whatever else is in the batch: a row's logits
+have the same bits at every batch size, slot and number of threads, and reading a prompt differs
+from stepping through it by the rounding of the scan's carries alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.models.cell import ModelState
+from engine.models.lm import LM, Layer
+from engine.ops.lm import lm_logits, lm_prefill, lm_step
+
+_VERSION = 1
+_PANEL = 16  # outputs of a panel
+_GROUP = 4  # panels side by side; where three gates alternate, three
+_LINE = 64  # bytes of a cache line: where every tensor begins
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+def can_pack(model: LM) -> bool:
+    """Whether `model` can be packed: on the CPU, its weights float32 or bfloat16 throughout, apart
+    from int8 matrices with a scale per row."""
+    kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
+    on_cpu = all(weight.device.type == "cpu" for weight in model.parameters())
+    return on_cpu and len(kinds) == 1 and kinds <= {torch.float32, torch.bfloat16}
+
+
+def _panels(weight: Tensor, gates: int) -> Tensor:
+    """weight [gates * outputs, inputs] -> [panels, 16, inputs], the gates' panels alternating."""
+    outputs = weight.shape[0] // gates
+    count = -(-outputs // _PANEL)
+    padded = weight.new_zeros(gates, count * _PANEL, *weight.shape[1:])
+    padded[:, :outputs] = weight.view(gates, outputs, *weight.shape[1:])
+    by_panel = padded.view(gates, count, _PANEL, *weight.shape[1:]).transpose(0, 1)
+    return by_panel.reshape(gates * count, _PANEL, *weight.shape[1:])
+
+
+def pack_matrix(weight: Tensor, gates: int = 1) -> Tensor:
+    """weight [gates * outputs, inputs], float32, bfloat16 or int8 -> the same numbers in the order
+    of csrc/lm/plan.h, flat."""
+    panels = _panels(weight, gates)  # [panels, 16, inputs]
+    per_step = 1 if weight.dtype == torch.float32 else 2
+    if panels.shape[2] % per_step:
+        panels = nn.functional.pad(panels, (0, 1))
+    steps = panels.unflatten(2, (-1, per_step))  # [panels, 16, steps, inputs of a step]
+    # bfloat16 has the inputs of one output side by side, int8 the outputs of one input.
+    order = (2, 0, 3, 1) if weight.dtype == torch.int8 else (2, 0, 1, 3)
+    groups = steps.split(3 if gates == 3 else _GROUP)
+    return torch.cat([group.permute(order).flatten() for group in groups])
+
+
+def pack_vector(vector: Tensor, gates: int = 1) -> Tensor:
+    """vector [gates * outputs] -> fp32 [panels * 16], in the order of the packed outputs."""
+    return _panels(vector.detach().float(), gates).flatten()
+
+
+class _Block:
+    """Memory for packed tensors, one after the other; without a size it only counts."""
+
+    def __init__(self, size: int | None = None) -> None:
+        self.used = 0
+        self.memory: Tensor | None = None
+        if size is not None:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                # A step walks through all of it, and would look up 4 KB pages all the way.
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self.memory = torch.frombuffer(pages, dtype=torch.uint8)
+
+    def place(self, tensor: Tensor) -> int:
+        """Copies `tensor` in and returns its offset in bytes."""
+        offset, size = self.used, tensor.numel() * tensor.element_size()
+        self.used += -(-size // _LINE) * _LINE
+        if self.memory is not None:
+            flat = tensor.contiguous().flatten().view(torch.uint8)
+            self.memory[offset : offset + size] = flat
+        return offset
+
+
+class _Writer:
+    """Lays a model out in a block; `plan` are the numbers that csrc/lm/read_plan.cpp reads.
+
+    With `take`, a weight leaves the model as soon as it is packed, so that the model is never in
+    memory twice.
+    """
+
+    def __init__(self, block: _Block, take: bool) -> None:
+        self.block = block
+        self.take = take
+        self.plan: list[int] = []
+
+    def numbers(self, *values: int) -> None:
+        self.plan.extend(values)
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        data = tensor.detach()
+        return data if self.block.memory is not None else data.to("meta")
+
+    def _done(self, *tensors: Tensor | None) -> None:
+        if self.take and self.block.memory is not None:
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.data = tensor.new_empty(0)
+
+    def vector(self, vector: Tensor | None, gates: int = 1) -> None:
+        self.numbers(-1 if vector is None else self._place_vector(vector, gates))
+        self._done(vector)
+
+    def _place_vector(self, vector: Tensor, gates: int = 1) -> int:
+        return self.block.place(pack_vector(self._read(vector), gates))
+
+    def matrix(
+        self, module: nn.Module | None, half: bool, gates: int = 1, bias: Tensor | None = None
+    ) -> None:
+        """Type, weights, scale and bias of a linear map, or that there is none."""
+        if module is None:
+            self.numbers(int(half), -1, -1, -1)
+            return
+        weight = cast("Tensor", module.weight)
+        scale = None
+        if weight.dtype == torch.int8:
+            scale = cast("Tensor", module.scale)
+            if not weight.is_meta and bool((weight == -128).any()):
+                raise ValueError("an int8 matrix holds -128; allowed: -127 to 127")
+        if bias is None:
+            bias = cast("Tensor | None", getattr(module, "bias", None))
+        self.numbers(_KINDS[weight.dtype], self.block.place(pack_matrix(self._read(weight), gates)))
+        self.vector(scale, gates)
+        self.vector(bias, gates)
+        self._done(weight)
+
+    def table(self, module: nn.Module, half: bool, tied: bool) -> None:
+        """The embedding, by rows; nothing when it is tied to the head."""
+        weight = cast("Tensor", module.weight)
+        if tied:
+            self.numbers(int(half), -1, -1)
+            return
+        self.numbers(_KINDS[weight.dtype], self.block.place(self._read(weight)))
+        self.vector(cast("Tensor", module.scale) if weight.dtype == torch.int8 else None)
+        self._done(weight)
+
+    def convolution(self, layer: Layer) -> None:
+        if layer.conv is None:
+            self.numbers(-1, -1, -1)
+            return
+        weight = self._read(layer.conv.weight).float()  # [d_model, taps]
+        by_tap = nn.functional.pad(weight.t(), (0, -weight.shape[0] % _PANEL))
+        self.numbers(self.block.place(by_tap), self._place_vector(weight.flatten()))
+        self.vector(layer.conv.bias)
+        self._done(layer.conv.weight)
+
+    def model(self, model: LM, half: bool) -> None:
+        config = model.config
+        gates = config.gates
+        self.numbers(
+            _VERSION,
+            int(config.cell == "minlstm"),
+            int(config.candidate == "linear"),
+            int(config.normalize_gates),
+            int(half),
+            struct.unpack("<q", struct.pack("<d", config.norm_eps))[0],
+            config.n_layers,
+            config.d_model,
+            config.inner,
+            config.mlp_hidden,
+            config.vocab_size,
+            config.conv_kernel,
+        )
+        self.table(model.embedding, half, tied=model.head is None)
+        self.vector(model.norm.weight)
+        head: nn.Module = model.embedding if model.head is None else model.head
+        self.matrix(head, half, bias=model.head_bias)
+        for layer in cast("Iterable[Layer]", model.layers):
+            self.convolution(layer)
+            self.matrix(layer.conv.pointwise if layer.conv else None, half)
+            self.vector(layer.cell_norm.weight)
+            self.matrix(layer.cell.gates, half, gates)
+            self.matrix(layer.cell.out if config.out_projection else None, half)
+            self.vector(layer.mlp.norm.weight if layer.mlp else None)
+            self.matrix(layer.mlp.up if layer.mlp else None, half)
+            self.matrix(layer.mlp.down if layer.mlp else None, half)
+
+
+class PackedLM:
+    """`model`, laid out for the processor, with the same three reads as LM.
+
+    model: see `can_pack`. With `take` its weights are moved: it is empty afterwards.
+    Raises ValueError for a model that cannot be packed, or an int8 matrix with -128 in it.
+    """
+
+    def __init__(self, model: LM, *, take: bool = False) -> None:
+        if not can_pack(model):
+            raise ValueError("only float32 or bfloat16 models on the CPU, or int8 ones, are packed")
+        self.config: ModelConfig = model.config
+        self.parameters_count = sum(weight.numel() for weight in model.parameters())
+        half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+        self._initial = model.initial_state_rows().float()
+        counted = _Block()
+        _Writer(counted, take=False).model(model, half)
+        block = _Block(counted.used)
+        writer = _Writer(block, take)
+        writer.model(model, half)
+        assert block.memory is not None
+        self._weights = block.memory
+        self._plan = torch.tensor(writer.plan, dtype=torch.int64)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights, all of which a step reads (but for an untied embedding)."""
+        return self._weights.numel()
+
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """As LM.prefill; the hidden states [tokens, d_model] are fp32.
+
+        Raises RuntimeError for tokens, slots or sequence bounds out of range.
+        """
+        return lm_prefill(
+            tokens, cu_seqlens, slots, self._weights, self._plan, state.cell, state.conv
+        )
+
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """One token of every sequence: tokens [batch], slots [batch] int32 (negative: the row is
+        skipped, its logits mean nothing) -> logits fp32 [batch, vocab_size].
+
+        Raises RuntimeError for tokens or slots out of range.
+        """
+        return lm_step(tokens, slots, self._weights, self._plan, state.cell, state.conv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden fp32 [n, d_model] -> fp32 [n, vocab_size]."""
+        return lm_logits(hidden, self._weights, self._plan)
+
+    def initial_state_rows(self) -> Tensor:
+        """Every layer's h_0: [layers, inner] fp32."""
+        return self._initial
+
+    def new_state(self, rows: int) -> ModelState:
+        """State for `rows` sequences that have read nothing yet."""
+        config = self.config
+        conv = None
+        if config.conv_kernel:
+            conv = torch.zeros(config.n_layers, rows, config.conv_kernel - 1, config.d_model)
+        return ModelState(self._initial.unsqueeze(1).repeat(1, rows, 1), conv)

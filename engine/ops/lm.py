@@ -1,0 +1,81 @@
+"""lm_step, lm_prefill, lm_logits: a whole packed language model on the CPU, one call per step.
+
+`weights` and `plan` come from engine/models/packed.py, which names what they hold; the model's
+equations are those of engine/models/lm.py. All threads go through a call's phases together and
+meet at barriers. Matrices are read once per call and row block; what is multiplied with bfloat16
+weights is rounded to bfloat16 first, all else is fp32.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+
+
+def lm_step(
+    tokens: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    plan: Tensor,
+    cell: Tensor,
+    conv: Tensor | None,
+) -> Tensor:
+    """One token of every row.
+
+    Args:
+        tokens: int32 or int64 [batch].
+        slots: int32 [batch]; negative: a padding row, skipped. No row may be named twice.
+        weights: uint8 [bytes], beginning at a multiple of 64 bytes.
+        plan: int64 [numbers].
+        cell: float32 [layers, slots, inner]; **changed in place**.
+        conv: float32 [layers, slots, taps - 1, d_model], **changed in place**; None without
+            convolutions.
+
+    Returns:
+        logits, float32 [batch, vocab].
+
+    Raises:
+        RuntimeError: shapes, types or devices do not fit, tokens or slots are out of range, or the
+            plan leads out of the weights.
+    """
+    logits: Tensor = torch.ops.minserve.lm_step(tokens, slots, weights, plan, cell, conv)
+    return logits
+
+
+def lm_prefill(
+    tokens: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    plan: Tensor,
+    cell: Tensor,
+    conv: Tensor | None,
+) -> Tensor:
+    """Packed prompts: sequence s owns tokens cu_seqlens[s] up to cu_seqlens[s + 1].
+
+    Args:
+        tokens: int32 or int64 [tokens].
+        cu_seqlens: int32 [sequences + 1].
+        slots: int32 [sequences]; negative: skipped.
+        weights, plan, cell, conv: as for `lm_step`.
+
+    Returns:
+        hidden states after the final norm, float32 [tokens, d_model].
+
+    Raises:
+        RuntimeError: as `lm_step`.
+    """
+    hidden: Tensor = torch.ops.minserve.lm_prefill(
+        tokens, cu_seqlens, slots, weights, plan, cell, conv
+    )
+    return hidden
+
+
+def lm_logits(hidden: Tensor, weights: Tensor, plan: Tensor) -> Tensor:
+    """hidden states after the final norm, float32 [n, d_model] -> logits, float32 [n, vocab].
+
+    Raises:
+        RuntimeError: shapes, types or devices do not fit.
+    """
+    logits: Tensor = torch.ops.minserve.lm_logits(hidden, weights, plan)
+    return logits

@@ -1,0 +1,328 @@
+"""PackedLM against the model's equations in float64, and what it promises about bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.config import SCAN_CHUNK
+from engine.models.cell import ModelState
+from engine.models.lm import LM
+from engine.models.packed import PackedLM, can_pack, pack_matrix
+from tests.models import reference
+from tests.models.variants import VARIANTS, build, config_of, int32, relative_error
+
+FP32 = 1e-5
+BF16 = 3e-2  # products of bfloat16 activations, against float64 on the same weights
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+class _Int8(nn.Module):
+    """A linear map or embedding with an int8 matrix and a scale per row."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
+        self.weight = nn.Parameter(
+            (weight.float() / scale[:, None]).round().to(torch.int8), requires_grad=False
+        )
+        self.register_buffer("scale", scale)
+        self.bias = bias
+
+    def dequantized(self) -> Tensor:
+        scale = self.scale
+        assert isinstance(scale, Tensor)
+        return self.weight.double() * scale.double()[:, None]
+
+
+def quantized(model: LM) -> tuple[LM, dict[str, Tensor]]:
+    """`model` with int8 matrices, and the weights that it then stands for, float64."""
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            bias = getattr(module, "bias", None)
+            setattr(parent, name.rpartition(".")[2], _Int8(module.weight.detach(), bias))
+    weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, _Int8):
+            weights[f"{name}.weight"] = module.dequantized()
+    return model, weights
+
+
+def random_tokens(vocab: int, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(packed: PackedLM, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+    """tokens [batch, time] -> logits [batch, time, vocab]."""
+    return torch.stack([packed.step(column, state, slots) for column in tokens.unbind(1)], 1)
+
+
+def prefilled(packed: PackedLM, tokens: Tensor, state: ModelState, slot: int) -> Tensor:
+    bounds = int32([0, tokens.numel()])
+    return packed.logits(packed.prefill(tokens, bounds, state, int32([slot])))
+
+
+def wide(options: dict[str, object]) -> LM:
+    """A model of several panels, groups and blocks of steps, none of which it fills evenly."""
+    torch.manual_seed(3)
+    shape = {"d_model": 301, "vocab_size": 211, "expansion": 1.7, "mlp_ratio": 2.3}
+    model = LM(config_of({**shape, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
+def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) -> None:
+    model = build(options)
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    weights = dict(model.state_dict())
+    if kind.startswith("int8"):
+        model, weights = quantized(model)
+    config = model.config
+    tokens = random_tokens(config.vocab_size, 2, 9)
+    expected = torch.stack([reference.logits(config, weights, row) for row in tokens])
+    packed = PackedLM(model)
+    state = packed.new_state(4)
+    by_step = stepped(packed, tokens, state, int32([3, 1]))
+    other = packed.new_state(4)
+    by_prompt = torch.stack([prefilled(packed, row, other, 2 * i) for i, row in enumerate(tokens)])
+    tolerance = BF16 if kind.endswith("bfloat16") else FP32
+    assert by_step.dtype == by_prompt.dtype == torch.float32
+    assert relative_error(by_step, expected) < tolerance
+    assert relative_error(by_prompt, by_step) < FP32
+    assert relative_error(other.cell[:, [0, 2]], state.cell[:, [3, 1]]) < FP32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cell": "mingru"},
+        {"cell": "mingru", "conv_kernel": 4, "tie_embeddings": True},
+        {"cell": "minlstm", "mlp_ratio": 0.0, "head_bias": True},
+        {"cell": "minlstm", "expansion": 1.0, "out_projection": False, "conv_kernel": 3},
+    ],
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
+def test_a_row_has_the_same_bits_in_every_company(
+    options: dict[str, object], kind: str, threads: Callable[[int], None]
+) -> None:
+    """Batch sizes, slots, padding rows and threads: no bit of logits or state differs."""
+    model = wide(options)
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    if kind.startswith("int8"):
+        model, _ = quantized(model)
+    packed = PackedLM(model)
+    tokens = random_tokens(packed.config.vocab_size, 70, 3)
+    threads(1)
+    alone = packed.new_state(70)
+    expected = torch.cat(
+        [stepped(packed, tokens[row : row + 1], alone, int32([row])) for row in range(70)]
+    )
+    assert expected.isfinite().all()
+    for count in (1, 2, 3):
+        threads(count)
+        for batch in (1, 2, 4, 5, 7, 12, 16, 47, 49, 70):
+            state = packed.new_state(75)
+            slots = torch.randperm(75, generator=torch.Generator().manual_seed(batch))[:batch]
+            slots = slots.to(torch.int32)
+            got = stepped(packed, tokens[:batch], state, slots)
+            assert torch.equal(got, expected[:batch])
+            assert torch.equal(state.cell[:, slots.long()], alone.cell[:, :batch])
+            if state.conv is not None and alone.conv is not None:
+                assert torch.equal(state.conv[:, slots.long()], alone.conv[:, :batch])
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dtype) -> None:
+    packed = PackedLM(wide({"cell": cell, "conv_kernel": 4}).to(dtype))
+    lengths = [1, 130, 7, 64]
+    prompts = [random_tokens(211, length, seed=length) for length in lengths]
+    together = packed.new_state(9)
+    bounds = int32([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    slots = [8, 0, 3, 4]
+    hidden = packed.prefill(torch.cat(prompts), bounds, together, int32(slots)).split(lengths)
+    for prompt, slot, got in zip(prompts, slots, hidden, strict=True):
+        alone = packed.new_state(1)
+        expected = packed.prefill(prompt, int32([0, len(prompt)]), alone, int32([0]))
+        assert torch.equal(got, expected)
+        assert torch.equal(together.cell[:, slot], alone.cell[:, 0])
+        assert together.conv is not None and alone.conv is not None
+        assert torch.equal(together.conv[:, slot], alone.conv[:, 0])
+
+
+@pytest.mark.parametrize("conv", [0, 3])
+def test_a_padding_row_changes_nothing(conv: int) -> None:
+    packed = PackedLM(build({"cell": "mingru", "conv_kernel": conv}))
+    state, expected = packed.new_state(3), packed.new_state(3)
+    tokens = random_tokens(29, 1)
+    wanted = packed.step(tokens, expected, int32([1]))
+    padded = torch.tensor([-7, int(tokens), 2**40])  # nobody reads the token of a padding row
+    got = packed.step(padded, state, int32([-1, 1, -3]))
+    assert torch.equal(got[1], wanted[0])
+    assert torch.equal(state.cell, expected.cell)
+    if state.conv is not None and expected.conv is not None:
+        assert torch.equal(state.conv, expected.conv)
+
+
+def test_int32_and_int64_tokens_and_a_view_of_a_pool() -> None:
+    packed = PackedLM(build({"cell": "minlstm", "conv_kernel": 3}))
+    pool = packed.new_state(10)
+    assert pool.conv is not None
+    part = ModelState(pool.cell[:, 2:8], pool.conv[:, 2:8])
+    whole = packed.new_state(6)
+    tokens = random_tokens(29, 3)
+    got = packed.step(tokens.int(), part, int32([0, 4, 5]))
+    assert torch.equal(got, packed.step(tokens, whole, int32([0, 4, 5])))
+    assert torch.equal(pool.cell[:, 2:8], whole.cell)
+    assert torch.equal(pool.cell[:, :2], packed.new_state(2).cell)
+
+
+def test_an_empty_batch() -> None:
+    packed = PackedLM(build({"cell": "mingru"}))
+    none = torch.zeros(0, dtype=torch.int64)
+    assert packed.step(none, packed.new_state(1), int32([])).shape == (0, 29)
+    assert packed.prefill(none, int32([0]), packed.new_state(1), int32([])).shape == (0, 20)
+    assert packed.logits(torch.zeros(0, 20)).shape == (0, 29)
+
+
+def test_gelu_over_its_whole_range() -> None:
+    model = build({"cell": "mingru", "mlp_ratio": 50.0, "n_layers": 1})
+    with torch.no_grad():
+        model.layers[0].mlp.up.bias.copy_(torch.linspace(-16, 16, 1000))
+        model.layers[0].mlp.up.weight.mul_(0.1)
+        model.layers[0].mlp.down.weight.mul_(20)
+    tokens = random_tokens(29, 1, 3)
+    packed = PackedLM(model)
+    got = stepped(packed, tokens, packed.new_state(1), int32([0]))[0]
+    expected = reference.logits(model.config, dict(model.state_dict()), tokens[0])
+    assert relative_error(got, expected) < FP32
+
+
+def test_packing_moves_the_weights_when_asked() -> None:
+    model = build({"cell": "mingru", "conv_kernel": 3, "tie_embeddings": True})
+    kept = PackedLM(model)
+    assert sum(weight.numel() for weight in model.parameters()) == kept.parameters_count
+    taken = PackedLM(copy.deepcopy(model), take=True)
+    tokens = random_tokens(29, 2)
+    a = kept.step(tokens, kept.new_state(2), int32([0, 1]))
+    assert torch.equal(a, taken.step(tokens, taken.new_state(2), int32([0, 1])))
+    PackedLM(model, take=True)
+    assert sum(weight.numel() for weight in model.parameters()) == 0
+
+
+def test_pack_matrix_keeps_every_number_once() -> None:
+    weight = torch.arange(2 * 40 * 5, dtype=torch.float32).view(80, 5) + 1
+    packed = pack_matrix(weight, gates=2)
+    assert packed.numel() == 6 * 16 * 5  # two gates of three panels
+    assert sorted(packed[packed != 0].tolist()) == weight.flatten().tolist()
+
+
+def test_models_that_cannot_be_packed() -> None:
+    assert not can_pack(build({"cell": "mingru"}).double())
+    assert not can_pack(build({"cell": "mingru"}).half())
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        PackedLM(build({"cell": "mingru"}).half())
+    model, _ = quantized(build({"cell": "mingru"}))
+    model.layers[0].cell.gates.weight[0, 0] = -128
+    with pytest.raises(ValueError, match="-127 to 127"):
+        PackedLM(model)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "message"),
+    [
+        ([29], [0], r"tokens\[0\] is 29; allowed: 0 to 28"),
+        ([-1], [0], r"tokens\[0\] is -1"),
+        ([1], [2], "slots"),
+        ([1, 2], [0], "slots"),
+    ],
+)
+def test_bad_tokens_and_slots_raise(tokens: list[int], slots: list[int], message: str) -> None:
+    packed = PackedLM(build({"cell": "mingru"}))
+    with pytest.raises(RuntimeError, match=message):
+        packed.step(torch.tensor(tokens), packed.new_state(2), int32(slots))
+
+
+def test_state_of_another_model_raises() -> None:
+    packed = PackedLM(build({"cell": "mingru"}))
+    other = PackedLM(build({"cell": "mingru", "conv_kernel": 3}))
+    token, slot = torch.tensor([1]), int32([0])
+    with pytest.raises(RuntimeError, match="conv must be given"):
+        other.step(token, packed.new_state(1), slot)
+    with pytest.raises(RuntimeError, match="cell must be"):
+        packed.step(token, ModelState(torch.zeros(2, 1, 31), None), slot)
+    with pytest.raises(RuntimeError, match="hidden must be"):
+        packed.logits(torch.zeros(1, 21))
+    with pytest.raises(RuntimeError, match="tokens must be int32 or int64"):
+        packed.step(torch.tensor([1.0]), packed.new_state(1), slot)
+
+
+def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
+    packed = PackedLM(build({"cell": "mingru"}))
+    state = packed.new_state(1)
+    weights, plan = packed._weights, packed._plan
+    call = torch.ops.minserve.lm_step
+    arguments = torch.tensor([1]), int32([0])
+    for position in range(plan.numel()):
+        changed = plan.clone()
+        changed[position] = 2**40
+        if position == 5:  # the norm's epsilon may be any number
+            continue
+        with pytest.raises(RuntimeError, match="plan"):
+            call(*arguments, weights, changed, state.cell, None)
+    with pytest.raises(RuntimeError, match="too early"):
+        call(*arguments, weights, plan[:-1], state.cell, None)
+    with pytest.raises(RuntimeError, match="too many"):
+        call(*arguments, weights, torch.cat([plan, plan[:1]]), state.cell, None)
+    with pytest.raises(RuntimeError, match="plan"):
+        call(*arguments, weights[:-64], plan, state.cell, None)
+
+
+def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
+    """Each call has a team of its own, and none waits for threads that another call holds."""
+    packed = PackedLM(wide({"cell": "minlstm"}))
+    tokens = random_tokens(211, 4, 20)
+    threads(2)
+    expected = stepped(packed, tokens, packed.new_state(4), int32([0, 1, 2, 3]))
+
+    def run(row: int) -> Tensor:
+        torch.set_num_threads(3)  # more threads in all than most machines have
+        return stepped(packed, tokens[row : row + 1], packed.new_state(1), int32([0]))
+
+    with ThreadPoolExecutor(4) as pool:
+        for row, got in enumerate(pool.map(run, range(4), timeout=60)):
+            assert torch.equal(got, expected[row : row + 1])
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_at_chunk_multiples_change_no_bit(cell: str, dtype: torch.dtype) -> None:
+    packed = PackedLM(wide({"cell": cell, "conv_kernel": 3}).to(dtype))
+    tokens = random_tokens(211, 2 * SCAN_CHUNK + 40)
+    state = packed.new_state(1)
+    expected = prefilled(packed, tokens, state, 0)
+    for first in (SCAN_CHUNK, 2 * SCAN_CHUNK):
+        other = packed.new_state(1)
+        parts = [prefilled(packed, part, other, 0) for part in tokens.tensor_split([first])]
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(other.cell, state.cell)
