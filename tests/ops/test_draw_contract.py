@@ -104,7 +104,11 @@ def test_no_rows(device: str) -> None:
 
 
 def _replaced(rows: Rows, name: str, value: Tensor) -> Rows:
-    setattr(rows, name, value.to(rows.tokens.device))
+    # A copy to another device would not keep the gaps of a view.
+    given = torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=rows.tokens.device
+    )
+    setattr(rows, name, given.copy_(value))
     return rows
 
 
