@@ -44,4 +44,17 @@ void draw_(const Tensor& logits, const Tensor& tokens, const Tensor& slots, cons
            const Tensor& streams, const Tensor& stop_ids);
 std::tuple<Tensor, Tensor> target_logprobs(const Tensor& logits, const Tensor& targets);
 
+#ifdef MINSERVE_CUDA
+Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                  const MaybeTensor& bias, bool gelu, bool logits);
+Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate, bool normalize_gates);
+std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
+                                           const MaybeTensor& bias, const Tensor& x,
+                                           const MaybeTensor& norm_weight);
+std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
+                                                const MaybeTensor& norm_weight);
+#endif
+
 }  // namespace minserve

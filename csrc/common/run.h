@@ -14,6 +14,11 @@ void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 void run_draw(const DrawArgs& args, const Tensor& logits);
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 
+#ifdef MINSERVE_CUDA
+// The stream that torch enqueues on now, on the GPU of a tensor.
+void* current_stream(const Tensor& like);
+#endif
+
 // Name of the instruction set chosen on this machine: generic, avx2 or avx512.
 const char* cpu_isa();
 
