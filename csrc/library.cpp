@@ -96,9 +96,9 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor cu_seqlens, "
       "Tensor? h0, bool linear_candidate, bool normalize_gates) -> (Tensor grad_pre, Tensor "
       "grad_h0)");
-  // Linear maps on Hopper (there alone) with their neighbours folded in. x is the residual stream times the norm's
-  // weight, squares the sums of squares [inputs / 64, tokens] that its RMS norm divides by.
-  // W x (+ bias), its exact GELU, or in fp32
+  // Linear maps on Hopper (there alone) with their neighbours folded in. x is the residual stream
+  // times the norm's weight, squares the sums of squares [inputs / 64, tokens] that its RMS norm
+  // divides by. W x (+ bias), its exact GELU, or in fp32
   m.def(
       "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
       "bool gelu=False, bool logits=False) -> Tensor");

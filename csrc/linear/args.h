@@ -25,7 +25,6 @@ struct LinearArgs {
   std::int64_t tokens = 0;
   std::int64_t channels = 0;  // of the output: rows of W, over the gates
   std::int64_t inputs = 0;
-  int segments = 1;  // of the inputs, each summed from zero and added in order
 
   // The input is x norm_weight; its RMS norm's division is left for here: squares [blocks, tokens].
   const float* squares = nullptr;

@@ -2,6 +2,7 @@
 #include <mutex>
 
 #include "../common/launch.cuh"
+#include "choice.h"
 #include "embed.cuh"
 #include "kernel.cuh"
 #include "launch.h"
@@ -48,85 +49,78 @@ CUtensorMap map_of(const void* data, std::int64_t rows, std::int64_t columns, in
 }
 
 template <class S>
-void launch_shape(LinearArgs args, const void* weight, const void* input, int gates, bool cluster,
+void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
                   Dtype dtype, cudaStream_t stream) {
   const CUtensorMap weights =
-      map_of(weight, gates * args.channels, args.inputs, kBlockRows, dtype);
+      map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows, dtype);
   const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
   static std::once_flag asked;
   std::call_once(asked, [] {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               S::shared_bytes(S::kTokens < 256 ? 8 : 1)),
           "shared memory of a linear map");
   });
-  const unsigned parts = cluster ? args.segments : 1;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {1, 1, parts};
+  attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(parts)};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>((args.tokens + S::kTokens - 1) / S::kTokens),
                         static_cast<unsigned>((args.channels + S::kChannels - 1) / S::kChannels),
-                        parts);
+                        static_cast<unsigned>(parts));
   config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = S::kShared;
+  config.dynamicSmemBytes = static_cast<std::size_t>(S::shared_bytes(parts));
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
   check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
 }
 
-template <class T, int kBlocks, bool kStepping>
-void launch_few(const LinearArgs& args, const void* weight, const void* input, int gates,
-                Dtype dtype, cudaStream_t stream) {
-  const auto with = [&](auto shape) {
-    launch_shape<decltype(shape)>(args, weight, input, gates, true, dtype, stream);
+template <class T, int kGates>
+void launch_linear(const LinearArgs& args, const void* weight, const void* input, Dtype dtype,
+                   cudaStream_t stream) {
+  constexpr bool kStepping = kGates > 1;
+  constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2, kGroups = kStepping ? kGates : 2;
+  const Choice choice = Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
+  const auto launch = [&](auto shape) {
+    launch_shape<decltype(shape)>(args, weight, input, choice.parts, dtype, stream);
   };
-  if (args.tokens <= 8) return with(LinearShape<T, kBlocks, 1, 8, kStepping, false>());
-  if (args.tokens <= 16) return with(LinearShape<T, kBlocks, 1, 16, kStepping, false>());
-  if (args.tokens <= 32) return with(LinearShape<T, kBlocks, 1, 32, kStepping, false>());
-  with(LinearShape<T, kBlocks, 1, 64, kStepping, false>());
-}
-
-// Blocks that fill a large GPU twice over.
-constexpr std::int64_t kManyBlocks = 264;
-
-// From the weights' shape alone (see kernel.cuh).
-int segments_of(std::int64_t tiles, std::int64_t inputs) {
-  int segments = 1;
-  while (segments < 8 && tiles * segments * 2 <= kManyBlocks &&
-         inputs / (segments * 2) >= 2 * kStep) {
-    segments *= 2;
+  switch (choice.form) {
+    case Form::tokens_8:
+      return launch(LinearShape<T, kGates, kOne, 1, 8>());
+    case Form::tokens_16:
+      return launch(LinearShape<T, kGates, kOne, 1, 16>());
+    case Form::tokens_32:
+      return launch(LinearShape<T, kGates, kOne, 1, 32>());
+    case Form::tokens_64:
+      return launch(LinearShape<T, kGates, kOne, 1, 64>());
+    case Form::tokens_64_deep:
+      return launch(LinearShape<T, kGates, kOne, 1, 64, true>());
+    case Form::pairs_8:
+      return launch(LinearShape<T, kGates, kTwo, 1, 8>());
+    case Form::pairs_16:
+      return launch(LinearShape<T, kGates, kTwo, 1, 16>());
+    case Form::pairs_32:
+      return launch(LinearShape<T, kGates, kTwo, 1, 32>());
+    case Form::pairs_64:
+      return launch(LinearShape<T, kGates, kTwo, 1, 64>());
+    case Form::wide_128:
+      return launch(LinearShape<T, kGates, 1, kGroups, 128, kGates == 3>());
+    case Form::wide_128_deep:
+      return launch(LinearShape<T, kGates, 1, kGroups, 128, true>());
+    case Form::wide_256:
+      return launch(LinearShape<T, kGates, 1, kGroups, kGates == 3 ? 128 : 256, true>());
   }
-  return segments;
 }
 
 template <class T>
-void launch_linear(LinearArgs args, const void* weight, const void* input, int gates, Dtype dtype,
-                   cudaStream_t stream) {
-  constexpr std::int64_t kFew = 64;
-  const std::int64_t tiles = (args.channels + kBlockRows - 1) / kBlockRows;
-  args.segments = segments_of(tiles, args.inputs);
-  const auto many = [&](auto shape) {
-    using S = decltype(shape);
-    const std::int64_t blocks = (args.tokens + S::kTokens - 1) / S::kTokens *
-                                ((args.channels + S::kChannels - 1) / S::kChannels);
-    launch_shape<S>(args, weight, input, gates, blocks * 2 <= 132, dtype, stream);
-  };
-  if (gates == 2) {
-    if (args.tokens <= kFew) return launch_few<T, 2, true>(args, weight, input, 2, dtype, stream);
-    return many(LinearShape<T, 2, 2, 64, true, true>());
-  }
-  if (gates == 3) {
-    if (args.tokens <= kFew) return launch_few<T, 3, true>(args, weight, input, 3, dtype, stream);
-    return many(LinearShape<T, 3, 1, 64, true, true>());
-  }
-  if (args.tokens > kFew) return many(LinearShape<T, 1, 2, 128, false, true>());
-  if (tiles >= kManyBlocks) {
-    return launch_few<T, 2, false>(args, weight, input, 1, dtype, stream);
-  }
-  launch_few<T, 1, false>(args, weight, input, 1, dtype, stream);
+void launch_by_gates(const LinearArgs& args, const void* weight, const void* input, int gates,
+                     Dtype dtype, cudaStream_t stream) {
+  if (gates == 2) return launch_linear<T, 2>(args, weight, input, dtype, stream);
+  if (gates == 3) return launch_linear<T, 3>(args, weight, input, dtype, stream);
+  launch_linear<T, 1>(args, weight, input, dtype, stream);
 }
 
 }  // namespace
@@ -141,8 +135,8 @@ void linear(const LinearArgs& args, const void* weight, const void* input, int g
             int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (dtype == Dtype::bf16) return launch_linear<bf16>(args, weight, input, gates, dtype, on);
-  launch_linear<f16>(args, weight, input, gates, dtype, on);
+  if (dtype == Dtype::bf16) return launch_by_gates<bf16>(args, weight, input, gates, dtype, on);
+  launch_by_gates<f16>(args, weight, input, gates, dtype, on);
 }
 
 void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream) {

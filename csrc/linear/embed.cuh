@@ -12,7 +12,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__ EmbedArgs given) {
   let_next_kernel_start();
   const std::int64_t token = blockIdx.x;
-  const std::int64_t channel = (blockIdx.y * static_cast<std::int64_t>(kThreads) + threadIdx.x) * kQuad;
+  const std::int64_t channel =
+      (blockIdx.y * static_cast<std::int64_t>(kThreads) + threadIdx.x) * kQuad;
   wait_for_previous_kernel();
   if (channel >= given.channels) return;
   const std::int64_t id = given.ids[token];
@@ -24,11 +25,11 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
     for (int i = 0; i < kQuad; ++i) y[i] = row[i];
   }
   LinearArgs args;
-  args.tokens = given.tokens, args.channels = given.channels;
+  args.tokens = given.tokens, args.channels = given.channels, args.x = given.x;
   args.norm_weight = given.norm_weight, args.scaled = given.scaled;
   args.squares_out = given.squares;
-  write_residual<T>(args, static_cast<T*>(given.x) + token * given.channels + channel, token, channel,
-                    y);
+  const Place at{static_cast<int>(token), static_cast<int>(channel), 0, 0};
+  write_residual<T>(args, at, y);
 }
 
 }  // namespace cuda

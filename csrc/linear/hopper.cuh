@@ -34,7 +34,7 @@ __device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigne
 __device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned parity) {
   asm volatile(
       "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(shared_address(&barrier)),
       "r"(parity)
       : "memory");
@@ -60,10 +60,12 @@ __device__ __forceinline__ void prefetch_to_l2(const void* p) {
 
 // --- clusters
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+// All threads of the cluster meet: what they wrote before is seen by those who waited.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // The address of another block's shared variable that lies where `address` is in this one.
 __device__ __forceinline__ std::uint32_t address_in_block(std::uint32_t address, unsigned rank) {
@@ -71,8 +73,18 @@ __device__ __forceinline__ std::uint32_t address_in_block(std::uint32_t address,
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(address), "r"(rank));
   return other;
 }
-__device__ __forceinline__ void store_in_cluster(std::uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+// Shared memory of this block to that of another, whose barrier counts the bytes.
+__device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const void* from,
+                                              unsigned bytes, std::uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(address_in_block(shared_address(to), rank)),
+      "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(shared_address(&barrier), rank))
+      : "memory");
+}
+// Makes what this thread wrote to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_for_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- products of warpgroups

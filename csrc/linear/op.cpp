@@ -9,13 +9,14 @@ namespace {
 
 // x [tokens, inputs], two-byte floats on a GPU, and weight [rows, inputs].
 struct Maps {
-  Maps(const char* op, const Tensor& x, const Tensor& weight)
-      : check(op, x, "x"), dtype(check.dtype(false)) {
+  Maps(const char* op, const Tensor& x) : check(op, x, "x"), dtype(check.dtype(false)) {
     check.require(!x.is_cpu(), "needs a Hopper GPU, got ", describe(x));
     check.require(dtype == Dtype::bf16 || dtype == Dtype::f16,
                   "x must be bfloat16 or float16, got ", describe(x));
-    check.require(x.dim() == 2 && x.is_contiguous(), "x must be a contiguous [tokens, inputs], got ",
-                  describe(x));
+    check.require(x.dim() == 2 && x.is_contiguous(),
+                  "x must be a contiguous [tokens, inputs], got ", describe(x));
+  }
+  Maps(const char* op, const Tensor& x, const Tensor& weight) : Maps(op, x) {
     check.tensor(weight, "weight", x.scalar_type(), {-1, x.size(1)}, "[rows, inputs]");
     check.require(weight.is_contiguous(), "weight must be contiguous");
     check.require(x.size(1) % 8 == 0 && x.size(1) > 0, "inputs must be a multiple of 8, got ",
@@ -94,8 +95,8 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
                                        : Epilogue::plain,
                               x, weight, 1, bias);
   maps.normed(args, squares, eps);
-  Tensor out = torch::stable::new_empty(
-      x, {args.tokens, args.channels}, logits ? ScalarType::Float : x.scalar_type());
+  Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels},
+                                        logits ? ScalarType::Float : x.scalar_type());
   args.out = out.mutable_data_ptr();
   maps.run(args, x, weight, 1);
   return out;
@@ -109,16 +110,16 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
                      describe(state));
   const std::int64_t gates = state.size(1) > 0 ? weight.size(0) / state.size(1) : 0;
   maps.check.require(
-      (gates == 2 || gates == 3) && gates * state.size(1) == weight.size(0) && state.size(1) % 8 == 0,
+      (gates == 2 || gates == 3) && gates * state.size(1) == weight.size(0) &&
+          state.size(1) % 8 == 0,
       "weight must have two or three rows for each channel of state, a multiple of 8; got ",
       describe(weight), " and ", describe(state));
   check_state(maps.check, state, state.size(1));
   maps.check.require(state.stride(0) % 4 == 0, "rows of state must be aligned to 16 bytes");
-  LinearArgs args = maps.args(gates == 2 ? Epilogue::gru_step : Epilogue::lstm_step, x, weight,
-                              gates, bias);
+  LinearArgs args =
+      maps.args(gates == 2 ? Epilogue::gru_step : Epilogue::lstm_step, x, weight, gates, bias);
   maps.normed(args, squares, eps);
-  const Layout layout =
-      step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
+  const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
   args.state = static_cast<float*>(state.mutable_data_ptr());
   args.state_stride = state.stride(0);
   args.num_slots = layout.num_slots;
@@ -146,7 +147,7 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
 
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight) {
-  const Maps maps("linear_embed", table, table);
+  const Maps maps("linear_embed", table);
   maps.check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[tokens], int32");
   maps.check.require(tokens.is_contiguous(), "tokens must be contiguous");
   LinearArgs args;

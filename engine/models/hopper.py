@@ -89,9 +89,7 @@ class HopperLM:
                 y = linear_map(scaled, squares, self._eps, mlp.up.weight, mlp.up.bias, gelu=True)
                 norm = self._norm_after_layer(index)
                 scaled, squares = linear_residual_(y, mlp.down.weight, mlp.down.bias, x, norm)
-        logits = linear_map(
-            scaled, squares, self._eps, self._head, self._head_bias, logits=True
-        )
+        logits = linear_map(scaled, squares, self._eps, self._head, self._head_bias, logits=True)
         return logits[:, : self._vocabulary]
 
     def _norm_after_cell(self, index: int) -> Tensor | None:
