@@ -258,8 +258,7 @@ void run_draw(const DrawArgs& args, const Tensor& logits) {
     return;
   }
 #ifdef MINSERVE_CUDA
-  const int device = logits.get_device_index();
-  return cuda::draw(args, device, current_stream(device));
+  return cuda::draw(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif
@@ -276,8 +275,7 @@ void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
     return;
   }
 #ifdef MINSERVE_CUDA
-  const int device = logits.get_device_index();
-  return cuda::target_logprobs(args, device, current_stream(device));
+  return cuda::target_logprobs(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif

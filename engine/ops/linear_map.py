@@ -28,7 +28,8 @@ def linear_map(
     Args:
         x: [tokens, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8. With `squares`
             it is the residual stream times the norm's weight.
-        squares: float32 [inputs / 64, tokens], sums of the residual stream's squares; None: no norm.
+        squares: float32 [inputs / 64, tokens], sums of the residual stream's squares; None: no
+            norm.
         eps: of the norm.
         weight: [rows, inputs]; rows a multiple of 8.
         bias: [rows].
@@ -36,8 +37,8 @@ def linear_map(
         logits: y in float32.
 
     Returns:
-        [tokens, rows], in x's dtype or float32. Sums are float32, and a token's result is the same
-        bit for bit whatever the batch around it.
+        [tokens, rows], in x's dtype or float32. Sums are float32; their order depends on the number
+        of tokens, and on nothing else of the batch.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops import minlstm_step, mingru_step
 from engine.ops.linear_map import scaled_product
+from engine.ops.mingru_step import reference as mingru_reference
+from engine.ops.minlstm_step import reference as minlstm_reference
 
 
 def linear_step(
@@ -28,8 +29,8 @@ def linear_step(
 
     Args:
         x, squares, eps: as of `linear_map`.
-        weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v] of
-            minLSTM; channels a multiple of 8.
+        weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v]
+            of minLSTM; channels a multiple of 8.
         bias: [rows of weight].
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named
@@ -62,8 +63,8 @@ def reference(
     """The same in float64 and functional: (h, the new state). Pre-activations are not rounded."""
     pre = scaled_product(x, squares, eps, weight, bias)
     if weight.shape[0] == 2 * state.shape[1]:
-        return mingru_step.reference(pre, state, slots, linear_candidate)
-    return minlstm_step.reference(pre, state, slots, linear_candidate, normalize_gates)
+        return mingru_reference(pre, state, slots, linear_candidate)
+    return minlstm_reference(pre, state, slots, linear_candidate, normalize_gates)
 
 
 def _fake(
