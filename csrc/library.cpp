@@ -106,6 +106,25 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor(a!) cell, Tensor(b!)? conv) -> Tensor");
   // such hidden states -> logits [n, vocab]
   m.def("lm_logits(Tensor hidden, Tensor weights, Tensor plan) -> Tensor");
+  // Linear maps on Hopper (there alone) with their neighbours folded in. x is the residual stream
+  // times the norm's weight, squares the sums of squares [inputs / 64, tokens] that its RMS norm
+  // divides by. W x (+ bias), its exact GELU, or in fp32
+  m.def(
+      "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
+      "bool gelu=False, bool logits=False) -> Tensor");
+  // gates of a cell and its step; state rows are read and overwritten
+  m.def(
+      "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
+      "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
+      "Tensor");
+  // x += W y (+ bias); x times the next norm's weight, and its squares (both empty without)
+  m.def(
+      "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight) "
+      "-> (Tensor scaled, Tensor squares)");
+  // rows of an embedding table: x, and for the first norm as linear_residual_
+  m.def(
+      "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight) -> "
+      "(Tensor x, Tensor scaled, Tensor squares)");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build
@@ -122,6 +141,12 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
+#ifdef MINSERVE_CUDA
+  m.impl("linear_map", TORCH_BOX(&minserve::linear_map));
+  m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
+  m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
+  m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
+#endif
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {
   m.impl("scan_chunk", TORCH_BOX(&scan_chunk));

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.lm import LM
 
@@ -59,4 +60,6 @@ class PlainModel:
 
 def serving_model(model: LM, device: torch.device) -> ServingModel:
     """The quickest implementation of `model`, whose weights are on `device`."""
+    if device.type == "cuda" and hopper.supports(model):
+        return hopper.HopperLM(model)
     return PlainModel(model)

@@ -50,4 +50,17 @@ Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& 
                   const MaybeTensor& conv);
 Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
 
+#ifdef MINSERVE_CUDA
+Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                  const MaybeTensor& bias, bool gelu, bool logits);
+Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate, bool normalize_gates);
+std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
+                                           const MaybeTensor& bias, const Tensor& x,
+                                           const MaybeTensor& norm_weight);
+std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
+                                                const MaybeTensor& norm_weight);
+#endif
+
 }  // namespace minserve

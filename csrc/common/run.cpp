@@ -116,16 +116,7 @@ struct Work {  // a scan on the CPU
   }
 };
 
-#ifdef MINSERVE_CUDA
-void* current_stream(int device) {
-  void* stream = nullptr;
-  if (!aoti_torch_get_current_cuda_stream ||
-      aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error("minserve: this torch gives no CUDA stream");
-  }
-  return stream;
-}
-#else
+#ifndef MINSERVE_CUDA
 [[noreturn]] void no_cuda() {
   throw std::runtime_error(
       "minserve: this build has no CUDA kernels; rebuild with `MINSERVE_CUDA=ON pip install -e .` "
@@ -184,6 +175,17 @@ Isa isa() {
   return chosen;
 }
 
+#ifdef MINSERVE_CUDA
+void* current_stream(const Tensor& like) {
+  void* stream = nullptr;
+  if (!aoti_torch_get_current_cuda_stream ||
+      aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("minserve: this torch gives no CUDA stream");
+  }
+  return stream;
+}
+#endif
+
 const char* cpu_isa() {
   switch (isa()) {
     case Isa::avx512_bf16:
@@ -204,7 +206,7 @@ void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
   if (like.is_cpu()) return run_scan_cpu(args, recurrence, dtype, backward, like);
 #ifdef MINSERVE_CUDA
   const int device = like.get_device_index();
-  void* stream = current_stream(device);
+  void* stream = current_stream(like);
   const Tensor workspace =
       torch::stable::new_empty(like, {cuda::scan_workspace_bytes(lay, dtype)}, ScalarType::Byte);
   args.workspace = workspace.mutable_data_ptr();
@@ -240,7 +242,7 @@ void run_conv(const ConvArgs& given, Dtype dtype, const Tensor& like) {
   }
 #ifdef MINSERVE_CUDA
   const int device = like.get_device_index();
-  return cuda::conv(args, dtype, device, current_stream(device));
+  return cuda::conv(args, dtype, device, current_stream(like));
 #else
   no_cuda();
 #endif
@@ -260,8 +262,7 @@ void run_draw(const DrawArgs& args, const Tensor& logits) {
     return;
   }
 #ifdef MINSERVE_CUDA
-  const int device = logits.get_device_index();
-  return cuda::draw(args, device, current_stream(device));
+  return cuda::draw(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif
@@ -278,8 +279,7 @@ void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
     return;
   }
 #ifdef MINSERVE_CUDA
-  const int device = logits.get_device_index();
-  return cuda::target_logprobs(args, device, current_stream(device));
+  return cuda::target_logprobs(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif

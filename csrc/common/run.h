@@ -14,6 +14,11 @@ void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 void run_draw(const DrawArgs& args, const Tensor& logits);
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 
+#ifdef MINSERVE_CUDA
+// The stream that torch enqueues on now, on the GPU of a tensor.
+void* current_stream(const Tensor& like);
+#endif
+
 // The instruction set chosen on this machine. avx512_bf16 (with VBMI) has kernels of its own for
 // products only; all else runs those of avx512.
 enum class Isa { generic, avx2, avx512, avx512_bf16 };

@@ -1,0 +1,59 @@
+// Arguments of a linear map with its neighbours folded in; shared by host and device code.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/types.h"
+
+namespace minserve {
+
+// What is made of a product y = W x (scaled, bias added) before it is written.
+enum class Epilogue : int {
+  plain,     // y
+  gelu,      // y Phi(y), exact
+  logits,    // y in fp32
+  residual,  // x += y; x times the next norm's weight; sums of squares of x
+  gru_step,  // one step of the recurrence, on state rows in place
+  lstm_step,
+};
+
+// Rows of x whose squares are summed together; a norm adds these sums up in their order.
+constexpr int kSquareRows = 64;
+
+struct LinearArgs {
+  Epilogue epilogue = Epilogue::plain;
+  std::int64_t tokens = 0;
+  std::int64_t channels = 0;  // of the output: rows of W, over the gates
+  std::int64_t inputs = 0;
+
+  // The input is x norm_weight; its RMS norm's division is left for here: squares [blocks, tokens].
+  const float* squares = nullptr;
+  int square_blocks = 0;
+  float width = 1.0f;  // what the sum of squares is divided by
+  float eps = 0.0f;
+
+  const void* bias = nullptr;  // [rows of W]
+  void* out = nullptr;         // [tokens, channels]
+
+  void* x = nullptr;                  // residual: [tokens, channels], in place
+  const void* norm_weight = nullptr;  // residual: [channels], of the norm that comes next
+  void* scaled = nullptr;             // residual: [tokens, channels], or null
+  float* squares_out = nullptr;       // residual: [channels / kSquareRows, tokens], or null
+
+  float* state = nullptr;  // steps: [num_slots, channels] with rows state_stride apart
+  std::int64_t state_stride = 0, num_slots = 0;
+  const std::int32_t* slots = nullptr;  // [tokens]
+  bool linear_candidate = false, normalize_gates = true;
+};
+
+struct EmbedArgs {
+  std::int64_t tokens = 0, channels = 0, vocabulary = 0;
+  const std::int32_t* ids = nullptr;  // [tokens]; out of range: zeros
+  const void* table = nullptr;        // [vocabulary, channels]
+  void* x = nullptr;
+  const void* norm_weight = nullptr;
+  void* scaled = nullptr;  // or null: no norm comes next
+  float* squares = nullptr;
+};
+
+}  // namespace minserve

@@ -1,0 +1,154 @@
+// Linear maps on Hopper: which shape of kernel a call takes, its tensor maps, its launch.
+#include <mutex>
+
+#include "../common/launch.cuh"
+#include "choice.h"
+#include "embed.cuh"
+#include "kernel.cuh"
+#include "launch.h"
+
+namespace minserve {
+namespace cuda {
+
+namespace {
+
+using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                               const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver is not linked: the runtime knows where it is.
+EncodeMap encode_map() {
+  static const EncodeMap found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                           cudaEnableDefault, &result),
+          "cuTensorMapEncodeTiled");
+    if (!entry) throw std::runtime_error("minserve: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<EncodeMap>(entry);
+  }();
+  return found;
+}
+
+// A matrix [rows, columns] of two-byte numbers, read in boxes of box_rows by kStep.
+CUtensorMap map_of(const void* data, std::int64_t rows, std::int64_t columns, int box_rows,
+                   Dtype dtype) {
+  CUtensorMap map;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint32_t box[2] = {kStep, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  const CUresult result = encode_map()(
+      &map,
+      dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) throw std::runtime_error("minserve: a matrix has no tensor map");
+  return map;
+}
+
+template <class S>
+void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
+                  Dtype dtype, cudaStream_t stream) {
+  const CUtensorMap weights =
+      map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows, dtype);
+  const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
+  static std::once_flag asked;
+  std::call_once(asked, [] {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               S::shared_bytes(S::kTokens < 256 ? 8 : 1)),
+          "shared memory of a linear map");
+  });
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(parts)};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((args.tokens + S::kTokens - 1) / S::kTokens),
+                        static_cast<unsigned>((args.channels + S::kChannels - 1) / S::kChannels),
+                        static_cast<unsigned>(parts));
+  config.blockDim = dim3(S::kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(S::shared_bytes(parts));
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
+}
+
+template <class T, int kGates>
+void launch_linear(const LinearArgs& args, const void* weight, const void* input, Dtype dtype,
+                   cudaStream_t stream) {
+  constexpr bool kStepping = kGates > 1;
+  constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2, kGroups = kStepping ? kGates : 2;
+  const Choice choice = Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
+  const auto launch = [&](auto shape) {
+    launch_shape<decltype(shape)>(args, weight, input, choice.parts, dtype, stream);
+  };
+  switch (choice.form) {
+    case Form::tokens_8:
+      return launch(LinearShape<T, kGates, kOne, 1, 8>());
+    case Form::tokens_16:
+      return launch(LinearShape<T, kGates, kOne, 1, 16>());
+    case Form::tokens_32:
+      return launch(LinearShape<T, kGates, kOne, 1, 32>());
+    case Form::tokens_64:
+      return launch(LinearShape<T, kGates, kOne, 1, 64>());
+    case Form::tokens_64_deep:
+      return launch(LinearShape<T, kGates, kOne, 1, 64, true>());
+    case Form::pairs_8:
+      return launch(LinearShape<T, kGates, kTwo, 1, 8>());
+    case Form::pairs_16:
+      return launch(LinearShape<T, kGates, kTwo, 1, 16>());
+    case Form::pairs_32:
+      return launch(LinearShape<T, kGates, kTwo, 1, 32>());
+    case Form::pairs_64:
+      return launch(LinearShape<T, kGates, kTwo, 1, 64>());
+    case Form::wide_128:
+      return launch(LinearShape<T, kGates, 1, kGroups, 128, kGates == 3>());
+    case Form::wide_128_deep:
+      return launch(LinearShape<T, kGates, 1, kGroups, 128, true>());
+    case Form::wide_256:
+      return launch(LinearShape<T, kGates, 1, kGroups, kGates == 3 ? 128 : 256, true>());
+  }
+}
+
+template <class T>
+void launch_by_gates(const LinearArgs& args, const void* weight, const void* input, int gates,
+                     Dtype dtype, cudaStream_t stream) {
+  if (gates == 2) return launch_linear<T, 2>(args, weight, input, dtype, stream);
+  if (gates == 3) return launch_linear<T, 3>(args, weight, input, dtype, stream);
+  launch_linear<T, 1>(args, weight, input, dtype, stream);
+}
+
+}  // namespace
+
+bool linear_supported(int device) {
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "capability");
+  return major == 9;
+}
+
+void linear(const LinearArgs& args, const void* weight, const void* input, int gates, Dtype dtype,
+            int device, void* stream) {
+  const DeviceGuard guard(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (dtype == Dtype::bf16) return launch_by_gates<bf16>(args, weight, input, gates, dtype, on);
+  launch_by_gates<f16>(args, weight, input, gates, dtype, on);
+}
+
+void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  const long long quads = args.channels / kQuad;
+  const Grid grid{dim3(static_cast<unsigned>(args.tokens),
+                       static_cast<unsigned>((quads + kThreads - 1) / kThreads)),
+                  kThreads};
+  if (dtype == Dtype::bf16) return launch_early<&embed_kernel<bf16>>(grid, on, "embedding", args);
+  launch_early<&embed_kernel<f16>>(grid, on, "embedding", args);
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,169 @@
+// What is made of finished sums, four neighbouring channels of one token at a time.
+//
+// Sixteen neighbouring threads have the kSquareRows channels whose squares are summed together.
+#pragma once
+
+#include "../common/channels.cuh"
+#include "../common/gates.h"
+#include "../minlstm/cell.h"
+#include "../mingru/cell.h"
+#include "args.h"
+
+namespace minserve {
+namespace cuda {
+
+constexpr int kQuad = 4;
+
+template <class T>
+using Quad = Channels<T, kQuad>;
+
+// Where a quad is: of all, and of what its block finishes.
+struct Place {
+  int token, channel, own_token, own_channel;
+  __device__ __forceinline__ bool inside(const LinearArgs& args) const {
+    return token < args.tokens && channel < args.channels;
+  }
+  // In a matrix [tokens, channels].
+  __device__ __forceinline__ std::int64_t offset(const LinearArgs& args) const {
+    return token * args.channels + channel;
+  }
+};
+
+// What is read for a quad before its sums are looked at: the state, or the residual stream.
+template <class T, bool kStepping>
+struct Before {
+  Quad<T> x;
+  __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int) {
+    if (args.epilogue == Epilogue::residual && at.inside(args)) {
+      x.load(static_cast<const T*>(args.x) + at.offset(args));
+    }
+  }
+};
+template <class T>
+struct Before<T, true> {
+  Quad<float> state;
+  float* row;  // null: a padding row
+  __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int slot) {
+    row = nullptr;
+    if (slot < 0 || slot >= args.num_slots || !at.inside(args)) return;
+    row = args.state + slot * args.state_stride + at.channel;
+    state.load(row);
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void add_bias(const LinearArgs& args, std::int64_t row,
+                                         float (&y)[kQuad]) {
+  if (!args.bias) return;
+  Quad<T> bias;
+  bias.load(static_cast<const T*>(args.bias) + row);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) y[i] += bias[i];
+}
+
+// The residual stream, and what the norm that comes next needs of it.
+template <class T>
+__device__ __forceinline__ void write_residual(const LinearArgs& args, const Place& at,
+                                               float (&y)[kQuad]) {
+  Quad<T> x;
+  x.set(y);
+  x.store(static_cast<T*>(args.x) + at.offset(args));
+  if (!args.scaled) return;
+  Quad<T> weight, scaled;
+  weight.load(static_cast<const T*>(args.norm_weight) + at.channel);
+  // Of x as it was written: rounded.
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    sum += x[i] * x[i];
+    y[i] = x[i] * weight[i];
+  }
+  scaled.set(y);
+  scaled.store(static_cast<T*>(args.scaled) + at.offset(args));
+  const unsigned half = 0xffffu << (threadIdx.x % 32 / 16 * 16);
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(half, sum, distance);
+  }
+  if (threadIdx.x % 16 == 0) {
+    args.squares_out[at.channel / kSquareRows * args.tokens + at.token] = sum;
+  }
+}
+
+// y Phi(y). erf of |x| = |y| / sqrt(2) as 1 - (a_1 t + ... + a_5 t^5) e^(-x^2), t = 1 / (1 + p
+// |x|), absolute error 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+__device__ __forceinline__ float gelu(float y) {
+  const float x = fabsf(y) * 0.70710678f;
+  const float t = fast_reciprocal(fmaf(0.3275911f, x, 1.0f));
+  float sum = fmaf(1.061405429f, t, -1.453152027f);
+  sum = fmaf(sum, t, 1.421413741f);
+  sum = fmaf(sum, t, -0.284496736f);
+  sum = fmaf(sum, t, 0.254829592f);
+  const float tail = sum * t * fast_exp2(x * x * -1.44269504f);  // 1 - erf(x)
+  return y * (y < 0.0f ? 0.5f * tail : 1.0f - 0.5f * tail);
+}
+
+// One product that no recurrence follows.
+template <class T>
+__device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
+                                       const Before<T, false>& before, float (&y)[kQuad]) {
+  add_bias<T>(args, at.channel, y);
+  if (args.epilogue == Epilogue::residual) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) y[i] += before.x[i];
+    return write_residual<T>(args, at, y);
+  }
+  if (args.epilogue == Epilogue::logits) {
+    Quad<float> out;
+    out.set(y);
+    return out.store(static_cast<float*>(args.out) + at.offset(args));
+  }
+  if (args.epilogue == Epilogue::gelu) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) y[i] = gelu(y[i]);
+  }
+  Quad<T> out;
+  out.set(y);
+  out.store(static_cast<T*>(args.out) + at.offset(args));
+}
+
+// The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
+// so that stepping gives the bits that scanning gives.
+template <class T, template <class> class CellOf>
+__device__ __forceinline__ void finish_step(const LinearArgs& args, const Place& at,
+                                            Before<T, true>& before,
+                                            float (&y)[CellOf<float>::kInputs][kQuad]) {
+  using Cell = CellOf<float>;
+  const bool real = before.row != nullptr;
+  Quad<T> pre[Cell::kInputs], out;
+#pragma unroll
+  for (int gate = 0; gate < Cell::kInputs; ++gate) {
+    add_bias<T>(args, gate * args.channels + at.channel, y[gate]);
+    pre[gate].set(y[gate]);
+  }
+  float h[kQuad];
+  const auto step = [&](auto options) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      float in[Cell::kInputs];
+#pragma unroll
+      for (int gate = 0; gate < Cell::kInputs; ++gate) in[gate] = pre[gate][i];
+      const Affine<float> affine = Cell::affine(options, in);
+      h[i] = real ? fmadd(affine.a, before.state[i], affine.b) : 0.0f;
+    }
+  };
+  if (args.linear_candidate || !args.normalize_gates) {
+    step(AnyOptions{args.linear_candidate, args.normalize_gates});
+  } else {
+    step(UsualOptions{});
+  }
+  if (real) {
+    before.state.set(h);
+    before.state.store(before.row);
+  }
+  out.set(h);
+  out.store(static_cast<T*>(args.out) + at.offset(args));
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,111 @@
+// What Hopper (sm_90a) has for matrix products: copies of boxes by the copy engine, barriers in
+// shared memory that count bytes, clusters of blocks, products of whole warpgroups.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace minserve {
+namespace cuda {
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// --- barriers in shared memory
+
+__device__ __forceinline__ void init_barrier(std::uint64_t& barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
+               : "memory");
+}
+// Makes initialised barriers known to the copy engine and to the cluster.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(std::uint64_t& barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// --- the copy engine
+
+// A box of `map` whose first element is at (column, row), to shared memory; `barrier` counts bytes.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int column, int row,
+                                         std::uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+__device__ __forceinline__ void prefetch_to_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// --- clusters
+
+// All threads of the cluster meet: what they wrote before is seen by those who waited.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The address of another block's shared variable that lies where `address` is in this one.
+__device__ __forceinline__ std::uint32_t address_in_block(std::uint32_t address, unsigned rank) {
+  std::uint32_t other;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(address), "r"(rank));
+  return other;
+}
+// Shared memory of this block to that of another, whose barrier counts the bytes.
+__device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const void* from,
+                                              unsigned bytes, std::uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(address_in_block(shared_address(to), rank)),
+      "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(shared_address(&barrier), rank))
+      : "memory");
+}
+// Makes what this thread wrote to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_for_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- products of warpgroups
+
+__device__ __forceinline__ void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// A tile in shared memory whose rows are 128 bytes of inputs, swizzled as copy_box() leaves them
+// (PTX ISA, "Matrix descriptor"): rows in groups of 8, which lie 1,024 bytes apart.
+__device__ __forceinline__ std::uint64_t describe_tile(const void* tile) {
+  const std::uint64_t address = (shared_address(tile) & 0x3ffffu) >> 4;
+  return address | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+}  // namespace cuda
+}  // namespace minserve

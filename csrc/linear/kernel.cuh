@@ -1,0 +1,279 @@
+// out [tokens, channels] = epilogue(W x) for Hopper: the weights are the product's rows, the tokens
+// its columns, so that a small batch wastes a few columns rather than most of a tile.
+//
+// One warp feeds a ring of stages in shared memory, kStep inputs of the block's rows and tokens
+// each; warpgroups multiply. Weights depend on no kernel before, so the ring's first stages of them
+// are asked for before that kernel has ended.
+//
+// Where there are too few tiles for the GPU, the blocks of a cluster take a part of the inputs
+// each, sum it from zero and send every other one its share of the tokens, who adds up in order.
+#pragma once
+
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "product.cuh"
+
+namespace minserve {
+namespace cuda {
+
+constexpr int kStep = 64;       // inputs a stage: rows of 128 bytes
+constexpr int kBlockRows = 64;  // rows of a warpgroup's product
+constexpr int kGroupThreads = 128;
+
+// kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
+// blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
+template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
+struct LinearShape {
+  using Type = T;
+  static constexpr int kGates = kGates_, kBlocks = kBlocks_, kGroups = kGroups_, kTokens = kTokens_;
+  static constexpr bool kStepping = kGates > 1;
+  static_assert(kBlocks * kGroups % kGates == 0, "a block of rows has all gates of its channels");
+  static constexpr int kComputing = kGroups * kGroupThreads;
+  // One warp copies, one prepares; with the others, all finish sums.
+  static constexpr int kThreads = kComputing + (kGroups == 1 ? 128 : 64);
+  static constexpr int kRows = kGroups * kBlocks * kBlockRows;
+  static constexpr int kChannels = kRows / kGates;
+  static constexpr int kTileBytes = kBlockRows * kStep * 2;
+  static constexpr int kWeightBytes = kRows * kStep * 2;
+  static constexpr int kStageBytes = kWeightBytes + kTokens * kStep * 2;
+  // Sums of a token, padded so that a warp's fragments meet 32 banks.
+  static constexpr int kSumRows = kRows + 4;
+  static constexpr int kSumBytes = kTokens * kSumRows * 4;
+  // Blocks of two kernels, or several of one, share a multiprocessor: while one waits or finishes
+  // its sums, the copies of another go on.
+  static constexpr int kWanted = (kDeep ? 200 : kTokens >= 64 ? 96 : 64) * 1024;
+  static constexpr int kFit = (kWanted - (kDeep && kTokens < 256 ? kSumBytes : 0)) / kStageBytes;
+  static constexpr int kStages = kFit > 8 ? 8 : kFit < 2 ? 2 : kFit;
+  static constexpr int kRing =
+      ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
+      1024;
+  static constexpr int kMinBlocks = kDeep || kGroups == 3                          ? 1
+                                    : kGates == 1 && kGroups == 1 && kTokens <= 16 ? 3
+                                                                                   : 2;
+  // With parts, what they are sent lies behind the ring.
+  static constexpr int shared_bytes(int parts) {
+    return kRing + (parts > 1 ? kSumBytes : 0) + 1024;
+  }
+};
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
+    linear_kernel(const __grid_constant__ CUtensorMap weight_map,
+                  const __grid_constant__ CUtensorMap input_map,
+                  const __grid_constant__ LinearArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using T = typename S::Type;
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+  __shared__ std::uint64_t full[S::kStages], empty[S::kStages], received;
+  __shared__ float scale[S::kTokens];
+  __shared__ int slots[S::kTokens];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int parts = gridDim.z, part = blockIdx.z;
+  const bool alone = parts == 1;
+  const int share = S::kTokens / parts;  // tokens that this block finishes
+  const std::int64_t first_token = static_cast<std::int64_t>(blockIdx.x) * S::kTokens;
+  const std::int64_t first_channel = static_cast<std::int64_t>(blockIdx.y) * S::kChannels;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      init_barrier(full[i], 1);
+      init_barrier(empty[i], S::kComputing / 32);
+    }
+    init_barrier(received, 1);
+    fence_barriers();
+    if (parts > 1) arrive_expecting(received, parts * share * S::kSumRows * 4);
+  }
+  __syncthreads();
+  if (!alone) arrive_at_cluster();
+  let_next_kernel_start();
+
+  const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
+  const int begin = part * steps / parts, count = (part + 1) * steps / parts - begin;
+
+  float sums[S::kBlocks][S::kTokens / 2];
+  if (warp == S::kComputing / 32) {
+    if (lane == 0) {
+      prefetch_map(weight_map);
+      prefetch_map(input_map);
+    }
+    const auto copy_weights = [&](int n) {
+      unsigned char* stage = ring + n % S::kStages * S::kStageBytes;
+      std::uint64_t& barrier = full[n % S::kStages];
+      arrive_expecting(barrier, S::kStageBytes);
+#pragma unroll
+      for (int index = 0; index < S::kGroups * S::kBlocks; ++index) {
+        const int row = S::kStepping
+                            ? static_cast<int>(index % S::kGates * args.channels + first_channel) +
+                                  index / S::kGates * kBlockRows
+                            : static_cast<int>(first_channel) + index * kBlockRows;
+        copy_box(stage + index * S::kTileBytes, weight_map, (begin + n) * kStep, row, barrier);
+      }
+    };
+    const auto copy_inputs = [&](int n) {
+      unsigned char* stage = ring + n % S::kStages * S::kStageBytes;
+      copy_box(stage + S::kWeightBytes, input_map, (begin + n) * kStep,
+               static_cast<int>(first_token), full[n % S::kStages]);
+    };
+    const int ahead = min(count, S::kStages);
+    if (lane == 0) {
+      for (int n = 0; n < ahead; ++n) copy_weights(n);
+    }
+    __syncwarp();
+    wait_for_previous_kernel();
+    if (!alone) wait_for_cluster();
+    if (lane == 0) {
+      for (int n = 0; n < ahead; ++n) copy_inputs(n);
+      for (int n = ahead; n < count; ++n) {
+        wait_barrier(empty[n % S::kStages], (n / S::kStages - 1) % 2);
+        copy_weights(n);
+        copy_inputs(n);
+      }
+    }
+    __syncwarp();
+  } else if (warp == S::kComputing / 32 + 1) {
+    wait_for_previous_kernel();
+    for (int n = lane; n < share; n += 32) {
+      const std::int64_t token = first_token + part * share + n;
+      float sum = 0.0f;
+      if (args.squares && token < args.tokens) {
+#pragma unroll 16
+        for (int block = 0; block < args.square_blocks; ++block) {
+          sum += args.squares[block * args.tokens + token];
+        }
+      }
+      scale[n] = args.squares ? rsqrtf(sum / args.width + args.eps) : 1.0f;
+      if (S::kStepping) slots[n] = token < args.tokens ? args.slots[token] : -1;
+    }
+    __syncwarp();
+    if (S::kStepping) {
+      constexpr int kLines = S::kChannels * 4 / 128;
+      for (int n = lane; n < share * kLines; n += 32) {
+        const int slot = slots[n / kLines];
+        if (slot >= 0 && slot < args.num_slots && first_channel + n % kLines * 32 < args.channels) {
+          prefetch_to_l2(args.state + slot * args.state_stride + first_channel + n % kLines * 32);
+        }
+      }
+    }
+    __syncwarp();
+    if (!alone) wait_for_cluster();
+  } else if (warp > S::kComputing / 32) {
+    wait_for_previous_kernel();
+    if (!alone) wait_for_cluster();
+  } else {
+    const int group = warp / 4;
+    if (!alone) wait_for_cluster();
+    const auto release = [&](int n) {
+      if (lane == 0) arrive(empty[n % S::kStages]);
+    };
+    for (int n = 0; n < count; ++n) {
+      const int at = n % S::kStages;
+      wait_barrier(full[at], n / S::kStages % 2);
+      const unsigned char* stage = ring + at * S::kStageBytes;
+      const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
+      begin_products();
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) {
+        const std::uint64_t weights =
+            describe_tile(stage + (group * S::kBlocks + block) * S::kTileBytes);
+#pragma unroll
+        for (int k = 0; k < kStep / 16; ++k) {
+          Product<T, S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
+        }
+      }
+      commit_products();
+      if (n > 0) {
+        wait_products<1>();
+        release(n - 1);
+      }
+    }
+    wait_products<0>();
+  }
+
+  // The ring becomes [tokens][rows] of this block's sums.
+  __syncthreads();
+  float* staged = reinterpret_cast<float*>(ring);
+  if (warp < S::kComputing / 32) {
+    const int row = warp / 4 * S::kBlocks * kBlockRows + warp % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < S::kTokens / 8; ++j) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        float* to = staged + (8 * j + lane % 4 * 2 + odd) * S::kSumRows + row;
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block) {
+          to[block * kBlockRows] = sums[block][4 * j + odd];
+          to[block * kBlockRows + 8] = sums[block][4 * j + 2 + odd];
+        }
+      }
+    }
+  }
+  if (parts > 1) fence_for_copies();
+  __syncthreads();
+  const float* parts_sums = staged;  // [parts][share][rows]
+  if (parts > 1) {
+    // To each part its share of the tokens, behind its ring.
+    unsigned char* inbox = ring + S::kRing;
+    const int bytes = share * S::kSumRows * 4;
+    if (warp == S::kComputing / 32 && lane < parts) {
+      copy_to_block(lane, inbox + part * bytes, ring + lane * bytes, bytes, received);
+    }
+    __syncwarp();
+    wait_barrier(received, 0);
+    parts_sums = reinterpret_cast<const float*>(inbox);
+  }
+  // Nobody ends while what it sent is still being read.
+  if (!alone) arrive_at_cluster();
+
+  // Short code that runs in a loop: long code that runs once would wait for its instructions. What
+  // is read of global memory for a quad is asked for while the one before is finished.
+  constexpr int kQuads = S::kChannels / kQuad;
+  const int quads = share * kQuads, stride = share * S::kSumRows;
+  const auto place = [&](int n) {
+    const int token = n / kQuads, quad = n % kQuads * kQuad;
+    return Place{static_cast<int>(first_token) + part * share + token,
+                 static_cast<int>(first_channel) + quad, token, quad};
+  };
+  Place at = place(threadIdx.x), next = at;
+  Before<T, S::kStepping> before, coming;
+  if (threadIdx.x < quads) before.load(args, at, S::kStepping ? slots[at.own_token] : 0);
+#pragma unroll 1
+  for (int n = threadIdx.x; n < quads; n += S::kThreads, at = next, before = coming) {
+    if (n + S::kThreads < quads) {
+      next = place(n + S::kThreads);
+      coming.load(args, next, S::kStepping ? slots[next.own_token] : 0);
+    }
+    if (!at.inside(args)) continue;
+    const int row = S::kStepping ? at.own_channel / kBlockRows * S::kGates * kBlockRows +
+                                       at.own_channel % kBlockRows
+                                 : at.own_channel;
+    const float* sums_of_part = parts_sums + at.own_token * S::kSumRows + row;
+    float y[S::kGates][kQuad] = {};
+#pragma unroll 2
+    for (int from = 0; from < parts; ++from, sums_of_part += stride) {
+#pragma unroll
+      for (int gate = 0; gate < S::kGates; ++gate) {
+        const float4 sum = *reinterpret_cast<const float4*>(sums_of_part + gate * kBlockRows);
+        y[gate][0] += sum.x, y[gate][1] += sum.y, y[gate][2] += sum.z, y[gate][3] += sum.w;
+      }
+    }
+    const float factor = scale[at.own_token];
+#pragma unroll
+    for (int gate = 0; gate < S::kGates; ++gate) {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) y[gate][i] *= factor;
+    }
+    if constexpr (!S::kStepping) {
+      finish<T>(args, at, before, y[0]);
+    } else if constexpr (S::kGates == 2) {
+      finish_step<T, MinGruCell>(args, at, before, y);
+    } else {
+      finish_step<T, MinLstmCell>(args, at, before, y);
+    }
+  }
+  __syncwarp();
+  if (!alone) wait_for_cluster();
+#endif
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,23 @@
+// What the kernels of linear maps give to their operators.
+#pragma once
+
+#include "args.h"
+
+namespace minserve {
+
+#ifdef MINSERVE_CUDA
+namespace cuda {
+
+// Whether the device runs them: Hopper only.
+bool linear_supported(int device);
+
+// weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
+void linear(const LinearArgs& args, const void* weight, const void* input, int gates, Dtype dtype,
+            int device, void* stream);
+
+void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream);
+
+}  // namespace cuda
+#endif
+
+}  // namespace minserve

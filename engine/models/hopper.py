@@ -1,0 +1,129 @@
+"""HopperLM: the decode step of an LM as a chain of linear maps, each with its neighbours folded in.
+
+A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
+MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
+stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
+one ahead of it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.cell import ModelState
+from engine.models.lm import LM, Layer
+from engine.ops import conv_step
+from engine.ops.linear_embed import linear_embed
+from engine.ops.linear_map import SQUARE_ROWS, linear_map
+from engine.ops.linear_residual import linear_residual_
+from engine.ops.linear_step import linear_step
+
+# In between, where a layer has so many weights, products of more rows are quicker in the library:
+# measured at layers of 2, 9 and 52 million weights.
+_MEDIUM_LAYER, _MOST_ROWS_OF_MEDIUM = range(4_000_000, 30_000_000), 512
+
+
+def supports(model: LM) -> bool:
+    """Whether the kernels run this model: two-byte weights on a Hopper GPU, widths they can cut."""
+    config, norm = model.config, model.norm.weight
+    return (
+        norm.is_cuda
+        and norm.dtype in (torch.bfloat16, torch.float16)
+        and config.quantization is None
+        and torch.cuda.get_device_capability(norm.device)[0] == 9
+        and config.d_model % SQUARE_ROWS == 0
+        and config.inner % 8 == 0
+        and config.mlp_hidden % 8 == 0
+        and config.out_projection
+    )
+
+
+class HopperLM:
+    """A ServingModel of `model`, which `supports` says yes to. Prompts are read by `model` itself,
+    and so are steps of many rows where its layers are of medium size."""
+
+    def __init__(self, model: LM) -> None:
+        self._model = model
+        self._layers = list(cast("Iterable[Layer]", model.layers))
+        self._eps = model.config.norm_eps
+        self._linear_candidate = model.config.candidate == "linear"
+        head: Tensor = model.embedding.weight if model.head is None else model.head.weight
+        self._vocabulary, extra = head.shape[0], -head.shape[0] % 8
+        if extra:  # rows of a product are a multiple of 8; a copy of a small head costs little
+            head = torch.cat([head, head.new_zeros(extra, head.shape[1])])
+        self._head = head.detach()
+        bias: Tensor | None = model.head_bias
+        if bias is not None and extra:
+            bias = torch.cat([bias, bias.new_zeros(extra)])
+        self._head_bias = None if bias is None else bias.detach().to(self._head.dtype)
+        weights = sum(weight.numel() for weight in self._layers[0].parameters())
+        self._most_rows = _MOST_ROWS_OF_MEDIUM if weights in _MEDIUM_LAYER else None
+
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """As LM.prefill."""
+        return self._model.prefill(tokens, cu_seqlens, state, slots)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As LM.logits."""
+        return self._model.logits(hidden)
+
+    def initial_state_rows(self) -> Tensor:
+        """As LM.initial_state_rows."""
+        return self._model.initial_state_rows()
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """Reads one token of every sequence: tokens [batch] int32, slots [batch] int32 -> logits
+        [batch, vocabulary] fp32. Rows of `state` move on in place."""
+        if self._most_rows is not None and len(tokens) > self._most_rows:
+            return self._model.logits(self._model.step(tokens, state, slots))
+        first = self._layers[0]
+        norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
+        x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
+        for index, layer in enumerate(self._layers):
+            if layer.conv is not None:
+                assert state.conv is not None
+                conv = layer.conv
+                y = conv_step(x, conv.weight, conv.bias, state.conv[index], slots)
+                scaled, squares = linear_residual_(
+                    y, conv.pointwise.weight, conv.pointwise.bias, x, layer.cell_norm.weight
+                )
+            cell = layer.cell
+            h = linear_step(
+                scaled,
+                squares,
+                self._eps,
+                cell.gates.weight,
+                cell.gates.bias,
+                state.cell[index],
+                slots,
+                self._linear_candidate,
+                self._model.config.normalize_gates,
+            )
+            norm = self._norm_after_cell(index)
+            out = cast("nn.Linear", cell.out)  # supports() has seen to it
+            scaled, squares = linear_residual_(h, out.weight, out.bias, x, norm)
+            if layer.mlp is not None:
+                mlp = layer.mlp
+                y = linear_map(scaled, squares, self._eps, mlp.up.weight, mlp.up.bias, gelu=True)
+                norm = self._norm_after_layer(index)
+                scaled, squares = linear_residual_(y, mlp.down.weight, mlp.down.bias, x, norm)
+        logits = linear_map(scaled, squares, self._eps, self._head, self._head_bias, logits=True)
+        return logits[:, : self._vocabulary]
+
+    def _norm_after_cell(self, index: int) -> Tensor | None:
+        mlp = self._layers[index].mlp
+        return self._norm_after_layer(index) if mlp is None else mlp.norm.weight
+
+    def _norm_after_layer(self, index: int) -> Tensor | None:
+        """None: a convolution reads the residual stream itself."""
+        if index + 1 == len(self._layers):
+            return self._model.norm.weight
+        following = self._layers[index + 1]
+        return None if following.conv is not None else following.cell_norm.weight

@@ -1,0 +1,56 @@
+"""linear_residual_: x += W y on Hopper, with what the next norm needs of x written beside it."""
+
+import torch
+from torch import Tensor
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.linear_map import SQUARE_ROWS, scaled_product
+
+
+def linear_residual_(
+    y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Adds W y (+ bias) to the residual stream.
+
+    Args:
+        y: [tokens, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8.
+        weight: [channels, inputs]; channels a multiple of 64.
+        bias: [channels].
+        x: [tokens, channels], contiguous; **changed in place**.
+        norm_weight: [channels], of the norm that comes next; None: none does.
+
+    Returns:
+        x * norm_weight [tokens, channels] in x's dtype, and float32 [channels / 64, tokens], the
+        sums of the squares of x, as `linear_map` takes them; both empty without norm_weight.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    scaled, squares = torch.ops.minserve.linear_residual_(y, weight, bias, x, norm_weight)
+    return scaled, squares
+
+
+def reference(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """The new x, in float64 and functional."""
+    return x.double() + scaled_product(y, None, 0.0, weight, bias)
+
+
+def norm_inputs(x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is returned for a new x that has been rounded, in its dtype and in float32."""
+    tokens, channels = x.shape
+    if norm_weight is None:
+        return x.new_empty(0, channels), x.new_empty((0, tokens), dtype=torch.float32)
+    squares = x.float().square().view(tokens, channels // SQUARE_ROWS, SQUARE_ROWS).sum(-1)
+    return (x.float() * norm_weight.float()).to(x.dtype), squares.t().contiguous()
+
+
+def _fake(
+    y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    tokens, channels = x.shape
+    rows = tokens if norm_weight is not None else 0
+    blocks = channels // SQUARE_ROWS if norm_weight is not None else 0
+    return x.new_empty((rows, channels)), x.new_empty((blocks, tokens), dtype=torch.float32)
+
+
+torch.library.register_fake("minserve::linear_residual_", _fake)

@@ -1,0 +1,91 @@
+"""HopperLM steps as LM does, within the rounding of two-byte numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from engine.config import ModelConfig
+from engine.models.hopper import HopperLM, supports
+from engine.models.lm import LM
+from tests.models.variants import int32, relative_error
+
+pytestmark = pytest.mark.gpu
+
+_BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+CONFIGS = {
+    "mingru": _BASE,
+    "minlstm": dataclasses.replace(_BASE, cell="minlstm"),
+    "conv": dataclasses.replace(_BASE, conv_kernel=4, head_bias=True),
+    "biases": dataclasses.replace(_BASE, cell="minlstm", cell_bias=True, out_bias=True),
+    "own-gates": dataclasses.replace(
+        _BASE, cell="minlstm", normalize_gates=False, candidate="linear", mlp_bias=False
+    ),
+    "no-mlp": dataclasses.replace(_BASE, mlp_ratio=0.0, conv_kernel=3),
+    "tied": dataclasses.replace(_BASE, tie_embeddings=True, learned_initial_state=True),
+    "large": dataclasses.replace(_BASE, d_model=2048, n_layers=1, expansion=1.5, vocab_size=20000),
+}
+
+
+def build(config: ModelConfig, dtype: torch.dtype) -> LM:
+    torch.manual_seed(1)
+    model = LM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_as_the_model_does(name: str, dtype: torch.dtype) -> None:
+    config = CONFIGS[name]
+    model = build(config, dtype)
+    assert supports(model)
+    quick = HopperLM(model)
+    exact = LM(config).to("cuda").eval()  # the rounded weights, computed with in fp32
+    exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    for batch in (1, 5, 16, 40, 100, 300):
+        ours, theirs, reference = (model.new_state(batch + 2) for _ in range(3))
+        slots = torch.randperm(batch + 2)[:batch].to("cuda", torch.int32)
+        if batch > 1:
+            slots[1] = -1
+        live = slots >= 0
+        for _ in range(3):
+            tokens = torch.randint(0, config.vocab_size, (batch,), device="cuda", dtype=torch.int32)
+            got = quick.step(tokens, ours, slots)
+            plain = model.logits(model.step(tokens, theirs, slots))
+            assert got.shape == plain.shape and got.dtype == torch.float32
+            right = exact.logits(exact.step(tokens, reference, slots))
+            # Not much further from the exact logits than the plain model is.
+            allowed = 2 * relative_error(plain[live], right[live]) + 2e-3
+            assert relative_error(got[live], right[live]) < allowed
+        dead = [row for row in range(batch + 2) if row not in slots.tolist()]
+        assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+def test_a_graph_of_it_replays() -> None:
+    config = CONFIGS["conv"]
+    model = build(config, torch.bfloat16)
+    quick = HopperLM(model)
+    tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
+    eager, replayed = model.new_state(3), model.new_state(3)
+    expected = [quick.step(tokens, eager, slots).clone() for _ in range(4)]
+    graph = torch.cuda.CUDAGraph()
+    quick.step(tokens, model.new_state(3), slots)
+    with torch.cuda.graph(graph):
+        logits = quick.step(tokens, replayed, slots)
+    for one in expected:
+        graph.replay()
+        assert torch.equal(logits, one)
+
+
+def test_what_it_does_not_run() -> None:
+    assert not supports(build(_BASE, torch.float32))
+    assert not supports(build(dataclasses.replace(_BASE, d_model=200), torch.bfloat16))
+    narrow = dataclasses.replace(_BASE, expansion=1.0, out_projection=False)
+    assert not supports(build(narrow, torch.bfloat16))
+    assert not supports(LM(_BASE).bfloat16())

@@ -1,0 +1,211 @@
+"""linear_map, linear_step, linear_residual_ and linear_embed against float64, in every form.
+
+The forms differ in the number of tokens and in whether blocks share the inputs
+(csrc/linear/choice.h), so both vary here, with widths that no tile divides.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops import linear_embed, linear_map, linear_residual, linear_step, mingru_step
+from tests.ops.helpers import exact
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = [1, 7, 8, 9, 16, 31, 33, 64, 65, 130, 300, 1000]
+# channels, inputs: one part and several, one stage and many, more rows than a GPU has blocks
+SHAPES = [(72, 64), (384, 384), (200, 1536), (2048, 2056), (17000, 192), (9000, 2048)]
+DTYPES = [torch.bfloat16, torch.float16]
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+EPS = 1e-6
+
+
+def on_gpu(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(device="cuda", dtype=dtype)
+
+
+def normed(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """An input with its sums of squares; without where no norm could have written them."""
+    x = on_gpu(exact(tokens, inputs, seed=tokens), dtype)
+    if inputs % linear_map.SQUARE_ROWS:
+        return x, None
+    weight = on_gpu(1 + 0.2 * exact(inputs, seed=2), dtype)
+    return linear_residual.norm_inputs(x, weight)
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(
+        got.double(), expected, rtol=2 * ROUNDING[dtype], atol=1e-5 * max(scale, 1.0)
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_linear_map(shape: tuple[int, int], tokens: int) -> None:
+    channels, inputs = shape
+    for dtype in DTYPES:
+        x, squares = normed(tokens, inputs, dtype)
+        weight = on_gpu(exact(channels, inputs, seed=1, scale=inputs**-0.5), dtype)
+        bias = on_gpu(exact(channels, seed=3), dtype)
+        for with_bias, gelu, logits in (
+            (None, False, False),
+            (bias, True, False),
+            (bias, False, True),
+        ):
+            got = linear_map.linear_map(x, squares, EPS, weight, with_bias, gelu, logits)
+            expected = linear_map.reference(x, squares, EPS, weight, with_bias, gelu)
+            assert got.dtype == (torch.float32 if logits else dtype)
+            close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
+@pytest.mark.parametrize("gates", [2, 3])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_linear_step(tokens: int, gates: int, options: tuple[bool, bool]) -> None:
+    if gates == 2 and not options[1]:
+        pytest.skip("minGRU has no gates to normalise")
+    for channels, inputs in ((64, 64), (200, 384), (1152, 768), (3072, 2048)):
+        dtype = torch.bfloat16 if channels != 200 else torch.float16
+        x, squares = normed(tokens, inputs, dtype)
+        weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=inputs**-0.5), dtype)
+        bias = on_gpu(exact(gates * channels, seed=3), dtype)
+        rows = tokens + 5
+        pool = exact(rows, channels, seed=4).to("cuda", torch.float32)
+        slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
+        slots[tokens // 2] = -1 if tokens > 1 else slots[0]
+        state = pool.clone()
+        h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        expected, after = linear_step.reference(
+            x, squares, EPS, weight, bias, pool, slots, *options
+        )
+        # Pre-activations are rounded before the gates.
+        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.03)
+        untouched = [row for row in range(rows) if row not in slots.tolist()]
+        assert torch.equal(state[untouched], pool[untouched])
+        assert not h[slots < 0].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40, 300])
+def test_a_step_has_the_bits_of_map_and_step(tokens: int) -> None:
+    channels, inputs = 384, 384
+    x, squares = normed(tokens, inputs, torch.bfloat16)
+    weight = on_gpu(exact(2 * channels, inputs, seed=1, scale=0.05), torch.bfloat16)
+    state = exact(tokens, channels, seed=4).to("cuda", torch.float32)
+    slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    apart = state.clone()
+    h = linear_step.linear_step(x, squares, EPS, weight, None, state, slots)
+    pre = linear_map.linear_map(x, squares, EPS, weight)
+    expected = mingru_step(pre, apart, slots)
+    # The forms may sum in another order, so a pre-activation may be rounded the other way.
+    differing = (h != expected).float().mean()
+    assert differing < 0.02
+    torch.testing.assert_close(h, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("channels,inputs", [(64, 64), (384, 768), (2048, 3072), (768, 200)])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_linear_residual(tokens: int, channels: int, inputs: int) -> None:
+    for dtype in DTYPES:
+        y = on_gpu(exact(tokens, inputs, seed=5), dtype)
+        weight = on_gpu(exact(channels, inputs, seed=1, scale=inputs**-0.5), dtype)
+        bias = on_gpu(exact(channels, seed=3), dtype)
+        before = on_gpu(exact(tokens, channels, seed=6), dtype)
+        norm = on_gpu(1 + 0.2 * exact(channels, seed=7), dtype)
+        x = before.clone()
+        scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
+        close(x, linear_residual.reference(y, weight, bias, before), dtype)
+        expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+        assert torch.equal(scaled, expected_scaled)
+        torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+        x = before.clone()
+        scaled, squares = linear_residual.linear_residual_(y, weight, None, x, None)
+        assert scaled.shape == (0, channels) and squares.shape == (0, tokens)
+        close(x, linear_residual.reference(y, weight, None, before), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_embed(dtype: torch.dtype) -> None:
+    table = on_gpu(exact(50, 384, seed=1), dtype)
+    norm = on_gpu(1 + 0.2 * exact(384, seed=7), dtype)
+    tokens = torch.tensor([3, 49, 0, 50, -1, 3], dtype=torch.int32, device="cuda")
+    x, scaled, squares = linear_embed.linear_embed(tokens, table, norm)
+    expected = torch.stack(
+        [table[3], table[49], table[0], *[torch.zeros_like(table[0])] * 2, table[3]]
+    )
+    assert torch.equal(x, expected)
+    expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+    assert torch.equal(scaled, expected_scaled)
+    torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+    x, scaled, squares = linear_embed.linear_embed(tokens, table, None)
+    assert torch.equal(x, expected) and scaled.numel() == squares.numel() == 0
+
+
+def test_neighbours_change_no_bit() -> None:
+    for tokens in (8, 24, 64, 100, 300):
+        x, squares = normed(tokens, 768, torch.bfloat16)
+        assert squares is not None
+        weight = on_gpu(exact(1152, 768, seed=1, scale=0.05), torch.bfloat16)
+        y = linear_map.linear_map(x, squares, EPS, weight)
+        order = torch.randperm(tokens, device="cuda")
+        other = linear_map.linear_map(
+            x[order].contiguous(), squares[:, order].contiguous(), EPS, weight
+        )
+        assert torch.equal(y[order], other)
+        x[1:], squares[:, 1:] = torch.nan, torch.nan
+        assert torch.equal(linear_map.linear_map(x, squares, EPS, weight)[0], y[0])
+
+
+def test_replayed_chain_is_the_eager_one() -> None:
+    """Kernels that start before the one ahead of them has ended, in a graph."""
+    channels, tokens = 768, 20
+    up = on_gpu(exact(3072, channels, seed=1, scale=0.03), torch.bfloat16)
+    down = on_gpu(exact(channels, 3072, seed=2, scale=0.02), torch.bfloat16)
+    norm = torch.ones(channels, device="cuda", dtype=torch.bfloat16)
+    start = on_gpu(exact(tokens, channels, seed=3), torch.bfloat16)
+    x = start.clone()
+
+    def chain() -> Tensor:
+        scaled, squares = linear_residual.norm_inputs(x, norm)
+        for _ in range(6):
+            y = linear_map.linear_map(scaled, squares, EPS, up, gelu=True)
+            scaled, squares = linear_residual.linear_residual_(y, down, None, x, norm)
+        return scaled
+
+    expected = chain().clone()
+    after = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for _ in range(20):
+        x.copy_(start)
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, expected) and torch.equal(x, after)
+
+
+def test_bad_arguments_are_told() -> None:
+    x, squares = normed(4, 128, torch.bfloat16)
+    weight = on_gpu(exact(64, 128, seed=1), torch.bfloat16)
+    state = torch.zeros(4, 32, device="cuda")
+    slots = torch.arange(4, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match="bfloat16 or float16"):
+        linear_map.linear_map(x.float(), squares, EPS, weight)
+    with pytest.raises(RuntimeError, match="weight"):
+        linear_map.linear_map(x, squares, EPS, weight[:, :64].contiguous())
+    with pytest.raises(RuntimeError, match="multiple of 8"):
+        linear_map.linear_map(x, squares, EPS, weight[:63])
+    with pytest.raises(RuntimeError, match="squares"):
+        linear_map.linear_map(x, squares[:1], EPS, weight)
+    with pytest.raises(RuntimeError, match="exclude"):
+        linear_map.linear_map(x, squares, EPS, weight, None, True, True)
+    with pytest.raises(RuntimeError, match="two or three rows"):
+        linear_step.linear_step(x, squares, EPS, weight, None, state[:, :16].contiguous(), slots)
+    with pytest.raises(RuntimeError, match="multiple of 64"):
+        linear_residual.linear_residual_(x, weight[:32], None, x[:, :32].contiguous(), None)
+    with pytest.raises(NotImplementedError):
+        linear_map.linear_map(x.cpu(), None, EPS, weight.cpu())
