@@ -84,6 +84,7 @@ class Runner:
             cast(DtypeName, self.config.dtype),
             self.config.quantization,
         )
+        parameters = sum(weight.numel() for weight in model.parameters())
         self._model = serving_model(model, self._device)
         self._pool = StatePool(
             self.model_config,
@@ -97,7 +98,7 @@ class Runner:
             self._step, self.config.max_slots, vocab_size, eos_token_id, self._device
         )
         self._logits_step = LogitsStep(self._step, self._device)
-        self.info = self._describe(folder, sum(weight.numel() for weight in model.parameters()))
+        self.info = self._describe(folder, parameters)
 
     @property
     def overlaps(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.lm import LM
+from engine.models.packed import PackedLM, can_pack
 
 
 class ServingModel(Protocol):
@@ -59,7 +60,10 @@ class PlainModel:
 
 
 def serving_model(model: LM, device: torch.device) -> ServingModel:
-    """The quickest implementation of `model`, whose weights are on `device`."""
+    """The quickest implementation of `model`, whose weights are on `device`; it may take them out of
+    `model`, which then is of no more use."""
+    if can_pack(model):
+        return PackedLM(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
         return hopper.HopperLM(model)
     return PlainModel(model)
