@@ -21,6 +21,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.graphs import buckets
 from engine.messages import Request, SamplingParams, TokenLogprobs, pack_ids, unpack_ids
 from engine.models.lm import LM
+from engine.models.packed import PackedLM
 from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.runner import Runner
 
@@ -281,13 +282,13 @@ def test_scoring_never_holds_more_logits_than_a_block(
     """In number of rows that the head is given, over a prompt much longer than a block."""
     monkeypatch.setattr(scoring, "BLOCK_BYTES", 4 * VOCAB * 16)
     rows: list[int] = []
-    logits = LM.logits
+    logits = PackedLM.logits
 
-    def counting(model: LM, hidden: torch.Tensor) -> torch.Tensor:
+    def counting(model: PackedLM, hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return logits(model, hidden)
 
-    monkeypatch.setattr(LM, "logits", counting)
+    monkeypatch.setattr(PackedLM, "logits", counting)
     runner = load(folder)
     prompt = random_prompt(200, 1)
     plan = Plan(
