@@ -34,7 +34,7 @@ __device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigne
 __device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned parity) {
   asm volatile(
       "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(shared_address(&barrier)),
       "r"(parity)
       : "memory");
