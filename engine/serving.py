@@ -60,8 +60,8 @@ class PlainModel:
 
 
 def serving_model(model: LM, device: torch.device) -> ServingModel:
-    """The quickest implementation of `model`, whose weights are on `device`; it may take them out of
-    `model`, which then is of no more use."""
+    """The quickest implementation of `model`, whose weights are on `device`; it may take them out
+    of `model`, which then is of no more use."""
     if can_pack(model):
         return PackedLM(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
