@@ -1,6 +1,4 @@
 // Linear maps on Hopper: which shape of kernel a call takes, its tensor maps, its launch.
-#include <mutex>
-
 #include "../common/launch.cuh"
 #include "choice.h"
 #include "embed.cuh"
@@ -50,17 +48,18 @@ CUtensorMap map_of(const void* data, std::int64_t rows, std::int64_t columns, in
 
 template <class S>
 void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
-                  Dtype dtype, cudaStream_t stream) {
+                  Dtype dtype, int device, cudaStream_t stream) {
   const CUtensorMap weights =
       map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows, dtype);
   const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
-  static std::once_flag asked;
-  std::call_once(asked, [] {
+  static thread_local int asked = -1;  // every device is asked for itself
+  if (device != asked) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
                                cudaFuncAttributeMaxDynamicSharedMemorySize,
                                S::shared_bytes(S::kTokens < 256 ? 8 : 1)),
           "shared memory of a linear map");
-  });
+    asked = device;
+  }
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -80,12 +79,12 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
 
 template <class T, int kGates>
 void launch_linear(const LinearArgs& args, const void* weight, const void* input, Dtype dtype,
-                   cudaStream_t stream) {
+                   int device, cudaStream_t stream) {
   constexpr bool kStepping = kGates > 1;
   constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2, kGroups = kStepping ? kGates : 2;
   const Choice choice = Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
   const auto launch = [&](auto shape) {
-    launch_shape<decltype(shape)>(args, weight, input, choice.parts, dtype, stream);
+    launch_shape<decltype(shape)>(args, weight, input, choice.parts, dtype, device, stream);
   };
   switch (choice.form) {
     case Form::tokens_8:
@@ -117,10 +116,10 @@ void launch_linear(const LinearArgs& args, const void* weight, const void* input
 
 template <class T>
 void launch_by_gates(const LinearArgs& args, const void* weight, const void* input, int gates,
-                     Dtype dtype, cudaStream_t stream) {
-  if (gates == 2) return launch_linear<T, 2>(args, weight, input, dtype, stream);
-  if (gates == 3) return launch_linear<T, 3>(args, weight, input, dtype, stream);
-  launch_linear<T, 1>(args, weight, input, dtype, stream);
+                     Dtype dtype, int device, cudaStream_t stream) {
+  if (gates == 2) return launch_linear<T, 2>(args, weight, input, dtype, device, stream);
+  if (gates == 3) return launch_linear<T, 3>(args, weight, input, dtype, device, stream);
+  launch_linear<T, 1>(args, weight, input, dtype, device, stream);
 }
 
 }  // namespace
@@ -135,8 +134,9 @@ void linear(const LinearArgs& args, const void* weight, const void* input, int g
             int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (dtype == Dtype::bf16) return launch_by_gates<bf16>(args, weight, input, gates, dtype, on);
-  launch_by_gates<f16>(args, weight, input, gates, dtype, on);
+  if (dtype == Dtype::bf16)
+    return launch_by_gates<bf16>(args, weight, input, gates, dtype, device, on);
+  launch_by_gates<f16>(args, weight, input, gates, dtype, device, on);
 }
 
 void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream) {

@@ -128,7 +128,7 @@ __device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
 }
 
 // The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
-// so that stepping gives the bits that scanning gives.
+// so that stepping differs from scanning by nothing but the order of a product's sums.
 template <class T, template <class> class CellOf>
 __device__ __forceinline__ void finish_step(const LinearArgs& args, const Place& at,
                                             Before<T, true>& before,

@@ -1,4 +1,7 @@
 // Linear maps with their neighbours folded in: checks, outputs, arguments. CUDA only.
+#include <cstdint>
+#include <string_view>
+
 #include "../common/deal.h"
 #include "../common/operators.h"
 #include "launch.h"
@@ -7,27 +10,58 @@ namespace minserve {
 
 namespace {
 
-// x [tokens, inputs], two-byte floats on a GPU, and weight [rows, inputs].
+// The kernels' code is in the library only where it was built for this very architecture.
+bool built_for_hopper() {
+  return std::string_view(MINSERVE_CUDA_ARCHS).find("90a") != std::string_view::npos;
+}
+
+std::uintptr_t address(const Tensor& t) {
+  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {  // both contiguous
+  const auto end = [](const Tensor& t) {
+    return address(t) + static_cast<std::uintptr_t>(t.numel() * bytes_of(t));
+  };
+  return address(a) < end(b) && address(b) < end(a);
+}
+
+// What the copy engine asks of matrices, and what one access to four two-byte floats does.
+constexpr std::uintptr_t kMatrixAlignment = 16, kVectorAlignment = 8;
+
+// x, called x_name, [tokens, inputs], two-byte floats on a GPU, and weight [rows, inputs].
 struct Maps {
-  Maps(const char* op, const Tensor& x) : check(op, x, "x"), dtype(check.dtype(false)) {
-    check.require(!x.is_cpu(), "needs a Hopper GPU, got ", describe(x));
-    check.require(dtype == Dtype::bf16 || dtype == Dtype::f16,
-                  "x must be bfloat16 or float16, got ", describe(x));
-    check.require(x.dim() == 2 && x.is_contiguous(),
-                  "x must be a contiguous [tokens, inputs], got ", describe(x));
+  Maps(const char* op, const Tensor& x, const char* x_name)
+      : check(op, x, x_name), dtype(check.dtype(false)) {
+    check.require(!x.is_cpu() && built_for_hopper() && cuda::linear_supported(x.get_device_index()),
+                  "needs a Hopper GPU and kernels built for it (90a; built for " MINSERVE_CUDA_ARCHS
+                  "), got ",
+                  describe(x));
+    check.require(dtype == Dtype::bf16 || dtype == Dtype::f16, x_name,
+                  " must be bfloat16 or float16, got ", describe(x));
+    check.require(x.dim() == 2 && x.is_contiguous(), x_name, " must be a contiguous matrix, got ",
+                  describe(x));
+    aligned(x, x_name, kMatrixAlignment);
   }
-  Maps(const char* op, const Tensor& x, const Tensor& weight) : Maps(op, x) {
+  Maps(const char* op, const Tensor& x, const char* x_name, const Tensor& weight)
+      : Maps(op, x, x_name) {
     check.tensor(weight, "weight", x.scalar_type(), {-1, x.size(1)}, "[rows, inputs]");
     check.require(weight.is_contiguous(), "weight must be contiguous");
+    aligned(weight, "weight", kMatrixAlignment);
     check.require(x.size(1) % 8 == 0 && x.size(1) > 0, "inputs must be a multiple of 8, got ",
                   x.size(1));
     check.require(weight.size(0) % 8 == 0 && weight.size(0) > 0,
                   "rows of weight must be a multiple of 8, got ", weight.size(0));
   }
 
+  void aligned(const Tensor& t, const char* name, std::uintptr_t bytes) const {
+    check.require(address(t) % bytes == 0, name, " must begin at a multiple of ", bytes, " bytes");
+  }
+
   void rows(const Tensor& vector, const char* name, const Tensor& like, std::int64_t size) const {
     check.tensor(vector, name, like.scalar_type(), {size}, "one number for each row of weight");
     check.require(vector.is_contiguous(), name, " must be contiguous");
+    aligned(vector, name, kVectorAlignment);
   }
 
   LinearArgs args(Epilogue epilogue, const Tensor& x, const Tensor& weight, std::int64_t gates,
@@ -88,7 +122,7 @@ Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const May
 
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                   const MaybeTensor& bias, bool gelu, bool logits) {
-  const Maps maps("linear_map", x, weight);
+  const Maps maps("linear_map", x, "x", weight);
   maps.check.require(!(gelu && logits), "gelu and logits exclude each other");
   LinearArgs args = maps.args(gelu     ? Epilogue::gelu
                               : logits ? Epilogue::logits
@@ -103,9 +137,9 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
 }
 
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
+                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
                    bool linear_candidate, bool normalize_gates) {
-  const Maps maps("linear_step", x, weight);
+  const Maps maps("linear_step", x, "x", weight);
   maps.check.require(state.dim() == 2, "state must be [num_slots, channels], got ",
                      describe(state));
   const std::int64_t gates = state.size(1) > 0 ? weight.size(0) / state.size(1) : 0;
@@ -115,10 +149,12 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
       "weight must have two or three rows for each channel of state, a multiple of 8; got ",
       describe(weight), " and ", describe(state));
   check_state(maps.check, state, state.size(1));
-  maps.check.require(state.stride(0) % 4 == 0, "rows of state must be aligned to 16 bytes");
+  maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
+                     "rows of state must be aligned to 16 bytes");
   LinearArgs args =
       maps.args(gates == 2 ? Epilogue::gru_step : Epilogue::lstm_step, x, weight, gates, bias);
   maps.normed(args, squares, eps);
+  const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
   args.state = static_cast<float*>(state.mutable_data_ptr());
   args.state_stride = state.stride(0);
@@ -135,10 +171,12 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight) {
-  const Maps maps("linear_residual_", y, weight);
+  const Maps maps("linear_residual_", y, "y", weight);
   LinearArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
   maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
   maps.check.require(x.is_contiguous(), "x is changed in place, so it must be contiguous");
+  maps.aligned(x, "x", kVectorAlignment);
+  maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
   args.x = x.mutable_data_ptr();
   const Norm norm = prepare_norm(args, maps, y, norm_weight);
   maps.run(args, y, weight, 1);
@@ -147,7 +185,7 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
 
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight) {
-  const Maps maps("linear_embed", table);
+  const Maps maps("linear_embed", table, "table");
   maps.check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[tokens], int32");
   maps.check.require(tokens.is_contiguous(), "tokens must be contiguous");
   LinearArgs args;

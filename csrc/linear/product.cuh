@@ -1,9 +1,9 @@
 // sums += A B^T for 64 rows of A and kTokens rows of B, 16 inputs each, both described in shared
 // memory.
 //
-// Thread t of the warpgroup holds, for row 16 (t / 32) + t % 32 / 4 (+ 8) and tokens 8 j + 2 (t %
-// 4)
-// (+ 1), the sums 4 j, 4 j + 1 (4 j + 2, 4 j + 3 for the lower row).
+// Thread t of the warpgroup holds row r = 16 (t / 32) + t % 32 / 4 and row r + 8. Of both it has
+// the tokens k = 8 j + 2 (t % 4) and k + 1: of row r in sums 4 j and 4 j + 1, of row r + 8 in sums
+// 4 j + 2 and 4 j + 3.
 #pragma once
 
 #include <cstdint>

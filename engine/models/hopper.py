@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.models.cell import ModelState
 from engine.models.lm import LM, Layer
-from engine.ops import conv_step
+from engine.ops import conv_step, library
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
@@ -28,13 +28,15 @@ _MOST_ROWS = {30_000_000: 192, 4_000_000: 512}
 
 
 def supports(model: LM) -> bool:
-    """Whether the kernels run this model: two-byte weights on a Hopper GPU, widths they can cut."""
+    """Whether the kernels run this model: two-byte weights on a Hopper GPU that the library was
+    built for, widths they can cut."""
     config, norm = model.config, model.norm.weight
     return (
         norm.is_cuda
         and norm.dtype in (torch.bfloat16, torch.float16)
         and config.quantization is None
         and torch.cuda.get_device_capability(norm.device)[0] == 9
+        and "90a" in library.cuda_archs()
         and config.d_model % SQUARE_ROWS == 0
         and config.inner % 8 == 0
         and config.mlp_hidden % 8 == 0

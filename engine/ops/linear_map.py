@@ -3,6 +3,11 @@
 RMSNorm(x) W^T is (x * norm_weight) W^T divided by the root mean square of each row of x. The first
 factor comes as `x`, written by whoever wrote the residual stream (`linear_residual_`,
 `linear_embed`), and the sums of squares beside it; the division is left for the product's sums.
+
+Weights are read while the kernel ahead on the stream may still be running, so that kernel must not
+be the one that writes them: a weight is no result of an operator of this library, and whoever has
+just changed weights synchronises before the next call. Matrices begin at multiples of 16 bytes and
+vectors at multiples of 8, as torch allocates them.
 """
 
 import torch
@@ -31,7 +36,8 @@ def linear_map(
         squares: float32 [inputs / 64, tokens], sums of the residual stream's squares; None: no
             norm.
         eps: of the norm.
-        weight: [rows, inputs]; rows a multiple of 8.
+        weight: [rows, inputs]; rows a multiple of 8. Read before the kernel ahead on the stream
+            has ended.
         bias: [rows].
         gelu: exact GELU of y.
         logits: y in float32.

@@ -14,9 +14,9 @@ def linear_residual_(
 
     Args:
         y: [tokens, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8.
-        weight: [channels, inputs]; channels a multiple of 64.
+        weight: [channels, inputs]; channels a multiple of 64. Read early, as of `linear_map`.
         bias: [channels].
-        x: [tokens, channels], contiguous; **changed in place**.
+        x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.
         norm_weight: [channels], of the norm that comes next; None: none does.
 
     Returns:

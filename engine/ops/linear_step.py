@@ -1,8 +1,9 @@
 """linear_step: gate projection and one step of the recurrence in one kernel, on Hopper.
 
 The product of a channel's gates never leaves the multiprocessor that forms it: there it is rounded
-as pre-activations in memory are, and moves the channel's state on, so that the bits are those of
-`linear_map` followed by `mingru_step` or `minlstm_step`.
+as pre-activations in memory are, and moves the channel's state on, as `linear_map` followed by
+`mingru_step` or `minlstm_step` does. Those may sum a product in another order, which now and then
+rounds a pre-activation the other way.
 """
 
 import torch
@@ -30,7 +31,7 @@ def linear_step(
     Args:
         x, squares, eps: as of `linear_map`.
         weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v]
-            of minLSTM; channels a multiple of 8.
+            of minLSTM; channels a multiple of 8. Read early, as of `linear_map`.
         bias: [rows of weight].
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named

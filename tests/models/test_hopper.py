@@ -10,6 +10,7 @@ import torch
 from engine.config import ModelConfig
 from engine.models.hopper import HopperLM, supports
 from engine.models.lm import LM
+from engine.ops import library
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +82,13 @@ def test_a_graph_of_it_replays() -> None:
     for one in expected:
         graph.replay()
         assert torch.equal(logits, one)
+
+
+def test_a_build_for_other_gpus_does_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(_BASE, torch.bfloat16)
+    assert supports(model)
+    monkeypatch.setattr(library, "cuda_archs", lambda: "80,90")
+    assert not supports(model)
 
 
 def test_what_it_does_not_run() -> None:

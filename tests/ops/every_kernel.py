@@ -3,7 +3,8 @@
 ``compute-sanitizer --tool memcheck python -m tests.ops.every_kernel``, and likewise with
 ``--tool racecheck`` and ``--tool synccheck``. Sequences are ragged: empty ones, ends of chunks, a
 negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
-alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters.
+alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters;
+on Hopper linear maps in every form of csrc/linear/choice.h.
 """
 
 import itertools
@@ -12,6 +13,11 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.ops.library import cuda_archs
+from engine.ops.linear_embed import linear_embed
+from engine.ops.linear_map import SQUARE_ROWS, linear_map
+from engine.ops.linear_residual import linear_residual_
+from engine.ops.linear_step import linear_step
 from tests.ops.draws import PARAMETERS, rows_of
 
 LENGTHS = {
@@ -19,6 +25,18 @@ LENGTHS = {
     "one": [2300],
     "many": [7 * n % 5 * 40 for n in range(45)],
 }
+# Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
+# gates: alone and in parts; pairs; many tiles of 64 tokens; wide ones, the last two of deep sums.
+MAPS = (
+    (72, 200, (1, 9, 31)),
+    (72, 1536, (7, 16, 20, 65)),
+    (16904, 64, (1, 9, 31, 65)),
+    (7048, 64, (100,)),
+    (2072, 1016, (65,)),
+    (12704, 64, (130,)),
+    (7856, 2112, (130, 257)),
+)
+EPS = 1e-6
 TAIL = 5
 TAPS = 4
 
@@ -85,6 +103,35 @@ def drawing(vocab: int, rows: int) -> None:
         ops.target_logprobs(logits, targets)
 
 
+def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype) -> None:
+    """No tile divides the channels; a residual stream's are the next multiple of SQUARE_ROWS."""
+    x = random(tokens, inputs, dtype=dtype)
+    squares = None
+    if inputs % SQUARE_ROWS == 0:
+        squares = random(inputs // SQUARE_ROWS, tokens, dtype=torch.float32).square()
+    weight, bias = random(channels, inputs, dtype=dtype), random(channels, dtype=dtype)
+    linear_map(x, squares, EPS, weight)
+    linear_map(x, squares, EPS, weight, bias, gelu=True)
+    linear_map(x, None, EPS, weight, bias, logits=True)
+    slots = torch.randperm(tokens + 2, device="cuda")[:tokens].to(torch.int32)
+    slots[tokens // 2] = -1
+    state = random(tokens + 2, channels, dtype=torch.float32)
+    for gates in (2, 3):
+        weight = random(gates * channels, inputs, dtype=dtype)
+        linear_step(x, squares, EPS, weight, None, state, slots)
+        bias = random(gates * channels, dtype=dtype)
+        linear_step(x, squares, EPS, weight, bias, state, slots, True, gates == 2)
+    width = -(-channels // SQUARE_ROWS) * SQUARE_ROWS
+    norm = random(width, dtype=dtype)
+    ids = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda")
+    linear_embed(ids, random(tokens, width, dtype=dtype), None)
+    stream, _, _ = linear_embed(ids, random(tokens, width, dtype=dtype), norm)
+    weight, bias = random(width, inputs, dtype=dtype), random(width, dtype=dtype)
+    linear_residual_(x, weight, None, stream, None)
+    linear_residual_(x, weight, bias, stream, norm)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     torch.manual_seed(0)
     for lengths in LENGTHS.values():
@@ -99,6 +146,12 @@ def main() -> None:
             linear(40, dtype, time_contiguous, reverse)
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
         drawing(vocab, rows)
+    if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
+        for (channels, inputs, counts), dtype in itertools.product(
+            MAPS, (torch.bfloat16, torch.float16)
+        ):
+            for tokens in counts:
+                maps(channels, inputs, tokens, dtype)
     torch.cuda.synchronize()
     print("every kernel ran")
 
