@@ -56,7 +56,7 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
   if (device != asked) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
                                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               S::shared_bytes(S::kTokens < 256 ? 8 : 1)),
+                               S::shared_bytes(S::kTokens <= 64 ? 8 : 1)),
           "shared memory of a linear map");
     asked = device;
   }

@@ -42,7 +42,7 @@ struct LinearShape {
   // Blocks of two kernels, or several of one, share a multiprocessor: while one waits or finishes
   // its sums, the copies of another go on.
   static constexpr int kWanted = (kDeep ? 200 : kTokens >= 64 ? 96 : 64) * 1024;
-  static constexpr int kFit = (kWanted - (kDeep && kTokens < 256 ? kSumBytes : 0)) / kStageBytes;
+  static constexpr int kFit = (kWanted - (kDeep && kTokens <= 64 ? kSumBytes : 0)) / kStageBytes;
   static constexpr int kStages = kFit > 8 ? 8 : kFit < 2 ? 2 : kFit;
   static constexpr int kRing =
       ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
