@@ -8,15 +8,16 @@ one ahead of it has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.models.cell import ModelState
+from engine.models.cell import Cell, ModelState
+from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
-from engine.ops import conv_step, library
+from engine.ops import conv_scan, conv_step, library
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
@@ -25,15 +26,20 @@ from engine.ops.linear_step import linear_step
 # Where a layer has so many weights, products of more rows than that are quicker in the library:
 # measured at layers of 2, 9 and 52 million weights.
 _MOST_ROWS = {30_000_000: 192, 4_000_000: 512}
+_MOST_TOKENS = 1024  # of prompts
+
+_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
+_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
 
 
 def supports(model: LM) -> bool:
-    """Whether the kernels run this model: two-byte weights on a Hopper GPU that the library was
-    built for, widths they can cut."""
+    """Whether the kernels run this model: bfloat16 weights on a Hopper GPU that the library was
+    built for, widths they can cut. (In float16 the residual stream times a norm's weight, which is
+    not divided by its magnitude yet, could overflow.)"""
     config, norm = model.config, model.norm.weight
     return (
         norm.is_cuda
-        and norm.dtype in (torch.bfloat16, torch.float16)
+        and norm.dtype == torch.bfloat16
         and config.quantization is None
         and torch.cuda.get_device_capability(norm.device)[0] == 9
         and "90a" in library.cuda_archs()
@@ -45,8 +51,8 @@ def supports(model: LM) -> bool:
 
 
 class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Prompts are read by `model` itself,
-    and so are steps of many rows where its layers are not small."""
+    """A ServingModel of `model`, which `supports` says yes to. Long prompts, and steps of many rows
+    where its layers are not small, are read by `model` itself."""
 
     def __init__(self, model: LM) -> None:
         self._model = model
@@ -66,11 +72,26 @@ class HopperLM:
         limits = (most for least, most in _MOST_ROWS.items() if weights >= least)
         self._most_rows = next(limits, None)
 
+    @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As LM.prefill."""
-        return self._model.prefill(tokens, cu_seqlens, state, slots)
+        """As LM.prefill; few tokens take half as many kernels."""
+        if len(tokens) > (self._most_rows or _MOST_TOKENS):
+            return self._model.prefill(tokens, cu_seqlens, state, slots)
+
+        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
+            assert state.conv is not None
+            return conv_scan(x, conv.weight, conv.bias, cu_seqlens, state.conv[index], slots)
+
+        def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
+            pre = linear_map(scaled, squares, self._eps, cell.gates.weight, cell.gates.bias)
+            return cell.recur(pre, state.cell[index], cu_seqlens, slots)
+
+        scaled, squares = self._read(tokens, convolve, recur)
+        mean = squares.sum(0, dtype=torch.float32) / scaled.shape[1]  # [tokens]
+        hidden: Tensor = (scaled * (mean + self._eps).rsqrt().unsqueeze(-1)).to(scaled.dtype)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As LM.logits."""
@@ -86,19 +107,13 @@ class HopperLM:
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
         if self._most_rows is not None and len(tokens) > self._most_rows:
             return self._model.logits(self._model.step(tokens, state, slots))
-        first = self._layers[0]
-        norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
-        x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
-        for index, layer in enumerate(self._layers):
-            if layer.conv is not None:
-                assert state.conv is not None
-                conv = layer.conv
-                y = conv_step(x, conv.weight, conv.bias, state.conv[index], slots)
-                scaled, squares = linear_residual_(
-                    y, conv.pointwise.weight, conv.pointwise.bias, x, layer.cell_norm.weight
-                )
-            cell = layer.cell
-            h = linear_step(
+
+        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
+            assert state.conv is not None
+            return conv_step(x, conv.weight, conv.bias, state.conv[index], slots)
+
+        def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
+            return linear_step(
                 scaled,
                 squares,
                 self._eps,
@@ -109,16 +124,32 @@ class HopperLM:
                 self._linear_candidate,
                 self._model.config.normalize_gates,
             )
+
+        scaled, squares = self._read(tokens, convolve, recur)
+        logits = linear_map(scaled, squares, self._eps, self._head, self._head_bias, logits=True)
+        return logits[:, : self._vocabulary]
+
+    def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> tuple[Tensor, Tensor]:
+        """All layers: what the last norm leaves to be divided, and the sums of squares for it."""
+        first = self._layers[0]
+        norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
+        x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
+        for index, layer in enumerate(self._layers):
+            if layer.conv is not None:
+                mix = layer.conv.pointwise
+                y = convolve(index, layer.conv, x)
+                norm = layer.cell_norm.weight
+                scaled, squares = linear_residual_(y, mix.weight, mix.bias, x, norm)
+            h = recur(index, layer.cell, scaled, squares)
             norm = self._norm_after_cell(index)
-            out = cast("nn.Linear", cell.out)  # supports() has seen to it
+            out = cast("nn.Linear", layer.cell.out)  # supports() has seen to it
             scaled, squares = linear_residual_(h, out.weight, out.bias, x, norm)
             if layer.mlp is not None:
                 mlp = layer.mlp
                 y = linear_map(scaled, squares, self._eps, mlp.up.weight, mlp.up.bias, gelu=True)
                 norm = self._norm_after_layer(index)
                 scaled, squares = linear_residual_(y, mlp.down.weight, mlp.down.bias, x, norm)
-        logits = linear_map(scaled, squares, self._eps, self._head, self._head_bias, logits=True)
-        return logits[:, : self._vocabulary]
+        return scaled, squares
 
     def _norm_after_cell(self, index: int) -> Tensor | None:
         mlp = self._layers[index].mlp

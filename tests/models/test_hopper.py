@@ -26,6 +26,7 @@ CONFIGS = {
     ),
     "no-mlp": dataclasses.replace(_BASE, mlp_ratio=0.0, conv_kernel=3),
     "tied": dataclasses.replace(_BASE, tie_embeddings=True, learned_initial_state=True),
+    "medium": dataclasses.replace(_BASE, d_model=768, n_layers=2, expansion=1.5),
     "large": dataclasses.replace(_BASE, d_model=2048, n_layers=1, expansion=1.5, vocab_size=20000),
 }
 
@@ -40,16 +41,20 @@ def build(config: ModelConfig, dtype: torch.dtype) -> LM:
     return model.to("cuda", dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_steps_as_the_model_does(name: str, dtype: torch.dtype) -> None:
-    config = CONFIGS[name]
-    model = build(config, dtype)
-    assert supports(model)
-    quick = HopperLM(model)
-    exact = LM(config).to("cuda").eval()  # the rounded weights, computed with in fp32
+def exact_of(model: LM) -> LM:
+    """The same weights, rounded as they are, computed with in fp32."""
+    exact = LM(model.config).to("cuda").eval()
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
-    for batch in (1, 5, 16, 40, 100, 300):
+    return exact
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_as_the_model_does(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config, torch.bfloat16)
+    assert supports(model)
+    quick, exact = HopperLM(model), exact_of(model)
+    for batch in (1, 5, 16, 40, 100, 300, 600):
         ours, theirs, reference = (model.new_state(batch + 2) for _ in range(3))
         slots = torch.randperm(batch + 2)[:batch].to("cuda", torch.int32)
         if batch > 1:
@@ -66,6 +71,43 @@ def test_steps_as_the_model_does(name: str, dtype: torch.dtype) -> None:
             assert relative_error(got[live], right[live]) < allowed
         dead = [row for row in range(batch + 2) if row not in slots.tolist()]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reads_prompts_as_the_model_does(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config, torch.bfloat16)
+    quick, exact = HopperLM(model), exact_of(model)
+    for lengths in ([1], [3, 0, 40, 1], [130, 7], [600, 900]):
+        cu_seqlens = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
+        rows = len(lengths) + 2
+        slots = torch.randperm(rows)[: len(lengths)].to("cuda", torch.int32)
+        ours, theirs, reference = (model.new_state(rows) for _ in range(3))
+        for _ in range(2):  # the second time from where the first has stopped
+            count = sum(lengths)
+            tokens = torch.randint(0, config.vocab_size, (count,), device="cuda", dtype=torch.int32)
+            got = quick.logits(quick.prefill(tokens, cu_seqlens, ours, slots))
+            plain = model.logits(model.prefill(tokens, cu_seqlens, theirs, slots))
+            right = exact.logits(exact.prefill(tokens, cu_seqlens, reference, slots))
+            assert got.shape == plain.shape
+            assert relative_error(got, right) < 2 * relative_error(plain, right) + 2e-3
+        allowed = 2 * relative_error(theirs.cell, reference.cell) + 2e-3
+        assert relative_error(ours.cell, reference.cell) < allowed
+
+
+def test_a_prompt_and_its_steps_agree() -> None:
+    model = build(CONFIGS["conv"], torch.bfloat16)
+    quick = HopperLM(model)
+    tokens, slots = (
+        torch.randint(0, 66, (30,), device="cuda", dtype=torch.int32),
+        int32([1], "cuda"),
+    )
+    read, stepped = model.new_state(2), model.new_state(2)
+    hidden = quick.prefill(tokens, int32([0, 30], "cuda"), read, slots)
+    for at in range(30):
+        logits = quick.step(tokens[at : at + 1], stepped, slots)
+    assert relative_error(logits, quick.logits(hidden[-1:])) < 0.02
+    assert relative_error(stepped.cell, read.cell) < 0.02
 
 
 def test_a_graph_of_it_replays() -> None:
@@ -93,6 +135,7 @@ def test_a_build_for_other_gpus_does_not_run_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_it_does_not_run() -> None:
     assert not supports(build(_BASE, torch.float32))
+    assert not supports(build(_BASE, torch.float16))
     assert not supports(build(dataclasses.replace(_BASE, d_model=200), torch.bfloat16))
     narrow = dataclasses.replace(_BASE, expansion=1.0, out_projection=False)
     assert not supports(build(narrow, torch.bfloat16))
