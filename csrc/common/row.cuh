@@ -27,12 +27,12 @@ struct Row {
     const unsigned warps = blockDim.x / kWarp;
     return ((vocab + warps - 1) / warps + kStride - 1) / kStride * kStride;
   }
-  __device__ unsigned first() const {
-    const unsigned at = threadIdx.x / kWarp * run();
+  __device__ unsigned first(unsigned warp) const {
+    const unsigned at = warp * run();
     return at < vocab ? at : vocab;
   }
-  __device__ unsigned last() const {
-    const unsigned at = first() + run();
+  __device__ unsigned last(unsigned warp) const {
+    const unsigned at = first(warp) + run();
     return at < vocab ? at : vocab;
   }
 
@@ -50,8 +50,8 @@ struct Row {
   // kAhead fours are on their way before the first of them is visited.
   template <unsigned kAhead, class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    const unsigned end = last();
-    for (unsigned id = first() + threadIdx.x % kWarp * kTogether; id < end;
+    const unsigned warp = threadIdx.x / kWarp, end = last(warp);
+    for (unsigned id = first(warp) + threadIdx.x % kWarp * kTogether; id < end;
          id += kAhead * kStride) {
       float4 x[kAhead];
 #pragma unroll
