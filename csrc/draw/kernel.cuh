@@ -18,30 +18,25 @@ constexpr unsigned kDrawSharedBytes = (sizeof(DrawShared) + 15) / 16 * 16;
 
 struct Best {
   float logit;
-  float least;  // of those above -infinity
+  float least;  // -infinity for fours that the row ends in
   unsigned id;  // the lowest of this thread's
 };
+
+__device__ __forceinline__ float lesser(float x, float y) {
+  return x < y ? x : y;
+}
 
 // This thread's best. copy: where the row is left in shared memory, or null.
 __device__ inline Best best_of_thread(const Row& row, float* copy) {
   Best best = {kImpossible, -kImpossible, 0};
-  row.each<8>([&](unsigned id, const float4& x) {
+  row.each<4>([&](unsigned id, const float4& x) {
     if (copy) *reinterpret_cast<float4*>(copy + id) = x;
     const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     if (most > best.logit) {
       best.id = id + (x.x == most ? 0 : x.y == most ? 1 : x.z == most ? 2 : 3);
     }
     best.logit = max_or_nan(best.logit, most);
-    const auto lesser = [](float a, float b) { return a < b ? a : b; };
-    const float least = lesser(lesser(x.x, x.y), lesser(x.z, x.w));
-    if (least > kImpossible) {
-      best.least = lesser(least, best.least);
-    } else {
-      const auto possible = [](float logit) { return logit > kImpossible ? logit : -kImpossible; };
-      best.least =
-          lesser(lesser(lesser(possible(x.x), possible(x.y)), lesser(possible(x.z), possible(x.w))),
-                 best.least);
-    }
+    best.least = lesser(best.least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
   });
   return best;
 }
@@ -77,7 +72,7 @@ __device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r,
   const bool has_top_k = given.top_k > 0 && given.top_k < args.vocab;
   if (has_top_k || given.top_p < 1.0) {
     const float least =
-        block.all(mine.least, -kImpossible, [](float x, float y) { return x < y ? x : y; });
+        block.all(mine.least, -kImpossible, [](float x, float y) { return lesser(x, y); });
     const float farthest = tokens.distance(least);
     const float within = farthest < kFarthest ? farthest : kFarthest;
     if (has_top_k) {

@@ -15,16 +15,15 @@ namespace cuda {
 
 // A block of n threads has 2 n bins and lists of as many tokens.
 struct SelectShared {
-  std::uint64_t* lists[2];  // distance bits << 32 | id
-  unsigned *low, *high;     // of the bins' sums
+  std::uint64_t* lists;  // two, of distance bits << 32 | id
+  unsigned *low, *high;  // of the bins' sums
 
   static constexpr unsigned kBytesPerThread = 3 * 2 * sizeof(std::uint64_t);
 
   __device__ explicit SelectShared(void* memory) {
     const unsigned room = 2 * blockDim.x;
-    lists[0] = static_cast<std::uint64_t*>(memory);
-    lists[1] = lists[0] + room;
-    low = reinterpret_cast<unsigned*>(lists[1] + room);
+    lists = static_cast<std::uint64_t*>(memory);
+    low = reinterpret_cast<unsigned*>(lists + 2 * room);
     high = low + room;
   }
 };
@@ -76,6 +75,7 @@ class Selection {
   static constexpr unsigned kOfLane = 4, kFew = kOfLane * kWarp;
 
   __device__ static unsigned bins() { return 2 * blockDim.x; }
+  __device__ std::uint64_t* list(unsigned number) const { return shared_.lists + number * bins(); }
   __device__ static std::uint64_t measure(float distance) {
     return kWeighs ? whole(weight_of(distance)) : 1;
   }
@@ -93,8 +93,9 @@ class Selection {
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
     if (on_list_) {
+#pragma unroll 1
       for (unsigned i = threadIdx.x; i < size_; i += blockDim.x) {
-        const std::uint64_t key = shared_.lists[list_][i];
+        const std::uint64_t key = list(list_)[i];
         visit(static_cast<unsigned>(key >> 32), static_cast<unsigned>(key));
       }
       return;
@@ -158,7 +159,7 @@ class Selection {
       if (bin_of(bits) != bin_) return;
       ends = Wider{}(ends, static_cast<std::uint64_t>(bits) << 32 | ~bits);
       const unsigned at = atomicAdd(&results_.listed, 1u);
-      if (at < bins()) shared_.lists[to][at] = static_cast<std::uint64_t>(bits) << 32 | id;
+      if (at < bins()) list(to)[at] = static_cast<std::uint64_t>(bits) << 32 | id;
     });
     ends = block_.all(ends, ~std::uint64_t{0}, Wider{});
     least_ = static_cast<unsigned>(ends >> 32);
@@ -178,7 +179,7 @@ class Selection {
 
   // Of few tokens: each warp sums those that rank before one, for one after the other.
   __device__ Cut last_of_list(std::uint64_t wanted) {
-    const std::uint64_t* keys = shared_.lists[list_];
+    const std::uint64_t* keys = list(list_);
     std::uint64_t others[kOfLane], measures[kOfLane];
 #pragma unroll
     for (unsigned i = 0; i < kOfLane; ++i) {
@@ -186,6 +187,7 @@ class Selection {
       others[i] = at < size_ ? keys[at] : ~std::uint64_t{0};
       measures[i] = measure(__uint_as_float(static_cast<unsigned>(others[i] >> 32)));
     }
+#pragma unroll 1
     for (unsigned at = block_.warp(); at < size_; at += block_.warps()) {
       const std::uint64_t key = keys[at];
       std::uint64_t better = 0;

@@ -81,12 +81,7 @@ class Tokens {
   // The same for every token of this lane.
   template <class Visit>
   __device__ __forceinline__ void each(const Span& span, Visit visit) const {
-    row.each<2>([&](unsigned id, const float4& x) {
-      if_within(span, id, x.x, visit);
-      if_within(span, id + 1, x.y, visit);
-      if_within(span, id + 2, x.z, visit);
-      if_within(span, id + 3, x.w, visit);
-    });
+    row.each_token([&](unsigned id, float logit) { if_within(span, id, logit, visit); });
   }
 
  private:
@@ -122,10 +117,12 @@ __device__ unsigned token_at(const Tokens& tokens, const Span& span, Block& bloc
   const unsigned first = row.first(holder.warp) + threadIdx.x * each;
   const unsigned last = first + each < end ? first + each : end;
   mine = 0;
+#pragma unroll 1
   for (unsigned id = first; id < last; ++id) tokens.if_within(span, id, row.logits[id], add);
   std::uint64_t at = holder.before + block.sums(mine).before;
   if (target >= at && target - at < mine) {
     unsigned id = first;
+#pragma unroll 1
     for (; id + 1 < last; ++id) {
       mine = 0;
       tokens.if_within(span, id, row.logits[id], add);
