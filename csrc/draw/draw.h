@@ -53,8 +53,9 @@ struct Cut {
   std::uint32_t id = 0xffffffffu;
 
   MS_HD bool keeps(std::uint32_t bits, std::uint32_t token) const {
-    return bits < distance || (bits == distance && token <= id);
+    return Cut{bits, token}.key() <= key();
   }
+  MS_HD std::uint64_t key() const { return static_cast<std::uint64_t>(distance) << 32 | id; }
 };
 
 // splitmix64 (Steele, Lea, Flood, 2014), as engine/distribution.py has it.

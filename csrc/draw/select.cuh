@@ -81,8 +81,7 @@ class Selection {
   }
   __device__ __forceinline__ unsigned bin_of(unsigned bits) const {
     if (!linear_) return (bits - least_) >> shift_;
-    const unsigned bin = whole_part(__uint_as_float(bits) * scale_);
-    return bin < bins() ? bin : bins() - 1;
+    return min(whole_part(__uint_as_float(bits) * scale_), bins() - 1);
   }
   __device__ void choose_shift() {
     linear_ = false;
@@ -100,9 +99,11 @@ class Selection {
       }
       return;
     }
+    const Cut equals = {most_, 0xffffffffu};
+    const Cut last = equals.key() < allowed_.key() ? equals : allowed_;
     tokens_.each(span_, [&](unsigned id, float distance) {
       const unsigned bits = __float_as_uint(distance);
-      if (bits >= least_ && bits <= most_ && allowed_.keeps(bits, id)) visit(bits, id);
+      if (bits >= least_ && last.keeps(bits, id)) visit(bits, id);
     });
   }
 

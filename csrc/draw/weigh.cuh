@@ -75,16 +75,20 @@ class Tokens {
   template <class Visit>
   __device__ __forceinline__ void if_within(const Span& span, unsigned id, float logit,
                                             Visit visit) const {
-    const float apart = best_ - logit;
-    if (apart >= span.from && apart <= span.to) visit(id, quotient(apart));
+    if (is_within(span, logit)) visit(id, quotient(best_ - logit));
   }
   // The same for every token of this lane.
   template <class Visit>
   __device__ __forceinline__ void each(const Span& span, Visit visit) const {
-    row.each_token([&](unsigned id, float logit) { if_within(span, id, logit, visit); });
+    row.each_token([&](float logit) { return is_within(span, logit); },
+                   [&](unsigned id, float logit) { if_within(span, id, logit, visit); });
   }
 
  private:
+  __device__ __forceinline__ bool is_within(const Span& span, float logit) const {
+    const float apart = best_ - logit;
+    return (apart >= span.from) & (apart <= span.to);
+  }
   // apart / temperature, to the bit. The second quotient is within an ulp, so its remainder is
   // exact, and with the nearest inverse the third is the nearest number (Markstein, 1990).
   __device__ __forceinline__ float quotient(float apart) const {
