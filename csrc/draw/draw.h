@@ -45,6 +45,7 @@ constexpr float kFarthest = 27.0f;
 constexpr float kWeightOne = 274877906944.0f;      // 2**38, the weight of the best
 constexpr float kLeastTemperature = 1e-30f;        // keeps the quotient defined
 constexpr double kExactDouble = 9007199254740992;  // 2**53: integers up to here are exact doubles
+constexpr std::int32_t kExactTokens = 32768;       // whose weights sum to no more than that
 
 // The last token that is kept, in the order of (distance, id). Distances are not negative, so their
 // bits order them.

@@ -74,13 +74,16 @@ __device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r,
     const float least =
         block.all(mine.least, -kImpossible, [](float x, float y) { return lesser(x, y); });
     const float farthest = tokens.distance(least);
-    const float within = farthest < kFarthest ? farthest : kFarthest;
+    float within = farthest < kFarthest ? farthest : kFarthest;
     if (has_top_k) {
       cut = Selection<false>(tokens, within, cut, block, select, shared.results)
                 .cut({static_cast<std::uint64_t>(given.top_k), 1.0, true});
+      if (cut.distance < __float_as_uint(within)) within = __uint_as_float(cut.distance);
     }
-    cut = Selection<true>(tokens, within, cut, block, select, shared.results)
-              .cut({0, given.top_p, has_top_k});
+    if (given.top_p < 1.0 || (has_top_k && given.top_k > kExactTokens)) {
+      cut = Selection<true>(tokens, within, cut, block, select, shared.results)
+                .cut({0, given.top_p, has_top_k});
+    }
   }
   if (given.min_p > 0.0f) {
     const Cut other = min_p_cut(given.min_p);

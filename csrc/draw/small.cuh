@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   const std::int32_t token =
       small_token(row, args.vocab, given, uniform_number(given.stream, place.position));
   bool stops = stop_id == token;
+#pragma unroll 1
   for (std::int64_t s = lane + kWarp; s < args.stops; s += kWarp) stops |= stop_ids[s] == token;
   stops = __any_sync(kAll, stops);
   if (lane == 0) move_on(args, r, place, token, stops);
