@@ -24,6 +24,29 @@ __device__ __forceinline__ T across_warp(T mine, Combine combine) {
   return mine;
 }
 
+// Of the warp's unsigned numbers, in one instruction where the GPU has it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ unsigned sum_of_warp(unsigned mine) {
+  return __reduce_add_sync(kAll, mine);
+}
+__device__ __forceinline__ unsigned least_of_warp(unsigned mine) {
+  return __reduce_min_sync(kAll, mine);
+}
+__device__ __forceinline__ unsigned most_of_warp(unsigned mine) {
+  return __reduce_max_sync(kAll, mine);
+}
+#else
+__device__ __forceinline__ unsigned sum_of_warp(unsigned mine) {
+  return across_warp(mine, [](unsigned x, unsigned y) { return x + y; });
+}
+__device__ __forceinline__ unsigned least_of_warp(unsigned mine) {
+  return across_warp(mine, [](unsigned x, unsigned y) { return x < y ? x : y; });
+}
+__device__ __forceinline__ unsigned most_of_warp(unsigned mine) {
+  return across_warp(mine, [](unsigned x, unsigned y) { return x > y ? x : y; });
+}
+#endif
+
 // The sum of this lane's and all lower ones'.
 __device__ __forceinline__ std::uint64_t sum_so_far(std::uint64_t mine) {
   const unsigned lane = threadIdx.x % kWarp;
@@ -42,10 +65,13 @@ class Block {
     std::uint64_t slots[2][kWarp];
   };
   struct Sums {
-    std::uint64_t before;       // of the threads before this one
-    std::uint64_t before_warp;  // of the warps before this one
-    std::uint64_t warp;         // of this warp
+    std::uint64_t before;  // of the threads before this one
     std::uint64_t total;
+    std::uint64_t of_lane, before_lane;  // of the warp that has this lane's number, and before it
+  };
+  struct Holder {
+    unsigned warp;
+    std::uint64_t before;  // of the warps before it
   };
 
   __device__ explicit Block(Shared& shared) : shared_(shared) {}
@@ -66,14 +92,19 @@ class Block {
     const std::uint64_t so_far = sum_so_far(mine);
     if (lane() == kWarp - 1) slots[warp()] = so_far;
     __syncthreads();
-    const std::uint64_t of_lane = lane() < warps() ? slots[lane()] : 0;
-    const std::uint64_t of_warps = sum_so_far(of_lane);
     Sums sums;
+    sums.of_lane = lane() < warps() ? slots[lane()] : 0;
+    const std::uint64_t of_warps = sum_so_far(sums.of_lane);
+    sums.before_lane = of_warps - sums.of_lane;
     sums.total = __shfl_sync(kAll, of_warps, static_cast<int>(kWarp - 1));
-    sums.warp = __shfl_sync(kAll, of_lane, static_cast<int>(warp()));
-    sums.before_warp = __shfl_sync(kAll, of_warps, static_cast<int>(warp())) - sums.warp;
-    sums.before = sums.before_warp + so_far - mine;
+    sums.before = __shfl_sync(kAll, sums.before_lane, static_cast<int>(warp())) + (so_far - mine);
     return sums;
+  }
+  // The warp in which the sum passes the target, which is below the total. Has no barrier.
+  __device__ Holder holder(const Sums& sums, std::uint64_t target) const {
+    const bool holds = target >= sums.before_lane && target - sums.before_lane < sums.of_lane;
+    const int warp = __ffs(static_cast<int>(__ballot_sync(kAll, holds))) - 1;
+    return {static_cast<unsigned>(warp), __shfl_sync(kAll, sums.before_lane, warp)};
   }
 
   __device__ unsigned lane() const { return threadIdx.x % kWarp; }

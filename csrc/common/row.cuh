@@ -27,12 +27,12 @@ struct Row {
     const unsigned warps = blockDim.x / kWarp;
     return ((vocab + warps - 1) / warps + kStride - 1) / kStride * kStride;
   }
-  __device__ unsigned first() const {
-    const unsigned at = threadIdx.x / kWarp * run();
+  __device__ unsigned first(unsigned warp) const {
+    const unsigned at = warp * run();
     return at < vocab ? at : vocab;
   }
-  __device__ unsigned last() const {
-    const unsigned at = first() + run();
+  __device__ unsigned last(unsigned warp) const {
+    const unsigned at = first(warp) + run();
     return at < vocab ? at : vocab;
   }
 
@@ -50,8 +50,8 @@ struct Row {
   // kAhead fours are on their way before the first of them is visited.
   template <unsigned kAhead, class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    const unsigned end = last();
-    for (unsigned id = first() + threadIdx.x % kWarp * kTogether; id < end;
+    const unsigned warp = threadIdx.x / kWarp, end = last(warp);
+    for (unsigned id = first(warp) + threadIdx.x % kWarp * kTogether; id < end;
          id += kAhead * kStride) {
       float4 x[kAhead];
 #pragma unroll
@@ -61,6 +61,28 @@ struct Row {
 #pragma unroll
       for (unsigned a = 0; a < kAhead; ++a) {
         if (id + a * kStride < end) visit(id + a * kStride, x[a]);
+      }
+    }
+  }
+
+  // Calls visit(id, logit) for this lane's tokens, ids ascending, in a loop that holds `visit`
+  // once: for long ones, which would otherwise come from memory time and again. Of fours in which
+  // no logit is_wanted(logit), none is visited. The next four are on their way while one is
+  // visited.
+  template <class IsWanted, class Visit>
+  __device__ __forceinline__ void each_token(IsWanted is_wanted, Visit visit) const {
+    const unsigned warp = threadIdx.x / kWarp, end = last(warp);
+    const unsigned from = first(warp) + threadIdx.x % kWarp * kTogether;
+    float4 next = four(from < end ? from : vocab);
+#pragma unroll 1
+    for (unsigned id = from; id < end; id += kStride) {
+      float4 x = next;
+      next = four(id + kStride < end ? id + kStride : vocab);
+      if (!(is_wanted(x.x) | is_wanted(x.y) | is_wanted(x.z) | is_wanted(x.w))) continue;
+#pragma unroll 1
+      for (unsigned i = 0; i < kTogether; ++i) {
+        visit(id + i, x.x);
+        x.x = x.y, x.y = x.z, x.z = x.w;
       }
     }
   }

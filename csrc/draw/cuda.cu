@@ -1,7 +1,8 @@
-// Launching draws: how many threads take a row, and whether shared memory holds a copy of it.
+// Launching draws: how many threads take a row, and where they keep it.
 #include "../common/kernels.h"
 #include "../common/launch.cuh"
 #include "kernel.cuh"
+#include "small.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -47,6 +48,13 @@ void launch(const DrawArgs& args, bool copy, cudaStream_t stream) {
   launch_early<kKernel>(grid, stream, "draw", args, copy);
 }
 
+template <unsigned kFours>
+void launch_small(const DrawArgs& args, cudaStream_t stream) {
+  constexpr std::int64_t kRows = kSmallThreads / kWarp;
+  const Grid grid = {dim3(static_cast<unsigned>((args.rows + kRows - 1) / kRows)), kSmallThreads};
+  launch_early<&small_draw_kernel<kFours>>(grid, stream, "draw", args);
+}
+
 // Up to here every row may take all threads of a multiprocessor.
 constexpr std::int64_t kFewRows = 128;
 
@@ -56,6 +64,10 @@ void draw(const DrawArgs& args, int device, void* stream_handle) {
   const DeviceGuard guard(device);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   if (args.rows > 2147483647LL) throw std::runtime_error("minserve: too many rows for one launch");
+  if (args.vocab <= small_vocab<1>()) return launch_small<1>(args, stream);
+  if (args.vocab <= small_vocab<2>()) return launch_small<2>(args, stream);
+  if (args.vocab <= small_vocab<4>()) return launch_small<4>(args, stream);
+  if (args.vocab <= small_vocab<8>()) return launch_small<8>(args, stream);
   if (args.rows <= kFewRows) return launch<1024, 1>(args, true, stream);
   // Others read memory while one computes.
   launch<512, 2>(args, false, stream);

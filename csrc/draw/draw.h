@@ -45,6 +45,7 @@ constexpr float kFarthest = 27.0f;
 constexpr float kWeightOne = 274877906944.0f;      // 2**38, the weight of the best
 constexpr float kLeastTemperature = 1e-30f;        // keeps the quotient defined
 constexpr double kExactDouble = 9007199254740992;  // 2**53: integers up to here are exact doubles
+constexpr std::int32_t kExactTokens = 32768;       // whose weights sum to no more than that
 
 // The last token that is kept, in the order of (distance, id). Distances are not negative, so their
 // bits order them.
@@ -53,8 +54,9 @@ struct Cut {
   std::uint32_t id = 0xffffffffu;
 
   MS_HD bool keeps(std::uint32_t bits, std::uint32_t token) const {
-    return bits < distance || (bits == distance && token <= id);
+    return Cut{bits, token}.key() <= key();
   }
+  MS_HD std::uint64_t key() const { return static_cast<std::uint64_t>(distance) << 32 | id; }
 };
 
 // splitmix64 (Steele, Lea, Flood, 2014), as engine/distribution.py has it.
@@ -93,22 +95,49 @@ MS_HD bool has_nucleus(double top_p, bool has_top_k, std::uint64_t total) {
   return top_p < 1.0 || (has_top_k && total > static_cast<std::uint64_t>(kExactDouble));
 }
 
+// How a row is drawn, all read at once.
+struct RowParameters {
+  float temperature, min_p;
+  std::int32_t top_k;
+  double top_p;
+  std::int64_t stream;
+
+  MS_HD RowParameters(const DrawArgs& args, std::int64_t r)
+      : temperature(args.temperature[r]),
+        min_p(args.min_p[r]),
+        top_k(args.top_k[r]),
+        top_p(args.top_p[r]),
+        stream(args.streams[r]) {}
+};
+
+// Where a row stands.
+struct Place {
+  std::int32_t cursor, remaining;
+  std::int64_t position;
+
+  MS_HD Place(const DrawArgs& args, std::int64_t r)
+      : cursor(args.cursor[r]), remaining(args.remaining[r]), position(args.positions[r]) {}
+};
+
 // Writes down what row r drew (negative: its logits are not finite) and moves the row on.
-MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
-  // All is read before anything is written, so that the reads are under way together.
-  const std::int32_t at = args.cursor[r], remaining = args.remaining[r];
-  const std::int64_t position = args.positions[r];
-  bool ends = token < 0 || remaining <= 1;
-  for (std::int64_t s = 0; s < args.stops; ++s) {
-    ends |= args.stop_ids[r * args.stops + s] == token;
-  }
-  args.out[at * args.out_stride + r] = token;
-  args.cursor[r] = at + 1;
-  if (ends) args.slots[r] = -1;
+MS_HD void move_on(const DrawArgs& args, std::int64_t r, const Place& place, std::int32_t token,
+                   bool stops) {
+  args.out[place.cursor * args.out_stride + r] = token;
+  args.cursor[r] = place.cursor + 1;
+  if (token < 0 || place.remaining <= 1 || stops) args.slots[r] = -1;
   if (token < 0) return;
   args.tokens[r] = token;
-  args.positions[r] = position + 1;
-  args.remaining[r] = remaining - 1;
+  args.positions[r] = place.position + 1;
+  args.remaining[r] = place.remaining - 1;
+}
+MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
+  // All is read before anything is written, so that the reads are under way together.
+  const Place place(args, r);
+  bool stops = false;
+  for (std::int64_t s = 0; s < args.stops; ++s) {
+    stops |= args.stop_ids[r * args.stops + s] == token;
+  }
+  move_on(args, r, place, token, stops);
 }
 
 // What the instruction sets are chosen for on the CPU; [vocab] each, vocab at least 1.

@@ -1,4 +1,4 @@
-// One block draws the token of one row.
+// One block draws the token of one row; rows of small vocabularies are small.cuh's.
 //
 // The row is read for its best; rows that are sampled are read again, from shared memory where
 // there is room for a copy, else through the caches: for where the filters cut, and for the token.
@@ -18,40 +18,39 @@ constexpr unsigned kDrawSharedBytes = (sizeof(DrawShared) + 15) / 16 * 16;
 
 struct Best {
   float logit;
-  float least;  // of those above -infinity; where `finite` was asked for
+  float least;  // -infinity for fours that the row ends in
   unsigned id;  // the lowest of this thread's
 };
+
+__device__ __forceinline__ float lesser(float x, float y) {
+  return x < y ? x : y;
+}
 
 // This thread's best. copy: where the row is left in shared memory, or null.
 __device__ inline Best best_of_thread(const Row& row, float* copy) {
   Best best = {kImpossible, -kImpossible, 0};
-  row.each<8>([&](unsigned id, const float4& x) {
+  row.each<4>([&](unsigned id, const float4& x) {
     if (copy) *reinterpret_cast<float4*>(copy + id) = x;
     const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     if (most > best.logit) {
       best.id = id + (x.x == most ? 0 : x.y == most ? 1 : x.z == most ? 2 : 3);
     }
     best.logit = max_or_nan(best.logit, most);
-    const auto least = [&](float logit) {
-      if (logit > kImpossible && logit < best.least) best.least = logit;
-    };
-    least(x.x), least(x.y), least(x.z), least(x.w);
+    best.least = lesser(best.least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
   });
   return best;
 }
 
 // The row's token, or -1.
-__device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r, bool copied,
+__device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r,
+                                           const RowParameters& given, double number, bool copied,
                                            char* memory) {
   DrawShared& shared = *reinterpret_cast<DrawShared*>(memory);
   const SelectShared select(memory + kDrawSharedBytes);
   float* const copy = reinterpret_cast<float*>(memory + kDrawSharedBytes +
                                                blockDim.x * SelectShared::kBytesPerThread);
   Block block(shared.block);
-  const float temperature = args.temperature[r], min_p = args.min_p[r];
-  const std::int64_t top_k = args.top_k[r];
-  const double top_p = args.top_p[r], number = uniform_number(args.streams[r], args.positions[r]);
-  const bool greedy = !(temperature > 0.0f);
+  const bool greedy = !(given.temperature > 0.0f);
 
   const float* const logits = args.logits + r * args.row_stride;
   Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
@@ -67,34 +66,35 @@ __device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r,
   }
 
   if (copied) row.logits = copy, row.aligned = true;
-  const Tokens tokens = {row, best,
-                         temperature > kLeastTemperature ? temperature : kLeastTemperature};
+  const Tokens tokens(
+      row, best, given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature);
   Cut cut;
-  const bool has_top_k = top_k > 0 && top_k < args.vocab;
-  if (has_top_k || top_p < 1.0) {
+  const bool has_top_k = given.top_k > 0 && given.top_k < args.vocab;
+  if (has_top_k || given.top_p < 1.0) {
     const float least =
-        block.all(mine.least, -kImpossible, [](float x, float y) { return x < y ? x : y; });
+        block.all(mine.least, -kImpossible, [](float x, float y) { return lesser(x, y); });
     const float farthest = tokens.distance(least);
-    const float within = farthest < kFarthest ? farthest : kFarthest;
+    float within = farthest < kFarthest ? farthest : kFarthest;
     if (has_top_k) {
       cut = Selection<false>(tokens, within, cut, block, select, shared.results)
-                .cut({static_cast<std::uint64_t>(top_k), 1.0, true});
+                .cut({static_cast<std::uint64_t>(given.top_k), 1.0, true});
+      if (cut.distance < __float_as_uint(within)) within = __uint_as_float(cut.distance);
     }
-    if (has_top_k || top_p < 1.0) {
+    if (given.top_p < 1.0 || (has_top_k && given.top_k > kExactTokens)) {
       cut = Selection<true>(tokens, within, cut, block, select, shared.results)
-                .cut({0, top_p, has_top_k});
+                .cut({0, given.top_p, has_top_k});
     }
   }
-  if (min_p > 0.0f) {
-    const float farthest = -logf(min_p);
-    const unsigned bits = farthest > 0.0f ? __float_as_uint(farthest) : 0;
-    if (bits < cut.distance) cut = {bits, 0xffffffffu};
+  if (given.min_p > 0.0f) {
+    const Cut other = min_p_cut(given.min_p);
+    if (other.distance < cut.distance) cut = other;
   }
+  const float farthest =
+      cut.distance < __float_as_uint(kFarthest) ? __uint_as_float(cut.distance) : kFarthest;
   return static_cast<std::int32_t>(token_at(
-      tokens, block, shared.results.found,
+      tokens, tokens.span(0.0f, farthest), block, shared.results.found,
       [&](unsigned id, float distance) -> std::uint64_t {
-        if (!cut.keeps(__float_as_uint(distance), id)) return 0;  // mostly: whole warps skip exp
-        return whole(weight_of(distance));
+        return cut.keeps(__float_as_uint(distance), id) ? whole(weight_of(distance)) : 0;
       },
       [&](std::uint64_t total) { return drawn_weight(number, total); }));
 }
@@ -106,8 +106,11 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   const std::int64_t r = blockIdx.x;
   let_next_kernel_start();
   wait_for_previous_kernel();
+  const RowParameters given(args, r);
+  const double number = uniform_number(given.stream, args.positions[r]);
   if (!args.draws(r)) return;
-  const std::int32_t token = drawn_token(args, r, copied, reinterpret_cast<char*>(memory));
+  const std::int32_t token =
+      drawn_token(args, r, given, number, copied, reinterpret_cast<char*>(memory));
   if (threadIdx.x == 0) move_on(args, r, token);
 }
 

@@ -3,8 +3,9 @@
 // Tokens rank by (distance, id); those are kept before which the better ones sum to less than a
 // limit, the sum being of ones (top_k) or of weights (top_p). Which bin of a histogram over
 // distances holds the last one that is kept, is known from the bins' sums; its tokens are gathered,
-// and looked at in the same way, until they are few enough to compare each with each. All sums are
-// of integers, so their order does not matter.
+// and looked at in the same way, until they are few enough to compare each with each. Of the others
+// a subtraction and comparisons tell that they are not in the bin. All sums are of integers, so
+// their order does not matter.
 #pragma once
 
 #include "weigh.cuh"
@@ -14,18 +15,15 @@ namespace cuda {
 
 // A block of n threads has 2 n bins and lists of as many tokens.
 struct SelectShared {
-  std::uint64_t* lists[2];  // distance bits << 32 | id
-  unsigned *low, *high;     // of the bins' sums; later `weights`
-  std::uint64_t* weights;   // of the listed tokens
+  std::uint64_t* lists;  // two, of distance bits << 32 | id
+  unsigned *low, *high;  // of the bins' sums
 
   static constexpr unsigned kBytesPerThread = 3 * 2 * sizeof(std::uint64_t);
 
   __device__ explicit SelectShared(void* memory) {
     const unsigned room = 2 * blockDim.x;
-    lists[0] = static_cast<std::uint64_t*>(memory);
-    lists[1] = lists[0] + room;
-    weights = lists[1] + room;
-    low = reinterpret_cast<unsigned*>(weights);
+    lists = static_cast<std::uint64_t*>(memory);
+    low = reinterpret_cast<unsigned*>(lists + 2 * room);
     high = low + room;
   }
 };
@@ -50,6 +48,7 @@ class Selection {
                        const SelectShared& shared, SelectResults& results)
       : tokens_(tokens), allowed_(allowed), block_(block), shared_(shared), results_(results) {
     most_ = __float_as_uint(farthest);
+    span_ = tokens.span(0.0f, farthest);
     scale_ = farthest > 1e-30f ? static_cast<float>(bins()) / farthest : 0.0f;
   }
 
@@ -66,22 +65,23 @@ class Selection {
       find_bin(sums, wanted);
       gather();
       if (on_list_ && size_ <= kFew) return last_of_list(wanted);
+      span_ = tokens_.span(__uint_as_float(least_), __uint_as_float(most_));
       if (least_ == most_) return last_of_equals(wanted);
       choose_shift();
     }
   }
 
  private:
-  static constexpr unsigned kFew = 64;
+  static constexpr unsigned kOfLane = 4, kFew = kOfLane * kWarp;
 
   __device__ static unsigned bins() { return 2 * blockDim.x; }
+  __device__ std::uint64_t* list(unsigned number) const { return shared_.lists + number * bins(); }
   __device__ static std::uint64_t measure(float distance) {
     return kWeighs ? whole(weight_of(distance)) : 1;
   }
   __device__ __forceinline__ unsigned bin_of(unsigned bits) const {
     if (!linear_) return (bits - least_) >> shift_;
-    const unsigned bin = static_cast<unsigned>(__uint_as_float(bits) * scale_);
-    return bin < bins() ? bin : bins() - 1;
+    return min(whole_part(__uint_as_float(bits) * scale_), bins() - 1);
   }
   __device__ void choose_shift() {
     linear_ = false;
@@ -92,15 +92,18 @@ class Selection {
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
     if (on_list_) {
+#pragma unroll 1
       for (unsigned i = threadIdx.x; i < size_; i += blockDim.x) {
-        const std::uint64_t key = shared_.lists[list_][i];
+        const std::uint64_t key = list(list_)[i];
         visit(static_cast<unsigned>(key >> 32), static_cast<unsigned>(key));
       }
       return;
     }
-    tokens_.each([&](unsigned id, float distance) {
+    const Cut equals = {most_, 0xffffffffu};
+    const Cut last = equals.key() < allowed_.key() ? equals : allowed_;
+    tokens_.each(span_, [&](unsigned id, float distance) {
       const unsigned bits = __float_as_uint(distance);
-      if (bits >= least_ && bits <= most_ && allowed_.keeps(bits, id)) visit(bits, id);
+      if (bits >= least_ && last.keeps(bits, id)) visit(bits, id);
     });
   }
 
@@ -143,6 +146,10 @@ class Selection {
     __syncthreads();
     bin_ = results_.bin;
     before_ = results_.before;
+    if (linear_) {
+      span_ = tokens_.span(bin_ ? static_cast<float>(bin_) / scale_ : 0.0f,
+                           bin_ + 1 < bins() ? static_cast<float>(bin_ + 1) / scale_ : kFarthest);
+    }
   }
 
   // Lists the tokens of the bin, where there is room, and finds their least and greatest distance.
@@ -153,7 +160,7 @@ class Selection {
       if (bin_of(bits) != bin_) return;
       ends = Wider{}(ends, static_cast<std::uint64_t>(bits) << 32 | ~bits);
       const unsigned at = atomicAdd(&results_.listed, 1u);
-      if (at < bins()) shared_.lists[to][at] = static_cast<std::uint64_t>(bits) << 32 | id;
+      if (at < bins()) list(to)[at] = static_cast<std::uint64_t>(bits) << 32 | id;
     });
     ends = block_.all(ends, ~std::uint64_t{0}, Wider{});
     least_ = static_cast<unsigned>(ends >> 32);
@@ -171,20 +178,27 @@ class Selection {
     }
   };
 
-  // Of few tokens: each sums those that rank before it.
+  // Of few tokens: each warp sums those that rank before one, for one after the other.
   __device__ Cut last_of_list(std::uint64_t wanted) {
-    const std::uint64_t* keys = shared_.lists[list_];
-    for (unsigned i = threadIdx.x; i < size_; i += blockDim.x) {
-      shared_.weights[i] = measure(__uint_as_float(static_cast<unsigned>(keys[i] >> 32)));
+    const std::uint64_t* keys = list(list_);
+    std::uint64_t others[kOfLane], measures[kOfLane];
+#pragma unroll
+    for (unsigned i = 0; i < kOfLane; ++i) {
+      const unsigned at = i * kWarp + block_.lane();
+      others[i] = at < size_ ? keys[at] : ~std::uint64_t{0};
+      measures[i] = measure(__uint_as_float(static_cast<unsigned>(others[i] >> 32)));
     }
-    __syncthreads();
-    for (unsigned i = threadIdx.x; i < size_; i += blockDim.x) {
-      std::uint64_t before = before_;
-      for (unsigned other = 0; other < size_; ++other) {
-        if (keys[other] < keys[i]) before += shared_.weights[other];
-      }
-      if (before < wanted && wanted - before <= shared_.weights[i]) {
-        results_.cut = {static_cast<unsigned>(keys[i] >> 32), static_cast<unsigned>(keys[i])};
+#pragma unroll 1
+    for (unsigned at = block_.warp(); at < size_; at += block_.warps()) {
+      const std::uint64_t key = keys[at];
+      std::uint64_t better = 0;
+#pragma unroll
+      for (unsigned i = 0; i < kOfLane; ++i) better += others[i] < key ? measures[i] : 0;
+      const std::uint64_t before = before_ + long_sum_of_warp(better);
+      const Cut cut = {static_cast<unsigned>(key >> 32), static_cast<unsigned>(key)};
+      if (before < wanted && wanted - before <= measure(__uint_as_float(cut.distance)) &&
+          block_.lane() == 0) {
+        results_.cut = cut;
       }
     }
     __syncthreads();
@@ -196,7 +210,7 @@ class Selection {
     const std::uint64_t each = measure(__uint_as_float(least_));
     const std::uint64_t skipped = (wanted - before_ - 1) / each;
     const unsigned id = token_at(
-        tokens_, block_, results_.found,
+        tokens_, span_, block_, results_.found,
         [&](unsigned id, float distance) -> std::uint64_t {
           return __float_as_uint(distance) == least_ && allowed_.keeps(least_, id);
         },
@@ -212,6 +226,7 @@ class Selection {
 
   // The cut is among the tokens with these distances, before which better ones sum to before_.
   unsigned least_ = 0, most_;
+  Span span_;
   std::uint64_t before_ = 0;
   bool linear_ = true;
   float scale_;

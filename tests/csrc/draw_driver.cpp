@@ -1,17 +1,18 @@
-// Runs csrc/draw/kernel.cuh in the emulator: rows of one kind of logits, drawn with many sets of
-// parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
-// partial sorting, with the same exp.
+// Runs csrc/draw/kernel.cuh, or with --fours csrc/draw/small.cuh, in the emulator: rows of one kind
+// of logits, drawn with many sets of parameters, in many schedules. Every token must be the one
+// that csrc/draw/row_cpu.h finds by partial sorting, with the same exp.
 #include "cases.h"
 
 #include "draw/kernel.cuh"
 #include "draw/row_cpu.h"
+#include "draw/small.cuh"
 
 namespace minserve {
 namespace {
 
 struct Case {
   std::string kind;
-  long vocab, threads, shift;
+  long vocab, threads, shift, fours;
   bool copied;
   std::vector<int> seeds;
 };
@@ -143,6 +144,26 @@ std::vector<std::int64_t> expected(const Case& given) {
   return rows.changed();
 }
 
+template <unsigned kFours>
+emulator::Launch small_launch(const DrawArgs& args) {
+  if (args.vocab > cuda::small_vocab<kFours>()) differ("so many tokens have no room in a warp");
+  constexpr unsigned kEach = cuda::kSmallThreads / cuda::kWarp;
+  return {"draw", static_cast<unsigned>((args.rows + kEach - 1) / kEach), cuda::kSmallThreads, 0,
+          false,  [=] { cuda::small_draw_kernel<kFours>(args); }};
+}
+emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
+  if (given.fours == 1) return small_launch<1>(args);
+  if (given.fours == 2) return small_launch<2>(args);
+  if (given.fours) return small_launch<8>(args);
+  const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
+  std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));
+  const bool copied = given.copied;
+  if (copied) bytes += static_cast<std::size_t>(cuda::draw_copy_bytes(given.vocab));
+  return {"draw",  static_cast<unsigned>(kRows),
+          threads, bytes,
+          false,   [=] { cuda::draw_kernel<1024, 1>(args, copied); }};
+}
+
 void check(const Case& given) {
   const std::vector<std::int64_t> want = expected(given);
   for (const int seed : given.seeds) {
@@ -150,12 +171,7 @@ void check(const Case& given) {
     Rows rows(given);
     rows.all([](auto& tensor, emulator::Use use) { tensor.to_device(use); });
     const DrawArgs args = rows.args();
-    const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
-    std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));
-    if (given.copied) bytes += static_cast<std::size_t>(cuda::draw_copy_bytes(given.vocab));
-    const bool copied = given.copied;
-    emulator::launch({"draw", static_cast<unsigned>(kRows), threads, bytes, false,
-                      [=] { cuda::draw_kernel<1024, 1>(args, copied); }});
+    emulator::launch(launch_of(given, args));
     emulator::run(static_cast<unsigned>(seed));
     const std::vector<std::int64_t> got = rows.changed();
     for (std::size_t i = 0; i < want.size(); ++i) {
@@ -178,6 +194,7 @@ int main(int count, char** arguments) {
   given.vocab = options.number("vocab", 66);
   given.threads = options.number("threads", 128);
   given.shift = options.number("shift", 0);
+  given.fours = options.number("fours", 0);
   given.copied = options.number("copied", 0);
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();

@@ -70,8 +70,18 @@ ROWS = [f"{case} --backward {b} --reverse {r}" for case in ROWS for b, r in ((0,
 DRAWS = [
     f"--kind {kind} {size}"
     for kind in ("normal", "ties", "narrow", "equal", "geometric", "few", "outlier")
-    for size in ("--vocab 66", "--vocab 3001 --threads 32", "--vocab 3000 --threads 96 --seeds 2")
+    for size in (
+        "--vocab 66",
+        "--vocab 66 --fours 1",
+        "--vocab 999 --fours 8 --seeds 2",
+        "--vocab 3001 --threads 32",
+        "--vocab 3000 --threads 96 --seeds 2",
+    )
 ] + [
+    "--vocab 1 --fours 1",
+    "--vocab 128 --fours 1 --shift 1",
+    "--vocab 200 --fours 2",
+    "--vocab 1024 --fours 8",
     "--vocab 2",
     "--vocab 66 --shift 1",
     "--vocab 2999 --shift 3 --copied 1 --seeds 3",

@@ -16,7 +16,7 @@ from tests.ops.helpers import DEVICES, int32, same_bits
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
-VOCABULARIES = [1, 2, 5, 66, 257, 3000, 32_000]
+VOCABULARIES = [1, 2, 5, 66, 200, 257, 1000, 3000, 32_000]
 KINDS = ["normal", "ties", "narrow", "peaky", "equal", "geometric", "few", "outlier"]
 
 
@@ -77,7 +77,9 @@ def test_large_vocabularies(device: str, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [66, 5003])
 def test_many_rows(device: str, vocab: int) -> None:
-    """More than a GPU has multiprocessors: smaller blocks, and no copies in shared memory."""
+    """More than a GPU has multiprocessors: smaller blocks, and no copies in shared memory; with a
+    small vocabulary several rows share a block.
+    """
     params = (parameters() * 4)[:200]
     positions = list(range(200))
     logits = logits_of("normal", 200, vocab, device)
