@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import rounds as rounds_module
 from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
@@ -142,6 +143,7 @@ def test_answers_do_not_depend_on_how_many_steps_a_round_takes(
     """Greedy and drawn, ended by length and by stop ids, streamed and not; with one step, every
     token passes through the host and the sampler."""
     requests = various(45, seed=most_steps)
+    monkeypatch.setattr(rounds_module, "ROUND_SECONDS", 60.0)  # however slow the machine is
     monkeypatch.setattr(runner, "most_steps", 1)
     expected = serve(runner, requests)
     assert {reason for _, reason in expected.values()} == {"stop", "length"}
