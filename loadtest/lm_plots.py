@@ -5,10 +5,10 @@ python -m loadtest.lm_plots engine.json --png engine.png     # draws saved figur
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from loadtest.report import redraw
 
 Rows = list[dict[str, Any]]
 
@@ -95,6 +95,14 @@ def _roofline(axis: Any, models: Rows, data: dict[str, Any]) -> None:
     axis.set_ylabel("FLOP/s")
 
 
+def _curve(
+    axis: Any, color: str, style: tuple[Any, str | None], x: list[int], y: list[float]
+) -> None:
+    """One model's figures, in its own colour."""
+    line, marker = style
+    axis.plot(x, y, color=color, linestyle=line, marker=marker, markersize=4, linewidth=1.2)
+
+
 def _throughput(axis: Any, models: Rows, data: dict[str, Any]) -> None:
     """Tokens/s of runner, engine, sampled decoding, the peer and the limit against the batch."""
     styles = {
@@ -110,14 +118,12 @@ def _throughput(axis: Any, models: Rows, data: dict[str, Any]) -> None:
         axis.plot([], [], color="0.3", linestyle=line, marker=marker, markersize=4, label=label)
         for index, model in enumerate(models):
             rows = [row for row in model["decode"] if row[name]]
-            axis.plot(
+            _curve(
+                axis,
+                f"C{index}",
+                (line, marker),
                 [row["batch"] for row in rows],
                 [row["batch"] / row[name] for row in rows],
-                color=f"C{index}",
-                linestyle=line,
-                marker=marker,
-                markersize=4,
-                linewidth=1.2,
             )
     _mark(axis, [row["batch"] for model in models for row in model["decode"]])
     axis.set_title("decode")
@@ -136,14 +142,12 @@ def _context(axis: Any, models: Rows, data: dict[str, Any]) -> None:
         for index, model in enumerate(models):
             rows = [row for row in model["prefill"] if row[name]]
             counts = [row["tokens"] if name == "seconds" else 1 for row in rows]
-            axis.plot(
+            _curve(
+                axis,
+                f"C{index}",
+                (line, marker),
                 [row["tokens"] for row in rows],
                 [1000 * row[name] / count for row, count in zip(rows, counts, strict=True)],
-                color=f"C{index}",
-                linestyle=line,
-                marker=marker,
-                markersize=4,
-                linewidth=1.2,
             )
     _mark(axis, [row["tokens"] for model in models for row in model["prefill"]])
     axis.set_title("cost of a token against context")
@@ -159,12 +163,7 @@ def _mark(axis: Any, values: list[int]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description="Draws saved figures of loadtest.engine.")
-    options.add_argument("figures", type=Path, help="a file that --json of loadtest.engine wrote")
-    options.add_argument("--png", type=Path, required=True)
-    args = options.parse_args(argv)
-    engine_png(args.png, json.loads(args.figures.read_text()))
-    return 0
+    return redraw("loadtest.engine", engine_png, argv)
 
 
 if __name__ == "__main__":

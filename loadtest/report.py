@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,20 @@ def _draw_panel(axis: Any, rows: list[dict[str, Any]], markers: dict[str, str]) 
                 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description="Draws saved figures of loadtest.kernels.")
-    options.add_argument("figures", type=Path, help="a file that --json of loadtest.kernels wrote")
+def redraw(
+    script: str, draw: Callable[[Path, dict[str, Any]], None], argv: list[str] | None
+) -> int:
+    """The command line that draws what `script` saved with --json."""
+    options = argparse.ArgumentParser(description=f"Draws saved figures of {script}.")
+    options.add_argument("figures", type=Path, help=f"a file that --json of {script} wrote")
     options.add_argument("--png", type=Path, required=True)
     args = options.parse_args(argv)
-    roofline_png(args.png, json.loads(args.figures.read_text()))
+    draw(args.png, json.loads(args.figures.read_text()))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return redraw("loadtest.kernels", roofline_png, argv)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@
 
 namespace minserve {
 
-// What is made of a product y = W x (scaled, bias added) before it is written.
+// What is made of a product y = W x (scaled, bias added) before it is written, where no step of a
+// recurrence follows.
 enum class Epilogue : int {
   plain,     // y
   gelu,      // y Phi(y), exact
   logits,    // y in fp32
   residual,  // x += y; x times the next norm's weight; sums of squares of x
-  gru_step,  // one step of the recurrence, on state rows in place
-  lstm_step,
 };
 
 // Rows of x whose squares are summed together; a norm adds these sums up in their order.

@@ -151,8 +151,7 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
   check_state(maps.check, state, state.size(1));
   maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
                      "rows of state must be aligned to 16 bytes");
-  LinearArgs args =
-      maps.args(gates == 2 ? Epilogue::gru_step : Epilogue::lstm_step, x, weight, gates, bias);
+  LinearArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
   maps.normed(args, squares, eps);
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);

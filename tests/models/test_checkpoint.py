@@ -11,15 +11,14 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from engine import checkpoint
 from engine.checkpoint import fingerprint, load_config, load_model, resolve, save_model
 from engine.config import DtypeName, ModelConfig
 from engine.errors import CheckpointError, ConfigError
+from tests.models.folders import Weights, edit_config, edit_weights
 from tests.models.variants import VARIANTS, build, config_of
 
-Weights = dict[str, Tensor]
 OPTIONS: dict[str, object] = {"cell": "minlstm", "conv_kernel": 3, "eos_token_id": 7}
 
 
@@ -28,17 +27,6 @@ def folder(tmp_path: Path) -> Path:
     model = build(OPTIONS)
     save_model(tmp_path / "model", model, model.config, "float32")
     return tmp_path / "model"
-
-
-def edit_weights(folder: Path, edit: Callable[[Weights], object]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors")
-
-
-def edit_config(folder: Path, **values: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def split(folder: Path) -> None:

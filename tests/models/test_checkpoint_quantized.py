@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from engine.checkpoint import load_config, load_model, quantize_model, save_model
 from engine.config import DtypeName, EngineConfig, ModelConfig, Quantization
@@ -18,9 +17,9 @@ from engine.convert import convert
 from engine.errors import CheckpointError, ConfigError
 from engine.models.lm import LM
 from engine.models.quantized import quantized_matrices
+from tests.models.folders import Weights, edit_config, edit_weights
 from tests.models.variants import DEVICES, VARIANTS, build
 
-Weights = dict[str, Tensor]
 KINDS: tuple[Quantization, ...] = ("int8", "fp8")
 kinds = pytest.mark.parametrize("kind", KINDS)
 OPTIONS: dict[str, object] = {"cell": "minlstm", "conv_kernel": 3, "cell_bias": True}
@@ -47,17 +46,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     model = quantize_model(build(OPTIONS), request.param)
     save_model(tmp_path / "model", model, model.config, "bfloat16")
     return tmp_path / "model"
-
-
-def edit_weights(folder: Path, edit: Callable[[Weights], object]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors")
-
-
-def edit_config(folder: Path, **values: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @kinds
