@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint, device
+from engine.columns import Parameters
 from engine.config import DtypeName, EngineConfig
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
@@ -94,9 +95,9 @@ class Runner:
         )
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
         self._sampler = Sampler(vocab_size, eos_token_id, self._device)
-        self._decoding = DecodeState(
-            self._step, self.config.max_slots, vocab_size, eos_token_id, self._device
-        )
+        slots = self.config.max_slots
+        self._parameters = Parameters(slots, vocab_size, eos_token_id)
+        self._decoding = DecodeState(self._step, slots, self._parameters, self._device)
         self._logits_step = LogitsStep(self._step, self._device)
         self.info = self._describe(folder, parameters)
 
@@ -210,7 +211,7 @@ class Runner:
         for admission in admissions:
             if admission.request.sampling.max_tokens > 0:
                 self._sampler.admit(admission.key, admission.request)
-        self._decoding.admit(admissions)
+        self._parameters.admit(admissions)
         self._pool.reset([one.slot for one in admissions if one.source is None])
         forked = [(one.source, one.slot) for one in admissions if one.source is not None]
         self._pool.copy([source for source, _ in forked], [slot for _, slot in forked])
