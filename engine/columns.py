@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import distribution
+from engine import distribution, ops
 from engine.messages import SamplingParams
 from engine.plan import MOST_STEPS, Admission
 from engine.sampler import FLOAT_MAX, MIN_TEMPERATURE
@@ -58,6 +58,14 @@ def columns(memory: Tensor, size: int) -> Columns:
     )  # fmt: skip
 
 
+def draw_rows(logits: Tensor, at: Columns) -> None:
+    """`ops.draw_` with logits fp32 [rows, vocab]."""
+    ops.draw_(
+        logits, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out,
+        at.temperature, at.top_k, at.top_p, at.min_p, at.streams, at.stop_ids,
+    )  # fmt: skip
+
+
 class Parameters:
     """What plain requests ask for, by the slot of their sequence: columns on the host."""
 
@@ -88,14 +96,16 @@ class Parameters:
         return bool(self._plain[list(slots)].all())
 
     def fill(
-        self, at: Columns, slots: NDArray[np.int32], positions: NDArray[np.int64], tokens: list[int]
+        self,
+        at: Columns,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
     ) -> None:
-        """Fills the first rows of zeroed columns on the host, for the sequences of `slots`; the
-        other rows are padding."""
+        """Fills columns on the host, but `out`: the first rows for the sequences of `slots`, [n] as
+        the others are; the rest becomes padding."""
         batch = len(slots)
-        at.slots.numpy()[batch:] = -1
         for column, values in (
-            (at.slots, slots),
             (at.positions, positions),
             (at.remaining, self._max_tokens[slots] - positions),
             (at.tokens, tokens),
@@ -107,6 +117,10 @@ class Parameters:
             (at.stop_ids, self._stop_ids[slots]),
         ):
             column.numpy()[:batch] = values
+            column.numpy()[batch:] = 0
+        at.slots.numpy()[:batch] = slots
+        at.slots.numpy()[batch:] = -1
+        at.cursor.numpy()[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
         seeds = torch.tensor([one.seed for one in params])

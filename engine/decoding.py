@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import ops
-from engine.columns import FILLED_WORDS, RESULT_WORD, Columns, Parameters, columns
+from engine.columns import FILLED_WORDS, RESULT_WORD, Columns, Parameters, columns, draw_rows
 from engine.device import upload
 from engine.graphs import BucketGraphs
 from engine.plan import MOST_STEPS, DecodeRow, Drawn
@@ -70,11 +69,7 @@ class DecodeState:
 
     def _run_step(self, size: int) -> None:
         at = self._at(size)
-        logits = self._step(at.tokens, at.slots)
-        ops.draw_(
-            logits, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out,
-            at.temperature, at.top_k, at.top_p, at.min_p, at.streams, at.stop_ids,
-        )  # fmt: skip
+        draw_rows(self._step(at.tokens, at.slots), at)
 
     def start(self, rows: Sequence[DecodeRow], again: bool, steps: int) -> Round:
         """Takes `steps` steps (at most MOST_STEPS); with `again` of the batch that is there."""
@@ -106,12 +101,11 @@ class DecodeState:
         batch = len(rows)
         size = (self._graphs and self._graphs.size_of(batch)) or batch
         staging = self._staging[: FILLED_WORDS * size]
-        staging.zero_()
         self._parameters.fill(
             columns(staging, size),
             np.array([row.slot for row in rows], np.int32),
             np.array([row.position for row in rows], np.int64),
-            [row.token for row in rows],
+            np.array([row.token for row in rows], np.int64),
         )
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
         self._keys = [row.key for row in rows]
