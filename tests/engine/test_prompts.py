@@ -6,19 +6,18 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from engine import prompts
-from engine.checkpoint import load_model, save_model
+from engine.checkpoint import load_model, quantize_model, save_model
 from engine.columns import Parameters
-from engine.config import ModelConfig
+from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
-from engine.graphs import prompt_buckets
+from engine.graphs import BucketGraphs, prompt_buckets
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
@@ -41,18 +40,8 @@ from tests.models.variants import DEVICES, VARIANTS, build, relative_error
 ROWS = 40
 
 
-class EagerGraphs:
-    """BucketGraphs whose replays run anew, over whatever the last run has left behind."""
-
-    replayed: list[int]  # of all of them
-
-    def __init__(
-        self, run: Callable[[int], None], clear: Callable[[int], None], sizes: list[int]
-    ) -> None:
-        self._run, self._clear, self._sizes = run, clear, sizes
-
-    def size_of(self, batch: int) -> int | None:
-        return next((size for size in self._sizes if size >= batch), None)
+class EagerGraphs(BucketGraphs):
+    """Its replays run anew, over whatever the last run has left behind."""
 
     def capture(self, pool: Any) -> None:
         for size in reversed(self._sizes):
@@ -61,23 +50,29 @@ class EagerGraphs:
 
     def replay(self, size: int) -> None:
         assert size in self._sizes
-        EagerGraphs.replayed.append(size)
         self._run(size)
 
 
 @pytest.fixture(autouse=True)
 def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of the graphs replayed on the CPU."""
-    EagerGraphs.replayed = []
-    if "gpu" not in request.keywords:
-        monkeypatch.setattr(prompts, "BucketGraphs", EagerGraphs)
-    return EagerGraphs.replayed
+    """Tokens of the graphs replayed."""
+    sizes: list[int] = []
+    base: Any = BucketGraphs if "gpu" in request.keywords else EagerGraphs
+
+    class Counting(base):  # type: ignore[misc]
+        def replay(self, size: int) -> None:
+            sizes.append(size)
+            super().replay(size)
+
+    monkeypatch.setattr(prompts, "BucketGraphs", Counting)
+    return sizes
 
 
 class Pair:
     """One model, twice: eager, and with its prompts in graphs. `poisoned` rows of both hold NaN."""
 
     def __init__(self, model: LM, serving: ServingModel, device: str) -> None:
+        self.model = model
         vocab, where = model.config.vocab_size, torch.device(device)
         self.states = [model.new_state(ROWS) for _ in range(2)]
         self.parameters = Parameters(ROWS, vocab, None)
@@ -86,11 +81,13 @@ class Pair:
         with torch.inference_mode():
             self.steps[1].capture(300, ROWS, vocab, pool)
 
-    def poison(self, live: list[int]) -> None:
-        """NaN wherever no chunk of these slots may look or write."""
+    def begin(self, live: list[int]) -> None:
+        """Initial states for these slots, NaN wherever none of theirs may look or write."""
+        fresh = tensors(self.model.new_state(ROWS))
         dead = [row for row in range(ROWS) if row not in live]
         for state in self.states:
-            for tensor in tensors(state):
+            for tensor, initial in zip(tensors(state), fresh, strict=True):
+                tensor.copy_(initial)
                 tensor[:, dead] = math.nan
 
     @torch.inference_mode()
@@ -126,13 +123,14 @@ def random_chunks(
 COMPANIES = [[1], [16], [17], [128], [300], [5, 1, 2], [1] * 4, [3] * 5, [64, 129, 100], [7] * 40]
 
 
-def check_company(pair: Pair, lengths: list[int], vocab: int, tolerance: float) -> None:
+def check_company(pair: Pair, lengths: list[int], tolerance: float) -> None:
     """Twice, so that the second reading goes on from the states of the first."""
     chance = random.Random(sum(lengths))
     slots = chance.sample(range(ROWS), len(lengths))
-    pair.poison(slots)
+    pair.begin(slots)
     for _ in range(2):
-        eager, graphed = pair.read(random_chunks(lengths, slots, vocab, chance))
+        chunks = random_chunks(lengths, slots, pair.model.config.vocab_size, chance)
+        eager, graphed = pair.read(chunks)
         assert eager.logits is not None and graphed.logits is not None
         assert graphed.hidden is None
         assert graphed.logits.shape == eager.logits.shape
@@ -151,29 +149,30 @@ def test_padded_prompts_give_what_eager_ones_give(
     model = build(options, device)
     pair = Pair(model, PlainModel(model), device)
     for lengths in COMPANIES:
-        fresh = model.new_state(ROWS)
-        for state in pair.states:
-            for tensor, initial in zip(tensors(state), tensors(fresh), strict=True):
-                tensor.copy_(initial)
-        check_company(pair, lengths, model.config.vocab_size, tolerance=2e-5)
-    if device == "cpu":
-        assert replayed == [
-            size for size in (16, 16, 32, 128, 300, 16, 16, 32, 300, 300) for _ in range(2)
-        ]
+        check_company(pair, lengths, tolerance=2e-5)
+    assert replayed == [
+        size for size in (16, 16, 32, 128, 300, 16, 16, 32, 300, 300) for _ in range(2)
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_prompts_in_graphs_on_hopper(name: str) -> None:
-    """Few tokens are read by the chain of linear maps, more by the library."""
+def test_prompts_in_graphs_on_hopper(name: str, replayed: list[int]) -> None:
     model = build_bfloat16(CONFIGS[name], torch.bfloat16)
     pair = Pair(model, HopperLM(model), "cuda")
     for lengths in COMPANIES:
-        for state in pair.states:
-            fresh = model.new_state(ROWS)
-            for tensor, initial in zip(tensors(state), tensors(fresh), strict=True):
-                tensor.copy_(initial)
-        check_company(pair, lengths, model.config.vocab_size, tolerance=0.03)
+        check_company(pair, lengths, tolerance=0.03)  # each form of a product has its rounding
+    assert len(replayed) == 2 * len(COMPANIES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", get_args(Quantization))
+def test_quantised_prompts_in_graphs(kind: Quantization) -> None:
+    options: dict[str, object] = {"cell": "mingru", "conv_kernel": 3, "tie_embeddings": True}
+    model = quantize_model(build(options, "cuda").to(torch.bfloat16), kind)
+    pair = Pair(model, PlainModel(model), "cuda")
+    for lengths in COMPANIES:
+        check_company(pair, lengths, tolerance=0.03)
 
 
 def test_what_is_scored_or_long_is_read_without_a_graph(replayed: list[int]) -> None:
