@@ -27,7 +27,7 @@ MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long bef
 class Draws(NamedTuple):
     """One drawn token per row, on the device."""
 
-    tokens: Tensor  # [rows] int64; meaningless where not finite
+    tokens: Tensor  # [rows] int64 or int32; meaningless where not finite
     finite: Tensor  # [rows] bool: the row's logits held no NaN and no +infinity
     logprobs: Logprobs | None  # of the rows that `Sampler.logprob_rows` names
 

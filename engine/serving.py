@@ -18,14 +18,16 @@ from engine.models.packed import PackedLM, can_pack
 
 
 class ServingModel(Protocol):
-    """Reads tokens into `state`, in place. No method waits for the device or changes a row whose
-    slot is negative; `step` can be captured in a CUDA graph."""
+    """Reads tokens into `state`, in place. No method waits for the device, looks at indices on the
+    host or changes a row whose slot is negative, so `prefill`, `step` and `logits` can be captured
+    in a CUDA graph on a GPU."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
         """Packed prompts: tokens int32 [tokens], cu_seqlens int32 [sequences + 1], slots int32
-        [sequences] -> hidden states [tokens, d_model] for `logits`."""
+        [sequences] -> hidden states [tokens, d_model] for `logits`. Sequences may be empty; tokens
+        beyond the last one are padding, which no state sees."""
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """One token of every sequence: tokens int32 [batch], slots int32 [batch]

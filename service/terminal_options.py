@@ -50,7 +50,7 @@ MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256]."
 MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
 MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
 ShareSlots = Annotated[int | None, Option(help="States kept of shared prefixes [64].")]
-CudaGraphs = Annotated[bool | None, Option(help="Replay decode steps as graphs [yes].")]
+CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts as graphs [yes].")]
 MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate.")]
 MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request.")]
 MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
