@@ -78,7 +78,7 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
   check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
 }
 
-// Parts of the inputs in turn: fixed_choice() has chosen one of these forms.
+// Parts of the inputs in turn: FixedChooser has chosen one of these forms.
 template <class T, int kGates>
 void launch_in_turns(LinearArgs args, const Choice& choice, const void* weight, const void* input,
                      Dtype dtype, int device, cudaStream_t stream) {
