@@ -76,6 +76,7 @@ class Engine:
             max_waiting=config.max_waiting,
             state_bytes=info.state_bytes,
             most_steps=runner.most_steps,
+            with_whole_chunks=config.deterministic,
         )
         self._round: _Round | None = None  # under way
 

@@ -217,6 +217,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str
     dtype: str
     quantization: str | None = None  # of the matrices
+    deterministic: bool = False  # a sequence's logits do not depend on its company
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

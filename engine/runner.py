@@ -88,7 +88,7 @@ class Runner:
             self.config.quantization,
         )
         parameters = sum(weight.numel() for weight in model.parameters())
-        self._model = serving_model(model, self._device)
+        self._model = serving_model(model, self._device, deterministic=self.config.deterministic)
         self._pool = StatePool(
             self.model_config,
             self.config.max_slots + self.config.share_slots,
@@ -125,6 +125,7 @@ class Runner:
             device_name=device.describe(self._device),
             dtype=self.config.dtype,
             quantization=self.model_config.quantization,
+            deterministic=self.config.deterministic,
         )
 
     @torch.inference_mode()

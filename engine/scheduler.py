@@ -6,8 +6,8 @@ request is admitted as soon as a slot is free, in order of arrival. While no pro
 and every request is plain (`Plan`), a round takes several decode steps, and the next one can be
 planned before its results are known.
 
-Prompt chunks (`budget`) end at the request's share_at marks, whether or not a state is kept there,
-so that a sequence computes the same bits on a hit as on a miss.
+Prompt chunks (`budget`) end at the request's share_at marks, kept or not, so that a sequence
+computes the same bits on a hit as on a miss; with whole chunks, no mark changes a bit of any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable
 
 import msgspec
 
-from engine.budget import share_budget
+from engine.budget import share_budget, whole_chunks
 from engine.errors import Draining, EngineError, QueueFull, StepFailed
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
@@ -55,12 +55,14 @@ class Scheduler:
         max_waiting: int,
         state_bytes: int,
         most_steps: int = 1,
+        with_whole_chunks: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._max_step_tokens = max_step_tokens
         self._max_waiting = max_waiting
         self._state_bytes = state_bytes
+        self._with_whole_chunks = with_whole_chunks
         self._slots = SlotAllocator(slots)
         self._prefixes = SharedPrefixes(share_slots, first_row=slots)
         self._waiting = WaitingQueue()
@@ -93,6 +95,8 @@ class Scheduler:
             self.reject(client, request.id, error)
             return
         sequence = Sequence(self._next_key, client, request, self._eos_token_id, now)
+        if self._with_whole_chunks:
+            sequence.marks = whole_chunks(sequence.marks)
         self._next_key += 1
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)

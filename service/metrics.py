@@ -115,6 +115,7 @@ class Metrics:
                 "cell": info.cell,
                 "dtype": info.dtype,
                 "quantization": info.quantization or "none",
+                "deterministic": str(info.deterministic).lower(),
                 "device": info.device,
                 "device_name": info.device_name,
             }

@@ -91,12 +91,13 @@ class Runtime:
             self.loaded_at = int(time.time())
             self._info = info
             logger.info(
-                "ready: %s (%s parameters) on %s, %s%s",
+                "ready: %s (%s parameters) on %s, %s%s%s",
                 self.model_name,
                 f"{info.parameters:,}",
                 info.device_name,
                 info.dtype,
                 f", {info.quantization} weights" if info.quantization else "",
+                ", deterministic" if info.deterministic else "",
             )
             await self.client.wait_dead()
             raise EngineDead("the engine has ended")

@@ -36,6 +36,7 @@ class Settings(BaseSettings):
     share_slots: int = 64
     threads: int | None = None
     cuda_graphs: bool = True
+    deterministic: bool = False
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20
@@ -69,4 +70,5 @@ class Settings(BaseSettings):
             share_slots=self.share_slots,
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,
+            deterministic=self.deterministic,
         )

@@ -515,6 +515,19 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
     assert serve(5, 100, token=5) == 60
 
 
+def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
+    scheduler = make(with_whole_chunks=True, max_step_tokens=300)
+    marks = (5, SCAN_CHUNK - 1, 2 * SCAN_CHUNK + 7, 3 * SCAN_CHUNK)
+    scheduler.add("c", ask(0, length=500, share_at=marks, max_tokens=1), 0)
+    plans = finish(scheduler)
+    ends = [chunk.start + len(chunk.tokens) for plan in plans for chunk in plan.prefill]
+    assert ends == [2 * SCAN_CHUNK, 3 * SCAN_CHUNK, 500]
+    assert sum(len(plan.after) for plan in plans) == 2  # states kept
+    scheduler.add("c", ask(1, length=2 * SCAN_CHUNK + 7, max_tokens=1), 0)
+    (admission,) = scheduler.plan(0).admit
+    assert admission.cached_tokens == 2 * SCAN_CHUNK
+
+
 def test_without_rows_nothing_is_shared_and_nobody_waits() -> None:
     scheduler = make(share_slots=0)
     for id in range(3):
