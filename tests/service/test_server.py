@@ -40,7 +40,7 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
