@@ -60,28 +60,28 @@ class Outcome:
         return [piece.token for piece in self.pieces if piece.token is not None]
 
 
-async def gather(runtime: Runtime, tasks: list[Task]) -> list[Outcome]:
+async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Outcome]:
     """The outcome of every task. Raises EngineError where no task was served."""
     outcomes = [Outcome(task.answer(runtime), []) for task in tasks]
     failed = 0
-    with runtime.flight() as flight:
-        for task in tasks:
-            task.submit(flight, stream=False)
-        async for batch in flight.arrivals():
-            for which, came in batch:
-                outcome = outcomes[which]
-                if isinstance(came, EngineError):
-                    outcome.error = came
-                    failed += 1
-                    if failed == len(tasks) or ends_all(came):
-                        raise came
-                else:
-                    outcome.pieces += _take(flight, which, outcome.answer, came)
+    for task in tasks:
+        task.submit(flight, stream=False)
+    async for batch in flight.arrivals():
+        for which, came in batch:
+            outcome = outcomes[which]
+            if isinstance(came, EngineError):
+                outcome.error = came
+                failed += 1
+                if failed == len(tasks) or ends_all(came):
+                    raise came
+            else:
+                outcome.pieces += _take(flight, which, outcome.answer, came)
     return outcomes
 
 
 async def stream(
     runtime: Runtime,
+    flight: Flight,
     tasks: list[Task],
     render: Callable[[int, Answer, list[Piece]], bytes],
     render_error: Callable[[int, EngineError], bytes],
@@ -94,13 +94,12 @@ async def stream(
         pieces = _take(flight, which, answers[which], update)
         return render(which, answers[which], pieces)
 
-    with runtime.flight() as flight:
-        for task in tasks:
-            task.submit(flight, stream=True)
-        async for chunk in event_chunks(
-            flight, len(tasks), render_update, render_error, lambda: last(answers)
-        ):
-            yield chunk
+    for task in tasks:
+        task.submit(flight, stream=True)
+    async for chunk in event_chunks(
+        flight, len(tasks), render_update, render_error, lambda: last(answers)
+    ):
+        yield chunk
 
 
 def _take(flight: Flight, which: int, answer: Answer, update: Update) -> list[Piece]:

@@ -29,8 +29,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival until its first token "
-            "(in the engine, where it is not streamed).",
+            "From an HTTP request's arrival until its first token; "
+            "where it is not streamed, until the engine had it.",
         )
         self._between_tokens = self._histogram(
             "inter_token_latency_seconds",
@@ -145,10 +145,14 @@ class Metrics:
         self._queue.observe(timing.queue)
         self._prefill.observe(timing.prefill)
         self._decode.observe(timing.decode)
-        if finished.tokens:  # gathered in the engine: nothing else sees its first token
-            self._first_token.observe(timing.queue + timing.prefill)
-            if finished.completion_tokens > 1:
-                self._between_tokens.observe(timing.decode / (finished.completion_tokens - 1))
+
+    def gathered(self, finished: Finished, before: float) -> None:
+        """A request whose tokens the engine gathered, `before` seconds after whose arrival the
+        engine had it: nothing else tells of its first token."""
+        timing = finished.timing
+        self._first_token.observe(before + timing.queue + timing.prefill)
+        if finished.completion_tokens > 1:
+            self._between_tokens.observe(timing.decode / (finished.completion_tokens - 1))
 
     def first_token(self, seconds: float) -> None:
         """A stream's first token, `seconds` after the request's arrival."""

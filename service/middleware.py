@@ -17,6 +17,7 @@ from service.wire import JSONResponse
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions"}
 REQUEST_ID = "minserve.request_id"
+ARRIVED = "minserve.arrived"  # by time.perf_counter
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
@@ -52,7 +53,7 @@ class HttpMetrics:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         status = 500
-        start = time.perf_counter()
+        scope[ARRIVED] = start = time.perf_counter()
 
         async def send_and_note(message: Message) -> None:
             nonlocal status

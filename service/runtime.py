@@ -76,9 +76,9 @@ class Runtime:
         """What clients call the model."""
         return self.settings.model_name or self.info.name
 
-    def flight(self) -> Flight:
-        """A place for one HTTP request's engine requests (a context manager)."""
-        return Flight(self.client, self.metrics, self.flights)
+    def flight(self, arrived: float) -> Flight:
+        """One HTTP request that arrived then, by time.perf_counter (a context manager)."""
+        return Flight(self.client, self.metrics, self.flights, arrived)
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""
@@ -117,7 +117,7 @@ class Runtime:
 
     async def drain(self, timeout: float) -> None:
         """Takes nothing new and returns when everything in flight has ended, which after `timeout`
-        seconds is made to end with what it has."""
+        seconds is made to end with what it has. A request is in flight from its arrival on."""
         self.draining = True
         deadline = asyncio.get_running_loop().time() + timeout
         while self.flights and asyncio.get_running_loop().time() < deadline:
@@ -127,7 +127,7 @@ class Runtime:
     def cut(self) -> None:
         """Ends everything in flight with what it has."""
         for flight in list(self.flights):
-            flight.abort()
+            flight.cut()
 
 
 def get_runtime(request: Request) -> Runtime:

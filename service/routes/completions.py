@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from service.admission import InferenceRoute, check_admission
+from service.admission import InferenceRoute, check_room, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
+from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
 from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
 from service.middleware import REQUEST_ID
@@ -43,6 +44,7 @@ async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
@@ -50,9 +52,9 @@ async def completions(
     tasks = await _tasks(body, runtime)
     view = _View(body, runtime, tasks, f"cmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
-        chunks = stream(runtime, tasks, view.render, view.render_error, view.last)
+        chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
         return EventStream(chunks, runtime.settings.stall_timeout)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, tasks))
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
     return JSONResponse(view.response(outcomes))
 
 
@@ -77,7 +79,7 @@ async def _tasks(body: CompletionRequest, runtime: Runtime) -> list[Task]:
         names = [f"prompt[{i}]" for i in range(len(prompts))]
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n", n, settings.max_n, "samples of one prompt")
-    check_admission(runtime, len(prompts) * n)
+    check_room(runtime, len(prompts) * n)
     values = {name: getattr(body, name) for name in SAMPLING}
     stop = stop_strings(body.stop, settings, tokenizer)
     tasks = []

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from service.admission import InferenceRoute, check_admission
+from service.admission import InferenceRoute, check_room, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
+from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
 from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
 from service.middleware import REQUEST_ID
@@ -35,17 +36,18 @@ async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
-    check_admission(runtime, len(body.prompts))
+    check_room(runtime, len(body.prompts))
     tasks = await _tasks(body, runtime)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
-        return _stream(runtime, tasks, answer_id)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, tasks))
+        return _stream(runtime, flight, tasks, answer_id)
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
     total = usage(
         sum(outcome.answer.prompt_tokens for outcome in outcomes),
         sum(outcome.answer.completion_tokens for outcome in outcomes),
@@ -108,7 +110,7 @@ def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, An
     return arrays.to_dict()
 
 
-def _stream(runtime: Runtime, tasks: list[Task], answer_id: str) -> EventStream:
+def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str) -> EventStream:
     def render(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         return b"".join([frame(index, answer, piece) for piece in pieces])
 
@@ -128,5 +130,5 @@ def _stream(runtime: Runtime, tasks: list[Task], answer_id: str) -> EventStream:
     def render_error(index: int, error: EngineError) -> bytes:
         return event({"id": answer_id, "index": index, **error_body(error)})
 
-    chunks = stream(runtime, tasks, render, render_error, last=lambda _: b"")
+    chunks = stream(runtime, flight, tasks, render, render_error, last=lambda _: b"")
     return EventStream(chunks, runtime.settings.stall_timeout)

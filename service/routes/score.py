@@ -11,9 +11,10 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
 from engine.messages import SamplingParams, TokenLogprobs
-from service.admission import InferenceRoute, check_admission
+from service.admission import InferenceRoute, check_room, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.errors import invalid
+from service.flight import Flight
 from service.inputs import check_count, check_model, read_prompt
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
@@ -45,6 +46,7 @@ async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Scores `texts` from their second token on, or, for `items`, every token of each
     continuation after its context. Texts of an item are tokenised apart. An empty context stands
@@ -54,7 +56,7 @@ async def score(
         tasks = await _text_tasks(body.texts, runtime)
     else:
         tasks = await _item_tasks(body.items or [], runtime)
-    scores = await unless_client_leaves(request.receive, _run(runtime, tasks))
+    scores = await unless_client_leaves(request.receive, _run(runtime, flight, tasks))
     results = (
         [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
         if body.texts is not None
@@ -72,7 +74,7 @@ async def score(
 
 async def _text_tasks(texts: list[str | list[int]], runtime: Runtime) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
-    check_admission(runtime, len(texts))
+    check_room(runtime, len(texts))
     return [
         Task(await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info))
         for i, text in enumerate(texts)
@@ -83,7 +85,7 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime) -> list[Task]:
     """One task per continuation, items one after the other."""
     total = sum(len(item.continuations) for item in items)
     check_count("items", total, runtime.settings.max_prompts, "continuations")
-    check_admission(runtime, total)
+    check_room(runtime, total)
     tokenizer, info = runtime.tokenizer, runtime.info
     tasks = []
     for i, item in enumerate(items):
@@ -103,39 +105,38 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime) -> list[Task]:
     return tasks
 
 
-async def _run(runtime: Runtime, tasks: list[Task]) -> list[Scores]:
+async def _run(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Scores]:
     """Every task's scores. Raises EngineError where no task was served."""
     scores: list[Scores] = [[] for _ in tasks]
     # A text of one token has nothing to score.
     submitted = [i for i, task in enumerate(tasks) if len(task.tokens) > task.start]
     failed = 0
-    with runtime.flight() as flight:
-        for i in submitted:
-            task = tasks[i]
-            flight.submit(
-                task.tokens,
-                sampling=SamplingParams(max_tokens=0),
-                stream=False,
-                score=True,
-                score_from=task.start,
-                share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
-                timeout=runtime.settings.request_timeout,
-            )
-        async for batch in flight.arrivals():
-            for which, came in batch:
-                i = submitted[which]
-                sofar = scores[i]
-                if isinstance(came, EngineError):
-                    failed += 1
-                    if failed == len(submitted) or ends_all(came):
-                        raise came
-                    scores[i] = came
-                elif not isinstance(sofar, EngineError):
-                    sofar += came.scores
-                    if came.finished and len(sofar) < len(tasks[i].tokens) - tasks[i].start:
-                        scores[i] = EngineError(
-                            f"ended early ({came.finished.reason}): {len(sofar)} tokens scored"
-                        )
+    for i in submitted:
+        task = tasks[i]
+        flight.submit(
+            task.tokens,
+            sampling=SamplingParams(max_tokens=0),
+            stream=False,
+            score=True,
+            score_from=task.start,
+            share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
+            timeout=runtime.settings.request_timeout,
+        )
+    async for batch in flight.arrivals():
+        for which, came in batch:
+            i = submitted[which]
+            sofar = scores[i]
+            if isinstance(came, EngineError):
+                failed += 1
+                if failed == len(submitted) or ends_all(came):
+                    raise came
+                scores[i] = came
+            elif not isinstance(sofar, EngineError):
+                sofar += came.scores
+                if came.finished and len(sofar) < len(tasks[i].tokens) - tasks[i].start:
+                    scores[i] = EngineError(
+                        f"ended early ({came.finished.reason}): {len(sofar)} tokens scored"
+                    )
     return scores
 
 

@@ -13,6 +13,7 @@ import pytest
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineError
 from engine.transport import InlineTransport
+from service.tokenizer import Tokenizer
 from tests.service.harness import (
     Service,
     error_message,
@@ -125,8 +126,8 @@ async def test_the_engines_own_refusal_is_429_too(
     byte_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pre-check sees the latest step only; the engine has the last word, before the 200."""
-    monkeypatch.setattr("service.admission.check_admission", lambda *_: None)
-    monkeypatch.setattr("service.routes.generate.check_admission", lambda *_: None)
+    monkeypatch.setattr("service.admission.check_room", lambda *_: None)
+    monkeypatch.setattr("service.routes.generate.check_room", lambda *_: None)
     runner = fake_runner(byte_folder, slots=1, max_waiting=0, step_seconds=0.005)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
@@ -157,6 +158,54 @@ async def test_draining(byte_folder: Path) -> None:
         frames = parse_events((await held).text)  # what was in flight is finished
         assert (len(frames), frames[-1]) == (51, "[DONE]")
         await drain
+
+
+@pytest.mark.parametrize("upload", [False, True])
+async def test_a_drain_waits_for_what_is_still_being_read(
+    byte_folder: Path, upload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body on its way, or a prompt that is tokenised, is work in flight."""
+    ready = asyncio.Event()
+    encode_async = Tokenizer.encode_async
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        await ready.wait()
+        return await encode_async(self, text, special=special)
+
+    async with running(fake_runner(byte_folder)) as service:
+        connection = Connection(GENERATE, {"prompts": ["abc"], "max_tokens": 2, "temperature": 0})
+        if upload:
+            connection.uploaded.clear()
+        else:
+            monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+        held = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.runtime.flights)
+        await asyncio.sleep(0.05)
+        drain = asyncio.create_task(service.runtime.drain(timeout=30))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        (connection.uploaded if upload else ready).set()
+        await held
+        await drain
+        assert [message.get("status") for message in connection.sent] == [200, None]
+        assert json.loads(connection.sent[1]["body"])["results"][0]["text"] == "de"
+
+
+async def test_what_is_still_being_read_at_the_drains_end_is_refused(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder)) as service:
+        connection = Connection(GENERATE, {"prompts": ["a"], **LONG})
+        connection.uploaded.clear()
+        held = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.runtime.flights)
+        await service.runtime.drain(timeout=0.05)
+        connection.uploaded.set()
+        await asyncio.wait_for(held, 10)
+        assert connection.sent[0]["status"] == 503
+        assert "shut down" in error_message(json.loads(connection.sent[1]["body"]), None)
 
 
 async def test_the_drains_end_cuts_what_is_left(byte_folder: Path) -> None:
@@ -223,6 +272,8 @@ class Connection:
     """One ASGI request that the test can cut, and whose reader can stall."""
 
     def __init__(self, path: str, body: Any) -> None:
+        self.uploaded = asyncio.Event()  # cleared, the body takes its time
+        self.uploaded.set()
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -247,6 +298,7 @@ class Connection:
     async def receive(self) -> Any:
         if not self._asked:
             self._asked = True
+            await self.uploaded.wait()
             return {"type": "http.request", "body": self._body, "more_body": False}
         await self.gone.wait()
         return {"type": "http.disconnect"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from service.settings import Settings
+from service.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, parse_events, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +103,25 @@ async def test_metrics(service: Service) -> None:
     assert value(families, http, method="GET", path=path, status="404") == 1
     assert value(families, http, method="GET", path="other", status="404") == 1
     assert value(families, http, method="other", path="other", status="404") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_time_to_the_first_token_begins_with_the_request(
+    service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when its prompt has been tokenised."""
+    encode_async = Tokenizer.encode_async
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        await asyncio.sleep(0.2)
+        return await encode_async(self, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+    request = {"prompts": ["abc"], "max_tokens": 4, "temperature": 0}
+    await (service.stream if stream else service.post)("/v1/generate", request)
+    families = await scrape(service)
+    assert value(families, "minserve_time_to_first_token_seconds_count") == 1
+    assert value(families, "minserve_time_to_first_token_seconds_sum") >= 0.2
 
 
 async def test_applications_share_no_metrics(byte_folder: Path) -> None:
