@@ -150,6 +150,7 @@ class EngineClient:
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
+        self._others = 0  # requests of other processes, as of the latest stats
         self._ids = itertools.count()
         self._nonces = itertools.count(1)
         self._deliveries: dict[int, Delivery] = {}
@@ -179,6 +180,12 @@ class EngineClient:
     def stats(self) -> Stats:
         """Of the latest step in which this process had a part."""
         return self._stats
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the engine holds: this process's own, and other processes' as of the
+        latest stats."""
+        return len(self._deliveries) + self._others
 
     async def start(self) -> None:
         """Starts the engine; it loads its model in the background. Raises EngineDead."""
@@ -347,6 +354,8 @@ class EngineClient:
             if delivery is not None:
                 delivery.fail(from_failed(failed))
                 touched[failed.request] = delivery
+        # What this process has sent may not be in the stats yet, so that this errs towards fewer.
+        self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
         for delivery in touched.values():
             delivery.wake()
         for listener in self._listeners:

@@ -14,27 +14,10 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import QueueFull
 from service.errors import ApiError
 from service.flight import Flight
 from service.middleware import ARRIVED
 from service.runtime import Runtime, get_runtime
-
-# States turn over in fractions of a second: trying again soon is right.
-RETRY_AFTER = 1.0
-
-
-def check_room(runtime: Runtime, requests: int = 1) -> None:
-    """Raises QueueFull where `requests` more would not find room."""
-    stats = runtime.client.stats
-    free = runtime.info.slots - stats.slots_used
-    room = runtime.settings.max_waiting - stats.waiting + max(free, 0)
-    if room < 1 or (requests > room and stats.waiting > 0):
-        raise QueueFull(
-            f"the queue is full: {stats.waiting} requests wait "
-            f"and at most {runtime.settings.max_waiting} may",
-            retry_after=RETRY_AFTER,
-        )
 
 
 class StrictRequest(Request):
@@ -68,7 +51,7 @@ class InferenceRoute(APIRoute):
         async def admitted(request: Request) -> Response:
             runtime = get_runtime(request)
             runtime.check_ready()
-            check_room(runtime)
+            runtime.places.check(1)
             return await handler(StrictRequest(request.scope, request.receive))
 
         return admitted

@@ -14,6 +14,7 @@ from engine.client import Delivery, EngineClient, Update
 from engine.errors import Draining, EngineError
 from engine.messages import FinishReason, Request, pack_ids
 from service.metrics import Metrics
+from service.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,19 @@ class Flight:
     """A context manager; on leaving it, requests that have not ended are aborted."""
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, aloft: set[Flight], arrived: float
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        places: Places,
+        aloft: set[Flight],
+        arrived: float,
     ) -> None:
         """`aloft` holds the flights under way; the request's headers came at `arrived`, by
         time.perf_counter."""
         self._client = client
         self._metrics = metrics
+        self._places = places
+        self._reserved = 0  # places that are not used yet
         self._aloft = aloft
         self._open: set[int] = set()  # ids of requests that have not ended
         self._deliveries: list[Delivery] = []
@@ -44,16 +52,29 @@ class Flight:
 
     def __exit__(self, *_: object) -> None:
         self._aloft.discard(self)
+        self._release(self._reserved)
         self.abort()
         self._open.clear()
 
+    def reserve(self, requests: int) -> None:
+        """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
+        than the engine can hold."""
+        self._places.reserve(requests)
+        self._reserved += requests
+
+    def _release(self, requests: int) -> None:
+        self._reserved -= requests
+        self._places.release(requests)
+
     def submit(self, prompt: array[int], **fields: Any) -> None:
-        """`fields` are those of messages.Request. Raises EngineUnavailable, Draining."""
+        """Makes a request, for which a place is reserved; `fields` are those of messages.Request.
+        Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(id=self._client.new_id(), prompt=pack_ids(prompt), **fields)
         self._deliveries.append(self._client.submit(request))
+        self._release(1)
         self._open.add(request.id)
 
     def abort(self, which: Sequence[int] | None = None, reason: FinishReason = "abort") -> None:

@@ -19,6 +19,7 @@ from engine.errors import Draining, EngineDead, EngineError, EngineLoading
 from engine.messages import ModelInfo
 from service.flight import Flight
 from service.metrics import Metrics
+from service.places import Places
 from service.settings import Settings
 from service.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ class Runtime:
         self.draining = False
         self.loaded_at = 0  # seconds since 1970
         self.flights: set[Flight] = set()
+        self.places = Places(client, lambda: self.info.slots + settings.max_waiting)
         self._info: ModelInfo | None = None
         self._on_failure = on_failure
 
@@ -78,7 +80,7 @@ class Runtime:
 
     def flight(self, arrived: float) -> Flight:
         """One HTTP request that arrived then, by time.perf_counter (a context manager)."""
-        return Flight(self.client, self.metrics, self.flights, arrived)
+        return Flight(self.client, self.metrics, self.places, self.flights, arrived)
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""

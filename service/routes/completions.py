@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from service.admission import InferenceRoute, check_room, get_flight
+from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
 from service.flight import Flight
@@ -49,7 +49,7 @@ async def completions(
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
     _check_neutral(body)
-    tasks = await _tasks(body, runtime)
+    tasks = await _tasks(body, runtime, flight)
     view = _View(body, runtime, tasks, f"cmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
         chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
@@ -68,7 +68,7 @@ def _check_neutral(body: CompletionRequest) -> None:
         raise invalid("stream_options", "allowed with stream: true only")
 
 
-async def _tasks(body: CompletionRequest, runtime: Runtime) -> list[Task]:
+async def _tasks(body: CompletionRequest, runtime: Runtime, flight: Flight) -> list[Task]:
     """One task per choice."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     n = body.n or 1
@@ -79,7 +79,7 @@ async def _tasks(body: CompletionRequest, runtime: Runtime) -> list[Task]:
         names = [f"prompt[{i}]" for i in range(len(prompts))]
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n", n, settings.max_n, "samples of one prompt")
-    check_room(runtime, len(prompts) * n)
+    flight.reserve(len(prompts) * n)
     values = {name: getattr(body, name) for name in SAMPLING}
     stop = stop_strings(body.stop, settings, tokenizer)
     tasks = []

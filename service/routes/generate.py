@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from service.admission import InferenceRoute, check_room, get_flight
+from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
 from service.flight import Flight
@@ -42,7 +42,7 @@ async def generate(
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
-    check_room(runtime, len(body.prompts))
+    flight.reserve(len(body.prompts))
     tasks = await _tasks(body, runtime)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:

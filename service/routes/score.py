@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
 from engine.messages import SamplingParams, TokenLogprobs
-from service.admission import InferenceRoute, check_room, get_flight
+from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.errors import invalid
 from service.flight import Flight
@@ -53,9 +53,9 @@ async def score(
     for the end-of-text token, where the model has one."""
     check_model(body.model, runtime.model_name, runtime.info)
     if body.texts is not None:
-        tasks = await _text_tasks(body.texts, runtime)
+        tasks = await _text_tasks(body.texts, runtime, flight)
     else:
-        tasks = await _item_tasks(body.items or [], runtime)
+        tasks = await _item_tasks(body.items or [], runtime, flight)
     scores = await unless_client_leaves(request.receive, _run(runtime, flight, tasks))
     results = (
         [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
@@ -72,20 +72,20 @@ async def score(
     )
 
 
-async def _text_tasks(texts: list[str | list[int]], runtime: Runtime) -> list[Task]:
+async def _text_tasks(texts: list[str | list[int]], runtime: Runtime, flight: Flight) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
-    check_room(runtime, len(texts))
+    flight.reserve(len(texts))
     return [
         Task(await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info))
         for i, text in enumerate(texts)
     ]
 
 
-async def _item_tasks(items: list[ScoreItem], runtime: Runtime) -> list[Task]:
+async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) -> list[Task]:
     """One task per continuation, items one after the other."""
     total = sum(len(item.continuations) for item in items)
     check_count("items", total, runtime.settings.max_prompts, "continuations")
-    check_room(runtime, total)
+    flight.reserve(total)
     tokenizer, info = runtime.tokenizer, runtime.info
     tasks = []
     for i, item in enumerate(items):

@@ -31,6 +31,7 @@ from engine.messages import (
     Run,
     SamplingParams,
     Scores,
+    Stats,
     StepEvents,
     ToEngine,
     TokenLogprobs,
@@ -261,6 +262,20 @@ async def test_several_tokens_of_several_requests_come_in_runs() -> None:
         update = await deliveries[1].next()
         assert update.tokens == [6, 9, 10, 11] and update.finished is not None
         assert update.logprobs == []
+
+
+async def test_what_is_in_flight_counts_other_processes_too() -> None:
+    async with scripted(READY) as (client, transport):
+        client.submit(ask(client))
+        client.submit(ask(client))
+        assert client.in_flight == 2
+        # Three run and four wait, two of them ours.
+        await transport.say(StepEvents(requests=[0], tokens=[7], stats=Stats(running=3, waiting=4)))
+        assert client.in_flight == 7
+        await transport.say(StepEvents(finished=[finished(0)], stats=Stats(running=3, waiting=3)))
+        assert client.in_flight == 6
+        client.submit(ask(client))
+        assert client.in_flight == 7
 
 
 async def test_what_came_before_a_failure_is_read_first() -> None:

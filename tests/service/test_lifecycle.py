@@ -122,12 +122,69 @@ async def test_a_full_queue_is_429_with_retry_after(byte_folder: Path, stream: b
         await service.post(GENERATE, {"prompts": ["b"], "max_tokens": 1})
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": "a", "n": 3, "max_tokens": 1}),
+        (SCORE, {"texts": ["ab"] * 3}),
+        (SCORE, {"items": [{"context": "a", "continuations": ["b", "c", "d"]}]}),
+    ],
+)
+async def test_a_batch_is_taken_whole_or_refused_whole(
+    byte_folder: Path, path: str, body: Any
+) -> None:
+    runner = fake_runner(byte_folder, slots=2, max_waiting=1, step_seconds=0.005)
+    async with running(runner) as service:
+        stats = lambda: service.runtime.client.stats  # noqa: E731
+        await service.post(path, body)
+        held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
+        await until(lambda: stats().slots_used == 1)
+        steps = runner.requests.copy()
+        message = await service.refused(path, body, None, 429)
+        assert "no room for 3" in message
+        assert runner.requests.keys() == steps.keys()  # nothing of it was begun
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_ever_fits_is_refused_for_good(byte_folder: Path, stream: bool) -> None:
+    async with running(fake_runner(byte_folder, slots=2, max_waiting=1)) as service:
+        for path, body in (
+            (GENERATE, {"prompts": ["a"] * 4, "stream": stream}),
+            (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "stream": stream}),
+        ):
+            assert "at most 3" in await service.refused(path, body, None, 400)
+
+
+async def test_places_are_spoken_for_while_prompts_are_tokenised(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_async = Tokenizer.encode_async
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        await asyncio.sleep(0.05)
+        return await encode_async(self, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+    async with running(fake_runner(byte_folder, slots=2, max_waiting=1)) as service:
+        body = {"prompts": ["a", "b"], "max_tokens": 1}
+        posts = [service.http.post(GENERATE, json=body) for _ in range(2)]
+        answers = sorted(await asyncio.gather(*posts), key=lambda answer: answer.status_code)
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert all("error" not in result for result in answers[0].json()["results"])
+        # A request that fails on its way gives its places back.
+        await service.post(GENERATE, {"prompts": ["a", [999], "b"]}, 400)
+        await service.post(GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 1})
+
+
 async def test_the_engines_own_refusal_is_429_too(
     byte_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pre-check sees the latest step only; the engine has the last word, before the 200."""
-    monkeypatch.setattr("service.admission.check_room", lambda *_: None)
-    monkeypatch.setattr("service.routes.generate.check_room", lambda *_: None)
+    """With several API processes the pre-check may be late; the engine has the last word, before
+    the 200."""
+    monkeypatch.setattr("service.places.Places.check", lambda *_: None)
     runner = fake_runner(byte_folder, slots=1, max_waiting=0, step_seconds=0.005)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))

@@ -164,8 +164,9 @@ async def test_answers_are_what_the_docs_say(service: Service) -> None:
     from service.schemas.generate import GenerateResponse
     from service.schemas.score import ScoreResponse
 
+    service.runner.spoiled = {1}  # one prompt fails
     for model, path, body in (
-        (GenerateResponse, "/v1/generate", {"prompts": ["a"] * 80, "logprobs": 1}),
+        (GenerateResponse, "/v1/generate", {"prompts": ["a"] * 3, "logprobs": 1}),
         (
             CompletionResponse,
             "/v1/completions",

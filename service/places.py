@@ -1,0 +1,55 @@
+"""Places: how many more requests the engine can hold.
+
+The engine holds as many as it has slots and room in its queue. What one HTTP request asks of it is
+taken whole or refused whole: its places are spoken for before its prompts are tokenised, so that
+nobody else takes them meanwhile. With several API processes the others are seen as of the latest
+message; the engine's own bound stays the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.client import EngineClient
+from engine.errors import QueueFull
+from service.errors import ApiError
+
+# States turn over in fractions of a second: trying again soon is right.
+RETRY_AFTER = 1.0
+
+
+class Places:
+    """`capacity` gives the most requests that the engine holds, running and waiting."""
+
+    def __init__(self, client: EngineClient, capacity: Callable[[], int]) -> None:
+        self._client = client
+        self._capacity = capacity
+        self._reserved = 0  # spoken for, not sent yet
+
+    def check(self, requests: int) -> None:
+        """Raises QueueFull where so many more find no room just now, and ApiError 400 for more
+        than ever could."""
+        capacity = self._capacity()
+        if requests > capacity:
+            raise ApiError(
+                400,
+                f"{requests} prompts at once (samples count too), but this server holds "
+                f"at most {capacity}; send fewer at a time",
+                code="too_many_prompts",
+            )
+        taken = self._client.in_flight + self._reserved
+        if taken + requests > capacity:
+            raise QueueFull(
+                f"the queue is full: {taken} of at most {capacity} requests are running or "
+                f"waiting, and there is no room for {requests} more",
+                retry_after=RETRY_AFTER,
+            )
+
+    def reserve(self, requests: int) -> None:
+        """Takes places out of what others may have. Raises as `check`."""
+        self.check(requests)
+        self._reserved += requests
+
+    def release(self, requests: int) -> None:
+        """Gives reserved places back: the requests have been sent, or never will be."""
+        self._reserved -= requests
