@@ -12,6 +12,7 @@ from engine.messages import SamplingParams
 from service.answer import Answer, Piece
 from service.flight import Flight
 from service.runtime import Runtime
+from service.stop import StopStrings
 from service.streaming import ends_all, event_chunks
 
 
@@ -21,7 +22,7 @@ class Task:
 
     prompt: array[int]
     params: SamplingParams
-    stop: list[str]
+    stop: StopStrings | None
     timeout: float
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
@@ -35,7 +36,7 @@ class Task:
             self.prompt,
             sampling=self.params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
-            stream=stream or bool(self.stop),
+            stream=stream or self.stop is not None,
             score=self.score_top is not None and several,
             score_top=self.score_top or 0,
             share_at=(len(self.prompt) - 1,) if self.shared and several else (),

@@ -14,7 +14,7 @@ from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
+from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
@@ -81,7 +81,7 @@ async def _tasks(body: CompletionRequest, runtime: Runtime, flight: Flight) -> l
     check_count("n", n, settings.max_n, "samples of one prompt")
     flight.reserve(len(prompts) * n)
     values = {name: getattr(body, name) for name in SAMPLING}
-    stop = stop_strings(body.stop, settings, tokenizer)
+    [stop] = await read_stops([body.stop], settings, tokenizer)
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed

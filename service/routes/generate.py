@@ -12,7 +12,7 @@ from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
+from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
@@ -66,15 +66,15 @@ async def generate(
 async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
+    stops = await read_stops(columns["stop"], settings, tokenizer)
     tasks = []
     for i, prompt in enumerate(body.prompts):
         params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
-        stop = stop_strings(columns["stop"][i], settings, tokenizer)
         timeout = columns["timeout"][i] or settings.request_timeout
         if timeout > settings.max_request_timeout:
             raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
-        tasks.append(Task(ids, params, stop, timeout))
+        tasks.append(Task(ids, params, stops[i], timeout))
     return tasks
 
 

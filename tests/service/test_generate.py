@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from service import stop as stop_module
 from tests.service.harness import Service
 
 PATH = "/v1/generate"
@@ -148,6 +149,33 @@ async def test_a_failed_prompt_spoils_no_other(service: Service) -> None:
     frames = await service.stream(PATH, request)
     assert [frame["index"] for frame in frames if "error" in frame] == [2]
     assert {frame["index"] for frame in frames} == set(range(10))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_tables_are_built_once_per_distinct_list(
+    service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    make = stop_module._failure_function
+    monkeypatch.setattr(
+        stop_module, "_failure_function", lambda word: built.append(word) or make(word)
+    )
+    request = {"prompts": ["a"] * 20, "max_tokens": 8, "temperature": 0, "stream": stream}
+    request["stop"] = [["ef", "xy"], "ghi"] * 10
+    response = await service.http.post(PATH, json=request)
+    assert response.status_code == 200
+    assert sorted(built) == ["ef", "ghi", "xy"]
+    if not stream:
+        texts = [result["text"] for result in response.json()["results"]]
+        assert texts == ["bcd", "bcdef"] * 10
+
+
+async def test_long_stop_strings_are_read_beside_the_event_loop(service: Service) -> None:
+    long = [chr(97 + i) * 1024 for i in range(16)]
+    request = {"prompts": ["a"] * 3, "max_tokens": 3, "temperature": 0}
+    request["stop"] = [[*long[:15], str(i)] for i in range(3)]
+    body = await service.post(PATH, request)
+    assert [result["text"] for result in body["results"]] == ["bcd"] * 3
 
 
 async def test_timeout_gives_the_partial_text(service: Service) -> None:
