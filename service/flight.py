@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from engine.client import Delivery, EngineClient, Update
 from engine.errors import Draining, EngineError
-from engine.messages import FinishReason, Request, pack_ids
+from engine.messages import FinishReason, Request
 from service.metrics import Metrics
 from service.places import Places
 
@@ -66,13 +65,13 @@ class Flight:
         self._reserved -= requests
         self._places.release(requests)
 
-    def submit(self, prompt: array[int], **fields: Any) -> None:
-        """Makes a request, for which a place is reserved; `fields` are those of messages.Request.
-        Raises EngineUnavailable, Draining."""
+    def submit(self, prompt: bytes, **fields: Any) -> None:
+        """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of
+        messages.Request. Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
-        request = Request(id=self._client.new_id(), prompt=pack_ids(prompt), **fields)
+        request = Request(id=self._client.new_id(), prompt=prompt, **fields)
         self._deliveries.append(self._client.submit(request))
         self._release(1)
         self._open.add(request.id)

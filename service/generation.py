@@ -21,6 +21,7 @@ class Task:
     """One prompt, and what to do with it."""
 
     prompt: array[int]
+    packed: bytes  # the prompt as messages.pack_ids gives it; samples of one prompt share both
     params: SamplingParams
     stop: StopStrings | None
     timeout: float
@@ -33,7 +34,7 @@ class Task:
     def submit(self, flight: Flight, *, stream: bool) -> None:
         several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share
         flight.submit(
-            self.prompt,
+            self.packed,
             sampling=self.params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,

@@ -41,6 +41,7 @@ class Settings(BaseSettings):
     max_body_bytes: PositiveInt = 16 * 2**20
     max_prompts: PositiveInt = 1024  # prompts, texts or continuations
     max_n: PositiveInt = 128  # samples of one prompt
+    max_prompt_tokens: PositiveInt = 2**24  # of all prompts, once per sample and continuation
     max_tokens: PositiveInt = 1_000_000  # generated for one prompt
     max_logprobs: int = Field(default=20, ge=0)
     max_stop: PositiveInt = 16  # stop strings of one prompt

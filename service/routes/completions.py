@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
+from engine.messages import pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
@@ -24,6 +25,7 @@ from service.schemas.completions import (
     CompletionResponse,
     StreamOptions,
 )
+from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.wire import JSONResponse, event
 
@@ -82,15 +84,19 @@ async def _tasks(body: CompletionRequest, runtime: Runtime, flight: Flight) -> l
     flight.reserve(len(prompts) * n)
     values = {name: getattr(body, name) for name in SAMPLING}
     [stop] = await read_stops([body.stop], settings, tokenizer)
+    size = RequestSize("prompt", settings)
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed
         ids = await read_prompt(prompt, name, tokenizer, info)
+        size.add_prompt(len(ids), n)
+        packed = pack_ids(ids)
         for choice in range(n):
             params = sampling_params({**values, "seed": seed, "choice": choice}, settings, info)
             tasks.append(
                 Task(
                     ids,
+                    packed,
                     params,
                     stop,
                     settings.request_timeout,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
+from engine.messages import pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
@@ -17,6 +18,7 @@ from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
+from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.wire import JSONResponse, event
 
@@ -67,6 +69,7 @@ async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
     stops = await read_stops(columns["stop"], settings, tokenizer)
+    size = RequestSize("prompts", settings)
     tasks = []
     for i, prompt in enumerate(body.prompts):
         params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
@@ -74,7 +77,8 @@ async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
         if timeout > settings.max_request_timeout:
             raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
-        tasks.append(Task(ids, params, stops[i], timeout))
+        size.add_prompt(len(ids))
+        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout))
     return tasks
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from engine.messages import SamplingParams, TokenLogprobs
+from engine.messages import SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.errors import invalid
@@ -20,6 +20,7 @@ from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
+from service.size import RequestSize
 from service.streaming import ends_all, error_body, unless_client_leaves
 from service.wire import JSONResponse
 
@@ -75,10 +76,13 @@ async def score(
 async def _text_tasks(texts: list[str | list[int]], runtime: Runtime, flight: Flight) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
     flight.reserve(len(texts))
-    return [
-        Task(await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info))
-        for i, text in enumerate(texts)
-    ]
+    size = RequestSize("texts", runtime.settings)
+    tasks = []
+    for i, text in enumerate(texts):
+        tokens = await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info)
+        size.add_prompt(len(tokens))
+        tasks.append(Task(tokens))
+    return tasks
 
 
 async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) -> list[Task]:
@@ -87,6 +91,7 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
     check_count("items", total, runtime.settings.max_prompts, "continuations")
     flight.reserve(total)
     tokenizer, info = runtime.tokenizer, runtime.info
+    size = RequestSize("items", runtime.settings)
     tasks = []
     for i, item in enumerate(items):
         if item.context:
@@ -100,6 +105,7 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
         for j, continuation in enumerate(item.continuations):
             name = f"items[{i}].continuations[{j}]"
             tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
+            size.add_prompt(len(context) + len(tokens))
             shared = len(item.continuations) > 1
             tasks.append(Task(context + tokens, len(context), shared))
     return tasks
@@ -114,7 +120,7 @@ async def _run(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Scor
     for i in submitted:
         task = tasks[i]
         flight.submit(
-            task.tokens,
+            pack_ids(task.tokens),
             sampling=SamplingParams(max_tokens=0),
             stream=False,
             score=True,

@@ -225,6 +225,25 @@ def test_parameter_paths() -> None:
 # Size
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (GENERATE, {"prompts": ["a" * 60, [97] * 41]}, "prompts"),
+        (COMPLETIONS, {"prompt": ["a" * 10, "b"], "n": 10}, "prompt"),
+        ("/v1/score", {"texts": ["a" * 50, "b" * 51]}, "texts"),
+        ("/v1/score", {"items": [{"context": "a" * 49, "continuations": ["b", "cd"]}]}, "items"),
+    ],
+)
+async def test_the_prompts_of_a_request_are_bounded_together(
+    byte_folder: Path, path: str, body: Any, param: str
+) -> None:
+    """Copies count: each sample and each continuation has the whole prompt."""
+    async with running(fake_runner(byte_folder), max_prompt_tokens=100) as service:
+        assert "more than 100 prompt tokens" in await service.refused(path, body, param)
+    async with running(fake_runner(byte_folder), max_prompt_tokens=110) as service:
+        await service.post(path, body)
+
+
 async def _chunks(count: int, size: int, sent: list[int]) -> AsyncIterator[bytes]:
     for _ in range(count):
         sent.append(size)
