@@ -25,7 +25,7 @@ from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
 from engine.rounds import Rounds
-from engine.sequence import ID_BYTES, Sequence
+from engine.sequence import ID_BYTES, Prefix, Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -289,7 +289,7 @@ class Scheduler:
         free = self._slots.free or self._rounds.leaving
         return bool(free) and self._waiting.first() is not None
 
-    def _awaited(self, sequence: Sequence, prefixes: dict[int, bytes]) -> bytes | None:
+    def _awaited(self, sequence: Sequence, prefixes: dict[int, Prefix]) -> Prefix | None:
         """The longest prefix that it could start from, were it not still being read."""
         for mark, prefix in reversed(prefixes.items()):
             if mark <= sequence.cacheable_tokens and self._prefixes.is_pending(prefix):

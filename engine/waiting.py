@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from engine.sequence import Sequence
+from engine.sequence import Prefix, Sequence
 
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
@@ -20,8 +20,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._ready: OrderedDict[int, Sequence] = OrderedDict()  # by key, which is arrival order
-        self._held: dict[bytes, dict[int, Sequence]] = {}  # by the pending prefix
-        self._held_on: dict[int, bytes] = {}
+        self._held: dict[Prefix, dict[int, Sequence]] = {}  # by the pending prefix
+        self._held_on: dict[int, Prefix] = {}
         self.tokens = 0  # prompt tokens of all of them
         self._pace: float | None = None  # mean seconds from one departure to the next
         self._paced_at = 0.0  # the latest departure, or when the queue was last empty
@@ -41,13 +41,13 @@ class WaitingQueue:
         """The first sequence that is not held."""
         return next(iter(self._ready.values()), None)
 
-    def hold(self, sequence: Sequence, prefix: bytes) -> None:
+    def hold(self, sequence: Sequence, prefix: Prefix) -> None:
         """Passes a sequence over until `prefix` is resumed."""
         del self._ready[sequence.key]
         self._held.setdefault(prefix, {})[sequence.key] = sequence
         self._held_on[sequence.key] = prefix
 
-    def resume(self, prefix: bytes) -> None:
+    def resume(self, prefix: Prefix) -> None:
         """Those held on `prefix` are back where their arrival puts them."""
         held = self._held.pop(prefix, None)
         if held is None:
