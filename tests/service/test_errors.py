@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from engine import errors
 from service.errors import from_engine, parameter_path
+from service.schemas.completions import CompletionRequest
+from service.schemas.generate import GenerateRequest
+from service.schemas.score import ScoreRequest
 from tests.service.harness import Service, error_message, fake_runner, running
 
 GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
@@ -90,6 +94,36 @@ async def test_generate(service: Service, body: Any, param: str | None, words: s
 )
 async def test_completions(service: Service, body: Any, param: str, words: str) -> None:
     assert words in await service.refused(COMPLETIONS, body, param)
+
+
+N = 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (GenerateRequest, {"prompts": [["a"] * N]}),
+        (GenerateRequest, {"prompts": [1] * N}),
+        (GenerateRequest, {"prompts": ["a"], "max_tokens": ["a"] * N}),
+        (GenerateRequest, {"prompts": ["a"], "stop": [""] * N}),
+        (GenerateRequest, {"prompts": ["a"], "stop": [[""] * N] * 2}),
+        (GenerateRequest, {"prompts": ["a"], "stop_token_ids": ["x"] * N}),
+        (GenerateRequest, {"prompts": ["a"], "logit_bias": {str(i): "x" for i in range(N)}}),
+        (GenerateRequest, {"prompts": ["a"], "logit_bias": {f"x{i}": 1 for i in range(N)}}),
+        (GenerateRequest, {"prompts": ["a"], "logit_bias": [{"x": 1}] * N}),
+        (CompletionRequest, {"prompt": [1, *["a"] * N]}),
+        (CompletionRequest, {"prompt": ["a", *[1] * N]}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * N}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): 101 for i in range(N)}}),
+        (ScoreRequest, {"texts": [1] * N}),
+        (ScoreRequest, {"items": [1] * N}),
+        (ScoreRequest, {"items": [{"context": "a", "continuations": [1] * N}]}),
+    ],
+)
+def test_a_million_wrong_entries_are_one_error(model: type[BaseModel], body: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize(
