@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from engine.client import Update
 from engine.errors import EngineError
@@ -85,14 +86,14 @@ async def stream(
     runtime: Runtime,
     flight: Flight,
     tasks: list[Task],
-    render: Callable[[int, Answer, list[Piece]], bytes],
+    render: Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]],
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[list[Answer]], bytes],
 ) -> AsyncIterator[bytes]:
     """Chunks of events. Errors as `streaming.event_chunks`."""
     answers = [task.answer(runtime) for task in tasks]
 
-    def render_update(which: int, update: Update) -> bytes:
+    def render_update(which: int, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
         pieces = _take(flight, which, answers[which], update)
         return render(which, answers[which], pieces)
 

@@ -44,6 +44,7 @@ class Settings(BaseSettings):
     max_prompt_tokens: PositiveInt = 2**24  # of all prompts, once per sample and continuation
     max_tokens: PositiveInt = 1_000_000  # generated for one prompt
     max_logprobs: int = Field(default=20, ge=0)
+    max_reports: PositiveInt = 2**20  # log-probabilities that one answer may hold
     max_stop: PositiveInt = 16  # stop strings of one prompt
     max_stop_length: PositiveInt = 1024  # characters
     max_stop_token_ids: PositiveInt = 128

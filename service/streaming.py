@@ -141,14 +141,15 @@ def ends_all(error: EngineError) -> bool:
 async def event_chunks(
     flight: Flight,
     count: int,
-    render: Callable[[int, Update], bytes],
+    render: Callable[[int, Update], bytes | Coroutine[Any, Any, bytes]],
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[], bytes],
 ) -> AsyncIterator[bytes]:
     """The events of a flight of `count` requests, those that came together in one chunk.
 
     A request that fails gets an event of its own (`render_error`) where others are served; where
-    none is left to serve, its error ends the stream. `last` is rendered before [DONE].
+    none is left to serve, its error ends the stream. `last` is rendered before [DONE]. `render`
+    gives a coroutine for what is better rendered beside the event loop.
     """
     failed = 0
     served = False
@@ -157,7 +158,8 @@ async def event_chunks(
         chunk = b""
         for which, came in batch:
             if not isinstance(came, EngineError):
-                chunk += render(which, came)
+                rendered = render(which, came)
+                chunk += rendered if isinstance(rendered, bytes) else await rendered
                 continue
             failed += 1
             if failed == count or ends_all(came):

@@ -20,7 +20,7 @@ from service.schemas.common import ErrorBody
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.wire import JSONResponse, event
+from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
@@ -50,6 +50,13 @@ async def generate(
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    return await render(tokens, lambda: _answer(runtime, tasks, outcomes, answer_id))
+
+
+def _answer(
+    runtime: Runtime, tasks: list[Task], outcomes: list[Outcome], answer_id: str
+) -> JSONResponse:
     total = usage(
         sum(outcome.answer.prompt_tokens for outcome in outcomes),
         sum(outcome.answer.completion_tokens for outcome in outcomes),
@@ -78,6 +85,8 @@ async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
             raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
         size.add_prompt(len(ids))
+        if params.logprobs is not None and not body.stream:
+            size.add_reports(params.max_tokens, params.logprobs)
         tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout))
     return tasks
 
@@ -115,7 +124,7 @@ def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, An
 
 
 def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str) -> EventStream:
-    def render(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+    def frames(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         return b"".join([frame(index, answer, piece) for piece in pieces])
 
     def frame(index: int, answer: Answer, piece: Piece) -> bytes:
@@ -134,5 +143,5 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
     def render_error(index: int, error: EngineError) -> bytes:
         return event({"id": answer_id, "index": index, **error_body(error)})
 
-    chunks = stream(runtime, flight, tasks, render, render_error, last=lambda _: b"")
+    chunks = stream(runtime, flight, tasks, frames, render_error, last=lambda _: b"")
     return EventStream(chunks, runtime.settings.stall_timeout)

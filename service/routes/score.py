@@ -22,7 +22,7 @@ from service.schemas.common import ErrorBody
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
 from service.size import RequestSize
 from service.streaming import ends_all, error_body, unless_client_leaves
-from service.wire import JSONResponse
+from service.wire import JSONResponse, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
@@ -58,19 +58,24 @@ async def score(
     else:
         tasks = await _item_tasks(body.items or [], runtime, flight)
     scores = await unless_client_leaves(request.receive, _run(runtime, flight, tasks))
-    results = (
-        [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
-        if body.texts is not None
-        else _item_results(body.items or [], scores)
-    )
-    return JSONResponse(
-        {
-            "id": f"score-{request.scope[REQUEST_ID]}",
-            "model": runtime.model_name,
-            "results": results,
-            "usage": usage(sum(len(task.tokens) for task in tasks), 0),
-        }
-    )
+    tokens = sum(len(task.tokens) for task in tasks)
+
+    def answer() -> JSONResponse:
+        results = (
+            [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
+            if body.texts is not None
+            else _item_results(body.items or [], scores)
+        )
+        return JSONResponse(
+            {
+                "id": f"score-{request.scope[REQUEST_ID]}",
+                "model": runtime.model_name,
+                "results": results,
+                "usage": usage(tokens, 0),
+            }
+        )
+
+    return await render(tokens, answer)
 
 
 async def _text_tasks(texts: list[str | list[int]], runtime: Runtime, flight: Flight) -> list[Task]:
@@ -81,6 +86,7 @@ async def _text_tasks(texts: list[str | list[int]], runtime: Runtime, flight: Fl
     for i, text in enumerate(texts):
         tokens = await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info)
         size.add_prompt(len(tokens))
+        size.add_reports(len(tokens))
         tasks.append(Task(tokens))
     return tasks
 
@@ -106,6 +112,7 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
             name = f"items[{i}].continuations[{j}]"
             tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
             size.add_prompt(len(context) + len(tokens))
+            size.add_reports(len(tokens))
             shared = len(item.continuations) > 1
             tasks.append(Task(context + tokens, len(context), shared))
     return tasks

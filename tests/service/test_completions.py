@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from service.answer import LogprobArrays
 from tests.service.harness import Service
 
 PATH = "/v1/completions"
@@ -97,6 +99,35 @@ async def test_echo_without_generation_scores(service: Service) -> None:
     assert [frame["choices"][0]["text"] for frame in frames] == ["abd", ""]
     assert frames[0]["choices"][0]["logprobs"] == first["logprobs"]
     assert frames[1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_large_answers_are_rendered_beside_the_event_loop(
+    service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    add_prompt = LogprobArrays.add_prompt
+
+    def noted(self: LogprobArrays, *given: Any) -> None:
+        threads.add(threading.current_thread())
+        add_prompt(self, *given)
+
+    monkeypatch.setattr(LogprobArrays, "add_prompt", noted)
+    request = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    long, short = {**request, "prompt": "ab" * 2000}, {**request, "prompt": "ab" * 20}
+    for body, beside in ((short, False), (long, True)):
+        threads.clear()
+        if stream:
+            frames = await service.stream(PATH, body)
+            text = "".join(frame["choices"][0]["text"] for frame in frames)
+            logprobs = frames[0]["choices"][0]["logprobs"]["token_logprobs"]
+        else:
+            (choice,) = (await service.post(PATH, body))["choices"]
+            text, logprobs = choice["text"], choice["logprobs"]["token_logprobs"][:-1]
+        assert text == body["prompt"] + "c"
+        assert logprobs[:2] == [None, HALF] and len(logprobs) == len(body["prompt"])
+        assert threads
+        assert (threading.main_thread() not in threads) == beside
 
 
 async def test_echo_counts_characters_not_bytes(service: Service) -> None:

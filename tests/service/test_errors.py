@@ -278,6 +278,29 @@ async def test_the_prompts_of_a_request_are_bounded_together(
         await service.post(path, body)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (GENERATE, {"prompts": ["a"] * 2, "max_tokens": 26, "logprobs": 1}, "prompts"),
+        (GENERATE, {"prompts": ["a"] * 2, "max_tokens": [50, 51], "logprobs": 0}, "prompts"),
+        (COMPLETIONS, {"prompt": "a", "n": 2, "max_tokens": 26, "logprobs": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": "a" * 34, "max_tokens": 0, "echo": True, "logprobs": 2}, "prompt"),
+        ("/v1/score", {"texts": ["a" * 50, "b" * 51]}, "texts"),
+        ("/v1/score", {"items": [{"context": "a", "continuations": ["b" * 101]}]}, "items"),
+    ],
+)
+async def test_the_log_probabilities_of_an_answer_are_bounded(
+    byte_folder: Path, path: str, body: Any, param: str
+) -> None:
+    async with running(fake_runner(byte_folder), max_reports=100) as service:
+        assert "at most 100 are allowed" in await service.refused(path, body, param)
+        if path != "/v1/score" and not body.get("echo"):  # a stream is not kept
+            await service.stream(path, body)
+        await service.post(GENERATE, {"prompts": ["a"] * 8, "max_tokens": 100})  # asks for none
+    async with running(fake_runner(byte_folder), max_reports=104) as service:
+        await service.post(path, body)
+
+
 async def _chunks(count: int, size: int, sent: list[int]) -> AsyncIterator[bytes]:
     for _ in range(count):
         sent.append(size)
