@@ -60,7 +60,7 @@ async def completions(
     view = await render(echoed, lambda: _View(body, runtime, tasks, answer_id))
     if body.stream:
         chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
-        return EventStream(chunks, runtime.settings.stall_timeout)
+        return EventStream(chunks)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
     tokens = echoed + sum(len(outcome.pieces) for outcome in outcomes)
     return await render(tokens, lambda: JSONResponse(view.response(outcomes)))

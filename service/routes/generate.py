@@ -144,4 +144,4 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
         return event({"id": answer_id, "index": index, **error_body(error)})
 
     chunks = stream(runtime, flight, tasks, frames, render_error, last=lambda _: b"")
-    return EventStream(chunks, runtime.settings.stall_timeout)
+    return EventStream(chunks)

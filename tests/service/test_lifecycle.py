@@ -397,19 +397,6 @@ async def test_a_client_that_leaves_aborts_its_requests(
         assert series in text
 
 
-async def test_a_reader_that_stalls_is_cut(byte_folder: Path) -> None:
-    runner = fake_runner(byte_folder, step_seconds=0.005)  # or its events are all the loop gets to
-    async with running(runner, stall_timeout=0.1) as service:
-        connection = Connection(GENERATE, {"prompts": ["a"], **LONG, "stream": True})
-        task = asyncio.create_task(
-            service.app(connection.scope, connection.receive, connection.send)
-        )
-        await until(lambda: len(connection.sent) > 2)
-        connection.reading.clear()
-        await asyncio.wait_for(task, 10)
-        await until(lambda: service.runtime.client.stats.running == 0)
-
-
 async def test_a_slow_reader_gets_merged_writes_with_one_event_per_token(
     service: Service,
 ) -> None:

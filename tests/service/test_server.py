@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,21 @@ from engine.transport import ProcessTransport
 from service.server import serve
 from service.settings import Settings
 EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
-sys.exit(serve(Settings(port=PORT, max_slots=4)))
+sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL)))
 """
 
 
 class Process:
     """A server under test; `lines` is what it says."""
 
-    def __init__(self, port: int = 0, engine: str = "tests.engine.fake:fake_engine") -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        engine: str = "tests.engine.fake:fake_engine",
+        stall_timeout: float = 60,
+    ) -> None:
         program = PROGRAM.replace("ENGINE", engine).replace("PORT", str(port))
+        program = program.replace("STALL", str(stall_timeout))
         self.popen = subprocess.Popen(
             [sys.executable, "-c", program],
             stderr=subprocess.PIPE,
@@ -175,3 +181,44 @@ def test_an_idle_server_stops_at_once() -> None:
         process.said("ready: fake")
         process.popen.send_signal(signal.SIGINT)
         assert process.exit_code() == 0
+
+
+def _sockets(pid: int) -> int:
+    folder = Path(f"/proc/{pid}/fd")
+    if not folder.exists():
+        pytest.skip("needs /proc")
+    links = []
+    for link in folder.iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(link.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_reads_nothing_loses_its_connection(stream: bool) -> None:
+    """Though its buffers are full: what waits to be written must not keep the socket open."""
+    body = b'{"prompts": [[97]], "max_tokens": 1000000, "ignore_eos": true, "stream": true}'
+    head = b"POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    if not stream:  # many plain answers, asked for at once
+        request = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
+    with serving(stall_timeout=1) as process:
+        process.said("ready: fake")
+        address = process.url.removeprefix("http://").split(":")
+        before = _sockets(process.popen.pid)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address[0], int(address[1])))
+            client.sendall(request)
+            deadline = time.monotonic() + 60
+            connected = False
+            while not (connected and _sockets(process.popen.pid) == before):
+                connected = connected or _sockets(process.popen.pid) > before
+                assert time.monotonic() < deadline, "the connection was never closed"
+                time.sleep(0.02)
+            assert httpx.get(f"{process.url}/ready").status_code == 200
+            with pytest.raises(ConnectionResetError):
+                while client.recv(2**20):
+                    pass
+        running = "\nminserve_requests_running 0.0\n"
+        assert running in httpx.get(f"{process.url}/metrics").text
