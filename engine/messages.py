@@ -174,7 +174,8 @@ class Stats(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0  # prompt tokens read in the round
     decode_tokens: int = 0  # tokens generated in the round
     prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0  # of one decode step; a round may take several
+    decode_steps: int = 0  # a round may take several, or none
+    decode_seconds: float = 0.0  # of one of them
     prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the round
     prefix_hits_tokens: int = 0  # those of them that a shared state already covered
 

@@ -203,6 +203,7 @@ class Scheduler:
             prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
             decode_tokens=tokens,
             prefill_seconds=result.prefill_seconds,
+            decode_steps=plan.steps if plan.decode else 0,
             decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
                 len(admission.request.prompt) // ID_BYTES for admission in plan.admit

@@ -60,13 +60,14 @@ class Metrics:
         self._answer_lengths = self._histogram(
             "request_generation_tokens", "Generated tokens of a request.", TOKENS
         )
-        self._step = Histogram(
+        steps = Histogram(
             "minserve_engine_step_seconds",
-            "Time of an engine step.",
+            "Time of an engine step: what it spent on prompts, and on decoding.",
             ["phase"],
             buckets=SECONDS,
             registry=self.registry,
         )
+        self._prefill_step, self._decode_step = map(steps.labels, ("prefill", "decode"))
         self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -126,10 +127,11 @@ class Metrics:
         if stats.batch_size:
             self._batch.observe(stats.batch_size)
         if stats.prefill_tokens:
-            self._step.labels(phase="prefill").observe(stats.prefill_seconds)
+            self._prefill_step.observe(stats.prefill_seconds)
             self._prompt_tokens.inc(stats.prefill_tokens)
-        if stats.decode_tokens:
-            self._step.labels(phase="decode").observe(stats.decode_seconds)
+        for _ in range(stats.decode_steps):
+            self._decode_step.observe(stats.decode_seconds)
+        if stats.decode_tokens:  # a prompt's step draws the answer's first one
             self._answer_tokens.inc(stats.decode_tokens)
         if stats.prefix_queries_tokens:
             self._prefix_queries.inc(stats.prefix_queries_tokens)

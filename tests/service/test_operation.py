@@ -88,6 +88,8 @@ async def test_metrics(service: Service) -> None:
     assert value(families, "minserve_request_queue_time_seconds_count") == 4
     assert value(families, "minserve_step_batch_size_count") >= 4 + 4 + 2 + 1
     assert value(families, "minserve_engine_step_seconds_count", phase="prefill") == 4
+    # A prompt's step draws the first token; "wx" ends with a third one that is no text.
+    assert value(families, "minserve_engine_step_seconds_count", phase="decode") == 3 + 3 + 2
     assert value(families, "minserve_state_slots_total") == 8
     assert value(families, "minserve_requests_running") == 0
     assert value(families, "minserve_state_bytes", tier="device") >= 0
@@ -122,6 +124,20 @@ async def test_the_time_to_the_first_token_begins_with_the_request(
     families = await scrape(service)
     assert value(families, "minserve_time_to_first_token_seconds_count") == 1
     assert value(families, "minserve_time_to_first_token_seconds_sum") >= 0.2
+
+
+async def test_every_decode_step_of_a_round_counts(byte_folder: Path) -> None:
+    runner = fake_runner(byte_folder, most_steps=8, overlaps=True)
+    runner.decode_seconds = 1e-3
+    async with running(runner) as service:
+        request = {"prompts": ["a"], "max_tokens": 41, "ignore_eos": True, "temperature": 0}
+        await service.post("/v1/generate", request)
+        assert runner.steps < 40
+        families = await scrape(service)
+        count = value(families, "minserve_engine_step_seconds_count", phase="decode")
+        seconds = value(families, "minserve_engine_step_seconds_sum", phase="decode")
+        assert 40 <= count < 40 + 16  # the last rounds may go on after the last token
+        assert seconds == pytest.approx(count * 1e-3)
 
 
 async def test_applications_share_no_metrics(byte_folder: Path) -> None:
