@@ -120,11 +120,11 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time in the engine went, in seconds."""
+    """Where a request's time in the engine went, in seconds; None for what it did not come to."""
 
-    queue: float = 0.0  # from arrival until its first step
-    prefill: float = 0.0  # from its first step until its first token
-    decode: float = 0.0  # from its first token until its last
+    queue: float = 0.0  # from arrival until its first step, or until it ended without one
+    prefill: float | None = None  # from its first step until its prompt was read
+    decode: float | None = None  # from its first token until its last
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

@@ -210,15 +210,19 @@ class Sequence:
     def finished(self, reason: FinishReason, now: float) -> Finished:
         """The terminal event."""
         started = now if self.started_at is None else self.started_at
-        first = now if self.first_token_at is None else self.first_token_at
-        decode = 0.0 if self.first_token_at is None else self.last_token_at - first
+        prefill = decode = None
+        if self.first_token_at is not None:
+            prefill = self.first_token_at - started
+            decode = self.last_token_at - self.first_token_at
+        elif self.position == self.prompt_tokens:  # nothing to generate, or it ended at once
+            prefill = now - started
         return Finished(
             request=self.request.id,
             reason=reason,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.drawn,
-            timing=Timing(queue=started - self.arrived_at, prefill=first - started, decode=decode),
+            timing=Timing(started - self.arrived_at, prefill, decode),
             tokens=self.tokens,
             logprobs=self.logprobs,
         )

@@ -46,10 +46,11 @@ class Metrics:
             "From an HTTP request's arrival until its last byte: score.",
         )
         self._queue = self._histogram(
-            "request_queue_time_seconds", "From arrival in the engine until the first step."
+            "request_queue_time_seconds",
+            "From arrival in the engine until the first step, or until the end without one.",
         )
         self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From the first step until the first token."
+            "request_prefill_time_seconds", "From the first step until the prompt was read."
         )
         self._decode = self._histogram(
             "request_decode_time_seconds", "From the first token until the last."
@@ -58,7 +59,7 @@ class Metrics:
             "request_prompt_tokens", "Prompt tokens of a request.", TOKENS
         )
         self._answer_lengths = self._histogram(
-            "request_generation_tokens", "Generated tokens of a request.", TOKENS
+            "request_generation_tokens", "Generated tokens of a request (not of scores).", TOKENS
         )
         steps = Histogram(
             "minserve_engine_step_seconds",
@@ -143,15 +144,20 @@ class Metrics:
         timing = finished.timing
         self._success.labels(finish_reason=finished.reason).inc()
         self._prompt_lengths.observe(finished.prompt_tokens)
-        self._answer_lengths.observe(finished.completion_tokens)
+        if finished.completion_tokens or finished.reason != "length":  # not a score
+            self._answer_lengths.observe(finished.completion_tokens)
         self._queue.observe(timing.queue)
-        self._prefill.observe(timing.prefill)
-        self._decode.observe(timing.decode)
+        if timing.prefill is not None:
+            self._prefill.observe(timing.prefill)
+        if timing.decode is not None:
+            self._decode.observe(timing.decode)
 
     def gathered(self, finished: Finished, before: float) -> None:
         """A request whose tokens the engine gathered, `before` seconds after whose arrival the
         engine had it: nothing else tells of its first token."""
         timing = finished.timing
+        if timing.prefill is None or timing.decode is None:
+            return
         self._first_token.observe(before + timing.queue + timing.prefill)
         if finished.completion_tokens > 1:
             self._between_tokens.observe(timing.decode / (finished.completion_tokens - 1))

@@ -86,6 +86,9 @@ async def test_metrics(service: Service) -> None:
     assert value(families, "minserve_score_latency_seconds_count") == 1
     assert value(families, "minserve_request_prompt_tokens_sum") == 3 + 3 + 2 + 4
     assert value(families, "minserve_request_queue_time_seconds_count") == 4
+    assert value(families, "minserve_request_prefill_time_seconds_count") == 4
+    assert value(families, "minserve_request_decode_time_seconds_count") == 3
+    assert value(families, "minserve_request_generation_tokens_count") == 3
     assert value(families, "minserve_step_batch_size_count") >= 4 + 4 + 2 + 1
     assert value(families, "minserve_engine_step_seconds_count", phase="prefill") == 4
     # A prompt's step draws the first token; "wx" ends with a third one that is no text.
@@ -124,6 +127,27 @@ async def test_the_time_to_the_first_token_begins_with_the_request(
     families = await scrape(service)
     assert value(families, "minserve_time_to_first_token_seconds_count") == 1
     assert value(families, "minserve_time_to_first_token_seconds_sum") >= 0.2
+
+
+async def test_what_a_request_did_not_come_to_is_no_observation(byte_folder: Path) -> None:
+    """Neither a prompt that a timeout cut short, nor one whose answer is empty, has a zero."""
+    async with running(fake_runner(byte_folder, max_step_tokens=16)) as service:
+        service.runner.step_seconds = 0.02
+        long = {"prompts": ["a" * 10_000], "timeout": 0.1}
+        for stream in (False, True):
+            response = await service.http.post("/v1/generate", json={**long, "stream": stream})
+            assert '"finish_reason":"timeout"' in response.text
+        await service.post("/v1/generate", {"prompts": ["z"], "temperature": 0})  # ends at once
+        families = await scrape(service)
+        for name, count in (
+            ("time_to_first_token_seconds", 0),
+            ("inter_token_latency_seconds", 0),
+            ("request_queue_time_seconds", 3),
+            ("request_prefill_time_seconds", 1),
+            ("request_decode_time_seconds", 0),
+            ("request_generation_tokens", 3),
+        ):
+            assert value(families, f"minserve_{name}_count") == count, name
 
 
 async def test_every_decode_step_of_a_round_counts(byte_folder: Path) -> None:
