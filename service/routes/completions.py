@@ -136,7 +136,7 @@ class _View:
         # Texts of the prompts, where they are part of the answers.
         self._echoes: list[str] = []
         if body.echo and self._tokenizer:
-            texts = [self._tokenizer.decode(task.prompt) for task in tasks[:: self._n]]
+            texts = [self._tokenizer.decode_open(task.prompt) for task in tasks[:: self._n]]
             self._echoes = [text for text in texts for _ in range(self._n)]
         self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
         self._begun: set[int] = set()  # choices that have had their first event

@@ -130,6 +130,33 @@ async def test_large_answers_are_rendered_beside_the_event_loop(
         assert (threading.main_thread() not in threads) == beside
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("forced", "text", "tokens"),
+    [
+        # The answer's first byte ends the character that the prompt began, or it does not.
+        (0xA9, "aé", ["a", "bytes:\\xc3", "bytes:\\xa9"]),
+        (ord("x"), "a\ufffdx", ["a", "bytes:\\xc3", "x"]),
+        (None, "a\ufffd", ["a", "bytes:\\xc3"]),
+    ],
+)
+async def test_echo_of_a_prompt_that_ends_inside_a_character(
+    service: Service, stream: bool, forced: int | None, text: str, tokens: list[str]
+) -> None:
+    request: dict[str, Any] = {"prompt": [97, 0xC3], "echo": True, "logprobs": 0, "max_tokens": 0}
+    if forced is not None:
+        request |= {"max_tokens": 1, "logit_bias": {str(forced): 100}, "temperature": 0}
+    if stream:
+        choices = [frame["choices"][0] for frame in await service.stream(PATH, request)]
+    else:
+        choices = (await service.post(PATH, request))["choices"]
+    assert "".join(choice["text"] for choice in choices) == text
+    arrays = [choice["logprobs"] for choice in choices]
+    assert [token for array in arrays for token in array["tokens"]] == tokens
+    offsets = [offset for array in arrays for offset in array["text_offset"]]
+    assert offsets == [0, 1, 1][: len(tokens)]
+
+
 async def test_echo_counts_characters_not_bytes(service: Service) -> None:
     body = await service.post(PATH, {"prompt": "é", "max_tokens": 0, "echo": True, "logprobs": 0})
     (choice,) = body["choices"]
