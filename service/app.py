@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from engine.client import EngineClient
 from engine.errors import EngineError
 from service import errors
-from service.middleware import BodyLimit, HttpMetrics, RequestIds
+from service.body_limit import BodyLimit
+from service.middleware import HttpMetrics, RequestIds
 from service.routes import completions, generate, health, metrics, models, score
 from service.runtime import Runtime
 from service.settings import Settings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -301,29 +301,75 @@ async def test_the_log_probabilities_of_an_answer_are_bounded(
         await service.post(path, body)
 
 
-async def _chunks(count: int, size: int, sent: list[int]) -> AsyncIterator[bytes]:
-    for _ in range(count):
-        sent.append(size)
-        yield b"x" * size
+class Upload:
+    """A request whose body comes in chunks of a megabyte; what is sent, and how much of the body
+    had been read then."""
+
+    def __init__(self, chunks: int, **headers: str) -> None:
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": GENERATE,
+            "raw_path": GENERATE.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")]
+            + [
+                (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
+            ],
+        }
+        self.left = chunks
+        self.read = 0  # chunks
+        self.sent: list[tuple[Any, int]] = []
+
+    async def receive(self) -> Any:
+        if not self.left:
+            return {"type": "http.disconnect"}
+        self.left -= 1
+        self.read += 1
+        return {"type": "http.request", "body": b"x" * 2**20, "more_body": self.left > 0}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append((message, self.read))
+
+    async def refused(self, service: Service) -> list[int]:
+        """Runs the request; how much had been read when the answer began, was told, and ended."""
+        await service.app(self.scope, self.receive, self.send)
+        (start, _), (told, _), (end, _) = self.sent
+        assert start["status"] == 413
+        assert (b"connection", b"close") in [(name.lower(), at) for name, at in start["headers"]]
+        assert "16777216" in error_message(json.loads(told["body"]), None)
+        assert told["more_body"] and not end["more_body"] and not end["body"]
+        return [read for _, read in self.sent]
 
 
 async def test_a_large_body_is_refused_before_it_is_read(service: Service) -> None:
-    sent: list[int] = []
-    headers = {"content-length": str(100 * 2**20), "content-type": "application/json"}
-    response = await service.http.post(GENERATE, content=_chunks(100, 2**20, sent), headers=headers)
-    assert response.status_code == 413
-    assert "16777216" in error_message(response.json(), None)
-    assert sent == []
+    """And then read to its end, so that the answer is not lost with the connection."""
+    assert await Upload(40, content_length=str(40 * 2**20)).refused(service) == [0, 0, 40]
 
 
 async def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Service) -> None:
-    sent: list[int] = []
-    response = await service.http.post(
-        GENERATE, content=_chunks(100, 2**20, sent), headers={"content-type": "application/json"}
-    )
-    assert response.status_code == 413
-    error_message(response.json(), None)
-    assert sum(sent) <= 17 * 2**20
+    assert await Upload(40).refused(service) == [17, 17, 40]
+
+
+async def test_not_all_of_an_endless_body_is_read(service: Service) -> None:
+    began, _, ended = await Upload(10**6).refused(service)
+    assert (began, ended) == (17, 17 + 64)
+
+
+async def test_a_body_that_stops_coming_is_not_waited_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopping(Upload):
+        async def receive(self) -> Any:
+            if self.read == 20:
+                await asyncio.Event().wait()
+            return await super().receive()
+
+    monkeypatch.setattr("service.body_limit.DISCARD_SECONDS", 0.05)
+    assert await Stopping(100).refused(service) == [17, 17, 20]
 
 
 async def test_the_limit_is_inclusive(byte_folder: Path) -> None:

@@ -183,6 +183,31 @@ def test_an_idle_server_stops_at_once() -> None:
         assert process.exit_code() == 0
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_too_much_gets_its_413(chunked: bool) -> None:
+    """Though it reads nothing before it has sent all of its body."""
+    size, count = 2**20, 40
+    head = b"POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (size * count)
+    piece = b"x" * size
+    if chunked:
+        piece = b"%x\r\n%b\r\n" % (size, piece)
+    with serving() as process:
+        process.said("ready: fake")
+        host, port = process.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(head + length + b"\r\n\r\n")
+            for _ in range(count):
+                client.sendall(piece)
+            if chunked:
+                client.sendall(b"0\r\n\r\n")
+            answer = b""
+            while data := client.recv(2**16):
+                answer += data
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"body_too_large" in answer
+
+
 def _sockets(pid: int) -> int:
     folder = Path(f"/proc/{pid}/fd")
     if not folder.exists():
