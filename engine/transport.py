@@ -95,7 +95,8 @@ class ProcessTransport:
             )
         except OSError as error:
             self._release()
-            raise EngineDead(f"the engine process cannot be started: {error}") from error
+            reason = f"{sys.executable}: {error.strerror or error}"
+            raise EngineDead(f"the engine process cannot be started: {reason}") from error
         self._watcher = asyncio.create_task(self._watch(self._process, self._socket))
         self.send(GREETING)
 

@@ -30,14 +30,17 @@ def create_app(
 ) -> FastAPI:
     """The application; its lifespan starts `client` and closes it.
 
-    `on_failure` is called when the model cannot be loaded or the engine dies: every stream then
-    gets an error frame and /health answers 503.
+    `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
+    engine dies: every stream then gets an error frame and /health answers 503.
     """
     runtime = Runtime(client, settings, on_failure)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await client.start()
+        try:
+            await client.start()
+        except EngineError as error:  # the server starts all the same, and tells it like any death
+            runtime.fail(error)
         life = asyncio.create_task(runtime.live())
         try:
             yield

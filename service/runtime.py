@@ -84,6 +84,8 @@ class Runtime:
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""
+        if self.failure is not None:
+            return
         try:
             info = await self.client.ready(self.settings.load_timeout)
             folder = Path(info.folder)
@@ -104,14 +106,15 @@ class Runtime:
             raise EngineDead("the engine has ended")
         except EngineLoading:
             seconds = self.settings.load_timeout
-            self._fail(EngineDead(f"the model did not load within {seconds:g} s (load_timeout)"))
+            self.fail(EngineDead(f"the model did not load within {seconds:g} s (load_timeout)"))
         except EngineError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:
             logger.exception("unexpected error while loading")
-            self._fail(EngineDead(f"unexpected error while loading: {error}"))
+            self.fail(EngineDead(f"unexpected error while loading: {error}"))
 
-    def _fail(self, error: EngineError) -> None:
+    def fail(self, error: EngineError) -> None:
+        """There is no engine, for this reason."""
         self.failure = error
         logger.error("error: %s", error.message)
         if self._on_failure is not None:

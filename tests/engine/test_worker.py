@@ -216,6 +216,18 @@ async def test_malformed_messages_harm_nobody_and_a_second_client_is_served() ->
         assert await reading == recite(b"abc", 8)
 
 
+def test_an_address_that_cannot_be_bound_is_one_line(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/no/such/folder/engine"
+    command = ["-m", "engine.worker", address, "{}", "--parent", str(os.getpid())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"cannot listen on {address}: No such file" in line
+
+
 async def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     client = EngineClient(ProcessTransport(EngineConfig()))

@@ -21,10 +21,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
+from types import SimpleNamespace
+from engine import transport
 from engine.client import EngineClient
 from engine.transport import ProcessTransport
 from service.server import serve
 from service.settings import Settings
+transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
 EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
 sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL)))
 """
@@ -38,9 +41,11 @@ class Process:
         port: int = 0,
         engine: str = "tests.engine.fake:fake_engine",
         stall_timeout: float = 60,
+        python: str | None = None,  # that runs the worker
     ) -> None:
         program = PROGRAM.replace("ENGINE", engine).replace("PORT", str(port))
         program = program.replace("STALL", str(stall_timeout))
+        program = program.replace("PYTHON", repr(python))
         self.popen = subprocess.Popen(
             [sys.executable, "-c", program],
             stderr=subprocess.PIPE,
@@ -160,6 +165,14 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_code_2() -> None:
         # The worker's own log has it too.
         assert process.lines.count("minserve: error: no such checkpoint") == 1, process.lines
         assert not any("Traceback" in line for line in process.lines)
+
+
+def test_an_engine_that_cannot_be_started_is_an_error_and_code_1() -> None:
+    with serving(python="/no/such/python") as process:
+        assert process.exit_code() == 1
+        (_, line) = process.lines  # the first says where it listens
+        assert line.startswith("minserve: error: the engine process cannot be started: ")
+        assert "/no/such/python" in line
 
 
 def no_such_checkpoint(_: object) -> None:
