@@ -20,7 +20,6 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import (
     BY_CODE,
-    Draining,
     EngineDead,
     EngineError,
     EngineLoading,
@@ -39,7 +38,6 @@ from engine.messages import (
     Pong,
     Ready,
     Request,
-    Shutdown,
     Stats,
     StepEvents,
     TokenLogprobs,
@@ -48,7 +46,7 @@ from engine.transport import ProcessTransport, Transport
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "draining", "dead"]
+State = Literal["loading", "ready", "dead"]
 
 
 @dataclass(slots=True)
@@ -222,15 +220,13 @@ class EngineClient:
     def submit(self, request: Request) -> Delivery:
         """Sends a request; never blocks. Its id comes from `new_id`.
 
-        Raises EngineLoading, Draining or EngineDead, and InvalidRequest for a value that
+        Raises EngineLoading or EngineDead, and InvalidRequest for a value that
         cannot be sent. Every other refusal is raised by the Delivery.
         """
         if self._death is not None:
             raise EngineDead(self._death.message)
         if self._state == "loading":
             raise EngineLoading("the model is still loading")
-        if self._state == "draining":
-            raise Draining("the server is shutting down")
         if request.id in self._deliveries:
             raise ValueError(f"request id {request.id} is in flight already")
         try:
@@ -268,22 +264,14 @@ class EngineClient:
         finally:
             del self._pings[nonce]
 
-    async def close(self, drain_timeout: float = 0) -> None:
-        """Ends the engine; with `drain_timeout`, lets it finish what is in flight for so long.
-
-        Whatever is unfinished then fails with EngineDead. Idempotent.
-        """
+    async def close(self) -> None:
+        """Ends the engine; what is unfinished ends as aborted, or fails with EngineDead.
+        Idempotent."""
         if self._closing is None:
-            if self._state == "ready" and drain_timeout > 0:
-                self._state = "draining"
-            self._closing = asyncio.create_task(self._close(drain_timeout))
+            self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _close(self, drain_timeout: float) -> None:
-        if self._state == "draining":
-            with contextlib.suppress(EngineDead, TimeoutError):
-                self._transport.send(Shutdown(drain=True))
-                await asyncio.wait_for(self._dead.wait(), drain_timeout)
+    async def _close(self) -> None:
         await self._transport.close()
         if self._reader is not None:
             # The engine's last messages are in; the reader comes to its end by itself.

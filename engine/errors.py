@@ -7,7 +7,7 @@
     ├── InvalidRequest       one request's parameters are wrong; names the parameter
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
-    │   └── Draining         the engine is shutting down
+    │   └── Draining         the server is shutting down
     └── EngineUnavailable    no answer can come from the engine
         ├── EngineLoading    the model is still loading
         ├── EngineDead       the engine process has ended
@@ -76,7 +76,7 @@ class QueueFull(Refused):
 
 
 class Draining(Refused):
-    """The engine finishes what it has and takes nothing new."""
+    """The server finishes what it has and takes nothing new."""
 
     code = "draining"
 

@@ -58,7 +58,6 @@ class SteppedEngine(Protocol):
     def reject(self, client: Hashable, request: int, error: EngineError) -> None: ...
     def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None: ...
     def abort_all(self) -> None: ...
-    def drain(self) -> None: ...
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]: ...
 
 
@@ -71,7 +70,6 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._clients: set[Hashable] = set()
-        self._draining = False
         self._stopping = False
         for client in clients:
             self._greet(client)
@@ -83,7 +81,7 @@ class EngineLoop:
                 self._step()
             else:
                 self._take_in(IDLE_SECONDS)
-            if self._engine.broken or (self._draining and not self._engine.has_work):
+            if self._engine.broken:
                 break
         self._engine.abort_all()
         if self._engine.has_work:
@@ -105,9 +103,6 @@ class EngineLoop:
                     self._mailbox.send(client, Pong(message.nonce))
                 case Undecodable():
                     self._engine.reject(client, message.request, message.error)
-                case Shutdown(drain=True):
-                    self._draining = True
-                    self._engine.drain()
                 case Shutdown():
                     self._stopping = True
 

@@ -94,9 +94,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Ends the engine: at once, or with `drain` when everything in flight has finished."""
-
-    drain: bool = False
+    """Ends the engine; what is in flight ends as aborted."""
 
 
 ToEngine = Request | Abort | Ping | Shutdown

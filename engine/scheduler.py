@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable
 import msgspec
 
 from engine.budget import share_budget
-from engine.errors import Draining, EngineError, QueueFull, StepFailed
+from engine.errors import EngineError, QueueFull, StepFailed
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
@@ -114,10 +114,6 @@ class Scheduler:
         """Ends every request as aborted."""
         for sequence in self._in_flight():
             self._finish(sequence, "abort", now)
-
-    def drain(self) -> None:
-        """From now on new requests are refused; those in flight are served."""
-        self.refuse(Draining("the engine is shutting down; send the request elsewhere"))
 
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""

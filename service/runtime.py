@@ -51,7 +51,7 @@ class Runtime:
     def state(self) -> Literal["loading", "ready", "draining", "failed"]:
         if self.failure is not None or self.client.state == "dead":
             return "failed"
-        if self.draining or self.client.state == "draining":
+        if self.draining:
             return "draining"
         return "loading" if self._info is None else "ready"
 

@@ -12,7 +12,6 @@ from engine.client import Delivery, EngineClient, Update
 from engine.engine import Engine
 from engine.errors import (
     CheckpointError,
-    Draining,
     EngineDead,
     EngineError,
     EngineLoading,
@@ -187,21 +186,7 @@ async def test_abort_ends_with_its_reason() -> None:
         await client.ping(10)
 
 
-async def test_drain_finishes_what_is_in_flight_and_refuses_the_new() -> None:
-    async with serving(FakeRunner(slots=1, step_seconds=0.001)) as client:
-        deliveries = [client.submit(ask(client)) for _ in range(3)]
-        closing = asyncio.create_task(client.close(drain_timeout=30))
-        await asyncio.sleep(0)
-        assert client.state == "draining"
-        with pytest.raises(Draining):
-            client.submit(ask(client))
-        answers = [await read_all(delivery) for delivery in deliveries]
-        assert [answer.tokens for answer in answers] == [recite(b"abc", 8)] * 3
-        await closing
-        assert client.state == "dead"
-
-
-async def test_close_without_drain_leaves_nobody_waiting() -> None:
+async def test_close_leaves_nobody_waiting() -> None:
     async with serving(FakeRunner(step_seconds=0.001)) as client:
         endless = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
         reading = asyncio.create_task(read_all(client.submit(ask(client, sampling=endless))))

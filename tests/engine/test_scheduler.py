@@ -301,18 +301,6 @@ def test_no_waiting_allowed_still_uses_free_slots() -> None:
     assert [log.read().reason(id) for id in range(3)] == ["length", "length", "queue_full"]
 
 
-def test_drain_refuses_the_new_and_serves_the_rest() -> None:
-    scheduler = make(slots=1)
-    log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=2), 0)
-    scheduler.add("c", ask(1, max_tokens=1), 0)
-    run(scheduler)
-    scheduler.drain()
-    scheduler.add("c", ask(2), 0)
-    finish(scheduler, log)
-    assert [log.reason(id) for id in range(3)] == ["length", "length", "draining"]
-
-
 def test_an_id_in_flight_is_not_taken_twice_but_clients_do_not_clash() -> None:
     scheduler = make()
     ours, theirs = Log(scheduler, "ours"), Log(scheduler, "theirs")

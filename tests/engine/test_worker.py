@@ -108,26 +108,6 @@ async def test_a_killed_worker_fails_every_request() -> None:
             await client.ping(10)
 
 
-async def test_drain_serves_what_waits_and_loses_no_last_message() -> None:
-    async with working("slow_engine") as (client, _):
-        deliveries = [client.submit(ask(client)) for _ in range(12)]
-        closing = asyncio.create_task(client.close(drain_timeout=60))
-        for delivery in deliveries:
-            tokens = [token async for update in delivery for token in update.tokens]
-            assert tokens == recite(b"abc", 8)
-        await closing
-
-
-async def test_a_drain_that_takes_too_long_ends_all_the_same() -> None:
-    async with working("slow_engine") as (client, transport):
-        reading = asyncio.create_task(answer(client, ask(client, ENDLESS)))
-        await asyncio.sleep(0)
-        await client.close(drain_timeout=0.05)
-        with contextlib.suppress(EngineDead):
-            await reading
-        assert transport.pid is None and client.state == "dead"
-
-
 async def test_a_cuda_error_ends_the_process_after_everybody_is_told() -> None:
     async with working("cuda_error_engine") as (client, _):
         with pytest.raises(StepFailed, match="CUDA error"):
