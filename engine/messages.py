@@ -165,6 +165,7 @@ class Stats(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    pace: float = 0.0  # mean seconds from one request's leaving the queue to the next's; 0: unknown
     slots_used: int = 0
     slots_total: int = 0
     state_bytes: int = 0  # held in device memory by sequences and shared prefixes

@@ -13,6 +13,7 @@ so that a sequence computes the same bits on a hit as on a miss.
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Hashable, Iterable
 
@@ -127,7 +128,7 @@ class Scheduler:
             seconds = self._waiting.retry_after()
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting already; "
-                f"there may be room in {seconds:.1f} seconds",
+                f"try again in {max(1, math.ceil(seconds))} s",
                 retry_after=seconds,
             )
 
@@ -236,6 +237,7 @@ class Scheduler:
             running=self._slots.used - len(self._rounds.leaving),
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
+            pace=self._waiting.pace or 0.0,
             slots_used=self._slots.used,
             slots_total=self._slots.count,
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,

@@ -23,7 +23,7 @@ class WaitingQueue:
         self._held: dict[Prefix, dict[int, Sequence]] = {}  # by the pending prefix
         self._held_on: dict[int, Prefix] = {}
         self.tokens = 0  # prompt tokens of all of them
-        self._pace: float | None = None  # mean seconds from one departure to the next
+        self.pace: float | None = None  # mean seconds from one departure to the next
         self._paced_at = 0.0  # the latest departure, or when the queue was last empty
         self._refused = 0  # since that departure
 
@@ -72,8 +72,8 @@ class WaitingQueue:
         if count == 0:
             return
         seconds = (now - self._paced_at) / count
-        old = seconds if self._pace is None else self._pace
-        self._pace = old + PACE_WEIGHT * (seconds - old)
+        old = seconds if self.pace is None else self.pace
+        self.pace = old + PACE_WEIGHT * (seconds - old)
         self._paced_at = now
         self._refused = 0
 
@@ -84,5 +84,5 @@ class WaitingQueue:
         sent further back, so that not all of them return at once.
         """
         self._refused += 1
-        pace = UNKNOWN_RETRY_SECONDS if self._pace is None else self._pace
+        pace = UNKNOWN_RETRY_SECONDS if self.pace is None else self.pace
         return min(self._refused * pace, MOST_RETRY_SECONDS)

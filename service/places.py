@@ -8,14 +8,14 @@ message; the engine's own bound stays the last word.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from engine.client import EngineClient
 from engine.errors import QueueFull
 from service.errors import ApiError
 
-# States turn over in fractions of a second: trying again soon is right.
-RETRY_AFTER = 1.0
+LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
 
 
 class Places:
@@ -38,11 +38,15 @@ class Places:
                 code="too_many_prompts",
             )
         taken = self._client.in_flight + self._reserved
-        if taken + requests > capacity:
+        missing = taken + requests - capacity
+        if missing > 0:
+            # One place is free for each request that leaves the queue, at the pace seen lately.
+            seconds = min(max(missing * self._client.stats.pace, LEAST_RETRY), MOST_RETRY)
             raise QueueFull(
                 f"the queue is full: {taken} of at most {capacity} requests are running or "
-                f"waiting, and there is no room for {requests} more",
-                retry_after=RETRY_AFTER,
+                f"waiting, and there is no room for {requests} more; "
+                f"try again in {math.ceil(seconds)} s",
+                retry_after=seconds,
             )
 
     def reserve(self, requests: int) -> None:
