@@ -5,6 +5,7 @@
     ├── CheckpointError      a checkpoint that is missing, truncated or contradicts its config
     ├── DeviceError          the device asked for cannot be used; says the mend
     ├── InvalidRequest       one request's parameters are wrong; names the parameter
+    ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
     │   └── Draining         the server is shutting down
@@ -61,6 +62,12 @@ class InvalidRequest(EngineError, ValueError):
     """A request's parameter is wrong; `param` names it and the message says what is allowed."""
 
     code = "invalid_request"
+
+
+class TimedOut(EngineError):
+    """The request's time was over before it was done; a part of its answer is not an answer."""
+
+    code = "timeout"
 
 
 class Refused(EngineError):

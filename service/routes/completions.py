@@ -43,7 +43,11 @@ SAMPLING = (
 
 @router.post(
     "/v1/completions",
-    responses={200: {"model": CompletionResponse}, "4XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": CompletionResponse},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],

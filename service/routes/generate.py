@@ -32,7 +32,11 @@ SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
 
 @router.post(
     "/v1/generate",
-    responses={200: {"model": GenerateResponse}, "4XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": GenerateResponse},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],

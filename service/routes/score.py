@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.errors import EngineError
-from engine.messages import SamplingParams, TokenLogprobs, pack_ids
+from engine.errors import Draining, EngineError, TimedOut
+from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.errors import invalid
@@ -41,7 +41,11 @@ class Task:
 
 @router.post(
     "/v1/score",
-    responses={200: {"model": ScoreResponse}, "4XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": ScoreResponse},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
@@ -139,18 +143,28 @@ async def _run(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Scor
         for which, came in batch:
             i = submitted[which]
             sofar = scores[i]
-            if isinstance(came, EngineError):
-                failed += 1
-                if failed == len(submitted) or ends_all(came):
-                    raise came
-                scores[i] = came
-            elif not isinstance(sofar, EngineError):
+            error = came if isinstance(came, EngineError) else None
+            if not isinstance(came, EngineError) and not isinstance(sofar, EngineError):
                 sofar += came.scores
-                if came.finished and len(sofar) < len(tasks[i].tokens) - tasks[i].start:
-                    scores[i] = EngineError(
-                        f"ended early ({came.finished.reason}): {len(sofar)} tokens scored"
-                    )
+                if came.finished is not None:
+                    error = _shortfall(came.finished, len(sofar), tasks[i])
+            if error is not None:
+                failed += 1
+                if failed == len(submitted) or ends_all(error):
+                    raise error
+                scores[i] = error
     return scores
+
+
+def _shortfall(finished: Finished, scored: int, task: Task) -> EngineError | None:
+    """Why a task ended without all of its scores; None where it has them."""
+    wanted = len(task.tokens) - task.start
+    if scored == wanted:
+        return None
+    progress = f"{scored} of {wanted} tokens were scored"
+    if finished.reason == "timeout":
+        return TimedOut(f"the request's time was over; {progress}")
+    return Draining(f"the server is shutting down; {progress}")
 
 
 def _text_result(index: int, task: Task, scores: Scores, runtime: Runtime) -> dict[str, Any]:
