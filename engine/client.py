@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -45,6 +46,10 @@ from engine.messages import (
 from engine.transport import ProcessTransport, Transport
 
 log = logging.getLogger(__name__)
+
+# What of the engine's messages is handled at most before others on the event loop get a turn.
+TURN_MESSAGES = 16
+TURN_SECONDS = 0.001
 
 State = Literal["loading", "ready", "dead"]
 
@@ -282,14 +287,23 @@ class EngineClient:
     # What the engine says.
 
     async def _read(self) -> None:
+        # A transport that has messages gives them without a pause: others on the loop must get
+        # their turn. Between two turns, updates of a request merge.
+        messages, seconds = 0, 0.0
         try:
             while True:
                 message = await self._transport.receive()
+                begun = time.perf_counter()
                 try:
                     self._handle(message)
                 except Exception:
                     # One bad callback must not cut off every other request.
                     log.exception("a message of the engine could not be handled")
+                messages += 1
+                seconds += time.perf_counter() - begun
+                if messages >= TURN_MESSAGES or seconds >= TURN_SECONDS:
+                    messages, seconds = 0, 0.0
+                    await asyncio.sleep(0)
         except EngineError as error:
             self._die(error)
         except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.client import Delivery, EngineClient, Update
+from engine.client import TURN_MESSAGES, Delivery, EngineClient, Update
 from engine.engine import Engine
 from engine.errors import (
     CheckpointError,
@@ -306,6 +306,30 @@ async def test_a_raising_listener_does_not_cut_the_link() -> None:
         )
         assert (await read_all(delivery)).tokens == [7, 8]
         assert len(seen) == 2
+
+
+async def test_a_flood_of_messages_leaves_turns_to_others() -> None:
+    """A transport that always has a message gives it without a pause."""
+
+    class Flood(ScriptedTransport):
+        given = 0
+
+        async def receive(self) -> FromEngine:
+            if self.given == 10_000:
+                return await super().receive()
+            self.given += 1
+            return READY if self.given == 1 else StepEvents(requests=[0], tokens=[7])
+
+    transport = Flood()
+    client = EngineClient(transport)
+    await client.start()
+    turns = []
+    while transport.given < 10_000:
+        before = transport.given
+        await asyncio.sleep(0)
+        turns.append(transport.given - before)
+    assert max(turns) <= TURN_MESSAGES
+    await client.close()
 
 
 async def test_events_of_unknown_requests_are_ignored() -> None:
