@@ -51,6 +51,7 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            start_new_session=True,  # a process group of its own
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         )
         self.lines: list[str] = []
@@ -114,6 +115,23 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
             assert (len(rest), rest[-1]) == (5000, "data: [DONE]")
         assert process.exit_code() == 0
         assert not any("Traceback" in line for line in process.lines)
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_process_group_finishes_what_is_in_flight(signal_: int) -> None:
+    """As a supervisor or Ctrl-C sends it: the engine's process has it too, and must live on."""
+    with serving() as process:
+        process.said("ready: fake")
+        with httpx.Client(base_url=process.url, timeout=60) as client:
+            body = {"prompts": [[97]], "max_tokens": 5000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/generate", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.killpg(process.popen.pid, signal_)
+                rest = [line for line in lines if line]
+            assert (len(rest), rest[-1]) == (5000, "data: [DONE]")
+        assert process.exit_code() == 0
+        assert not any("Traceback" in line or "error" in line for line in process.lines)
 
 
 def test_a_second_interrupt_does_not_wait() -> None:
