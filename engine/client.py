@@ -181,7 +181,8 @@ class EngineClient:
 
     @property
     def stats(self) -> Stats:
-        """Of the latest step in which this process had a part."""
+        """Of the latest step in which this process had a part; the load in them is at most a
+        tenth of a second old."""
         return self._stats
 
     @property

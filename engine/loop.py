@@ -1,12 +1,14 @@
 """EngineLoop: serves an engine to its clients, message by message: inbox -> step -> outbox.
 
 A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
-from then on it gets one `StepEvents` per step in which it has a part.
+from then on it gets one `StepEvents` per step in which it has a part. Where it has none for a
+while, it is told the load that the others make, which decides what it may send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +28,7 @@ from engine.messages import (
 )
 
 IDLE_SECONDS = 1.0  # an idle loop looks around this often
+LOAD_SECONDS = 0.1  # how old the load may be that a client without requests knows of
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class EngineLoop:
         self._mailbox = mailbox
         self._clients: set[Hashable] = set()
         self._stopping = False
+        self._told_at = 0.0  # when the load was told, by time.monotonic
         for client in clients:
             self._greet(client)
 
@@ -88,8 +92,21 @@ class EngineLoop:
             self._step()
 
     def _step(self) -> None:
-        for client, events in self._engine.step(self._take_in).items():
+        sent = self._engine.step(self._take_in)
+        for client, events in sent.items():
             self._mailbox.send(client, events)
+        if sent and len(sent) < len(self._clients):
+            self._tell_load(sent)
+
+    def _tell_load(self, sent: Mapping[Hashable, StepEvents]) -> None:
+        """Tells those who got nothing in this step; now and then, and before the engine idles."""
+        now = time.monotonic()
+        if now - self._told_at < LOAD_SECONDS and self._engine.has_work:
+            return
+        self._told_at = now
+        load = StepEvents(stats=next(iter(sent.values())).stats.load())
+        for client in self._clients - sent.keys():
+            self._mailbox.send(client, load)
 
     def _take_in(self, timeout: float = 0.0) -> None:
         for client, message in self._mailbox.receive(timeout):

@@ -178,6 +178,18 @@ class Stats(msgspec.Struct, frozen=True):
     prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the round
     prefix_hits_tokens: int = 0  # those of them that a shared state already covered
 
+    def load(self) -> Stats:
+        """The load alone, for those who had no part in the round."""
+        return Stats(
+            running=self.running,
+            waiting=self.waiting,
+            waiting_tokens=self.waiting_tokens,
+            pace=self.pace,
+            slots_used=self.slots_used,
+            slots_total=self.slots_total,
+            state_bytes=self.state_bytes,
+        )
+
 
 class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """All that one round has to say to one API process. `requests`, `tokens` run in parallel, and
