@@ -48,8 +48,8 @@ from engine.transport import ProcessTransport, Transport
 log = logging.getLogger(__name__)
 
 # What of the engine's messages is handled at most before others on the event loop get a turn.
-TURN_MESSAGES = 16
-TURN_SECONDS = 0.001
+TURN_MESSAGES = 64
+TURN_SECONDS = 0.004
 
 State = Literal["loading", "ready", "dead"]
 
