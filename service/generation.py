@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.client import Update
@@ -15,6 +16,7 @@ from service.flight import Flight
 from service.runtime import Runtime
 from service.stop import StopStrings
 from service.streaming import ends_all, event_chunks
+from service.wire import render
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,10 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
                 if failed == len(tasks) or ends_all(came):
                     raise came
             else:
-                outcome.pieces += _take(flight, which, outcome.answer, came)
+                # A whole answer may come at once.
+                take = partial(outcome.answer.take, came)
+                outcome.pieces += await render(len(came.tokens), take)
+                _stop(flight, which, outcome.answer, came)
     return outcomes
 
 
@@ -86,7 +91,7 @@ async def stream(
     runtime: Runtime,
     flight: Flight,
     tasks: list[Task],
-    render: Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]],
+    render_pieces: Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]],
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[list[Answer]], bytes],
 ) -> AsyncIterator[bytes]:
@@ -94,8 +99,9 @@ async def stream(
     answers = [task.answer(runtime) for task in tasks]
 
     def render_update(which: int, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
-        pieces = _take(flight, which, answers[which], update)
-        return render(which, answers[which], pieces)
+        pieces = answers[which].take(update)
+        _stop(flight, which, answers[which], update)
+        return render_pieces(which, answers[which], pieces)
 
     for task in tasks:
         task.submit(flight, stream=True)
@@ -105,9 +111,7 @@ async def stream(
         yield chunk
 
 
-def _take(flight: Flight, which: int, answer: Answer, update: Update) -> list[Piece]:
-    """The update's pieces; the engine is told where a stop string ended the answer."""
-    pieces = answer.take(update)
+def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:
+    """Tells the engine where a stop string ended the answer that took the update."""
     if answer.stopped and update.finished is None:
         flight.abort([which], "stop")
-    return pieces

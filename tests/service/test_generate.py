@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 
+from engine.client import Update
 from service import stop as stop_module
+from service.answer import Answer, Piece
 from tests.service.harness import Service
 
 PATH = "/v1/generate"
@@ -176,6 +179,24 @@ async def test_long_stop_strings_are_read_beside_the_event_loop(service: Service
     request["stop"] = [[*long[:15], str(i)] for i in range(3)]
     body = await service.post(PATH, request)
     assert [result["text"] for result in body["results"]] == ["bcd"] * 3
+
+
+async def test_a_long_answer_is_read_beside_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    take = Answer.take
+
+    def noted(self: Answer, update: Update) -> list[Piece]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return take(self, update)
+
+    monkeypatch.setattr(Answer, "take", noted)
+    for tokens in (100, 3000):
+        request = {"prompts": ["a"], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        (result,) = (await service.post(PATH, request))["results"]
+        assert len(result["token_ids"]) == tokens
+    assert threads == [True, False]
 
 
 async def test_timeout_gives_the_partial_text(service: Service) -> None:
