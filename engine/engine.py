@@ -113,10 +113,6 @@ class Engine:
         """Ends every request early."""
         self._scheduler.abort_all(self._clock())
 
-    def drain(self) -> None:
-        """From now on new requests are refused; those in flight are served."""
-        self._scheduler.drain()
-
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
         """Completes a round and returns what there is to tell, by client; the next round may be
         under way then.

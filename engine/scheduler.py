@@ -13,19 +13,20 @@ computes the same bits on a hit as on a miss; with whole chunks, no mark changes
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Hashable, Iterable
 
 import msgspec
 
 from engine.budget import share_budget, whole_chunks
-from engine.errors import Draining, EngineError, QueueFull, StepFailed
+from engine.errors import EngineError, QueueFull, StepFailed
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
 from engine.rounds import Rounds
-from engine.sequence import ID_BYTES, Sequence
+from engine.sequence import ID_BYTES, Prefix, Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -119,10 +120,6 @@ class Scheduler:
         for sequence in self._in_flight():
             self._finish(sequence, "abort", now)
 
-    def drain(self) -> None:
-        """From now on new requests are refused; those in flight are served."""
-        self.refuse(Draining("the engine is shutting down; send the request elsewhere"))
-
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""
         self._refusal = error
@@ -135,7 +132,7 @@ class Scheduler:
             seconds = self._waiting.retry_after()
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting already; "
-                f"there may be room in {seconds:.1f} seconds",
+                f"try again in {max(1, math.ceil(seconds))} s",
                 retry_after=seconds,
             )
 
@@ -207,6 +204,7 @@ class Scheduler:
             prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
             decode_tokens=tokens,
             prefill_seconds=result.prefill_seconds,
+            decode_steps=plan.steps if plan.decode else 0,
             decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
                 len(admission.request.prompt) // ID_BYTES for admission in plan.admit
@@ -243,6 +241,7 @@ class Scheduler:
             running=self._slots.used - len(self._rounds.leaving),
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
+            pace=self._waiting.pace or 0.0,
             slots_used=self._slots.used,
             slots_total=self._slots.count,
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
@@ -293,7 +292,7 @@ class Scheduler:
         free = self._slots.free or self._rounds.leaving
         return bool(free) and self._waiting.first() is not None
 
-    def _awaited(self, sequence: Sequence, prefixes: dict[int, bytes]) -> bytes | None:
+    def _awaited(self, sequence: Sequence, prefixes: dict[int, Prefix]) -> Prefix | None:
         """The longest prefix that it could start from, were it not still being read."""
         for mark, prefix in reversed(prefixes.items()):
             if mark <= sequence.cacheable_tokens and self._prefixes.is_pending(prefix):

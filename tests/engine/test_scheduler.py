@@ -271,6 +271,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     assert all(isinstance(one, Failed) and one.code == "queue_full" for one in failed)
     waits = [one.retry_after for one in failed if isinstance(one, Failed)]
     assert 0 < (waits[0] or 0) < (waits[1] or 0), "those refused do not all come back at once"
+    assert all("try again in" in one.message for one in failed if isinstance(one, Failed))
     run(scheduler)
     scheduler.add("c", ask(7, max_tokens=1), 0)
     finish(scheduler, log)
@@ -292,6 +293,29 @@ def test_retry_after_follows_the_pace_of_departures() -> None:
     assert all(end.retry_after == pytest.approx(3.0, rel=0.5) for end in refused[-1:])
 
 
+def test_the_stats_tell_the_pace_of_the_queue() -> None:
+    scheduler = make(slots=1, max_waiting=50)
+    for id in range(40):
+        scheduler.add("c", ask(id, max_tokens=1), 0.0)
+    for step in range(40):
+        run(scheduler, now=3.0 * step)
+        pace = scheduler.events()["c"].stats.pace
+    assert pace == pytest.approx(3.0, rel=0.1)
+
+
+def test_no_refusal_promises_room_in_no_time() -> None:
+    """However quick the queue moves: the header Retry-After has whole seconds too."""
+    scheduler = make(slots=1, max_waiting=1)
+    log = Log(scheduler)
+    for id in range(20):
+        scheduler.add("c", ask(id, max_tokens=1), 1e-3 * id)
+        run(scheduler, now=1e-3 * id)
+    for id in range(200, 204):
+        scheduler.add("c", ask(id, max_tokens=1), 0.02)
+    refused = [end for end in log.read().ends.values() if isinstance(end, Failed)]
+    assert refused and all("try again in 1 s" in end.message for end in refused)
+
+
 def test_no_waiting_allowed_still_uses_free_slots() -> None:
     scheduler = make(slots=2, max_waiting=0)
     log = Log(scheduler)
@@ -299,18 +323,6 @@ def test_no_waiting_allowed_still_uses_free_slots() -> None:
         scheduler.add("c", ask(id, max_tokens=1), 0)
     run(scheduler)
     assert [log.read().reason(id) for id in range(3)] == ["length", "length", "queue_full"]
-
-
-def test_drain_refuses_the_new_and_serves_the_rest() -> None:
-    scheduler = make(slots=1)
-    log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=2), 0)
-    scheduler.add("c", ask(1, max_tokens=1), 0)
-    run(scheduler)
-    scheduler.drain()
-    scheduler.add("c", ask(2), 0)
-    finish(scheduler, log)
-    assert [log.reason(id) for id in range(3)] == ["length", "length", "draining"]
 
 
 def test_an_id_in_flight_is_not_taken_twice_but_clients_do_not_clash() -> None:
