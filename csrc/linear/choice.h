@@ -27,7 +27,8 @@ enum class Form {
 
 struct Choice {
   Form form;
-  int parts;  // blocks that take a part of the inputs each
+  int parts;      // blocks that take a part of the inputs each
+  int turns = 1;  // parts that one block takes in turn (fixed_choice.h)
 };
 
 class Chooser {

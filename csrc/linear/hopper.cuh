@@ -99,6 +99,12 @@ template <int kPending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Keeps the compiler from reading sums before the wait for them: to it they were there already.
+template <int kSums>
+__device__ __forceinline__ void sums_are_there(float (&sums)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
 
 // A tile in shared memory whose rows are 128 bytes of inputs, swizzled as copy_box() leaves them
 // (PTX ISA, "Matrix descriptor"): rows in groups of 8, which lie 1,024 bytes apart.
