@@ -15,7 +15,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace stream {
+namespace whole {
 
 constexpr unsigned kNothing = 0xffffffffu;
 
@@ -39,13 +39,13 @@ __device__ __forceinline__ bool written(const uint4& words) {
   return words.x != kNothing && words.y != kNothing && words.z != kNothing && words.w != kNothing;
 }
 
-__device__ __forceinline__ void clear(const StreamArgs& args, unsigned char* set) {
+__device__ __forceinline__ void clear(const WholeStepArgs& args, unsigned char* set) {
   for (std::int64_t at = (blockIdx.x * kMultiplying * 32 + threadIdx.x) * 16ll; at < args.set_bytes;
        at += gridDim.x * kMultiplying * 32 * 16ll) {
     *reinterpret_cast<uint4*>(set + at) = make_uint4(kNothing, kNothing, kNothing, kNothing);
   }
 }
 
-}  // namespace stream
+}  // namespace whole
 }  // namespace cuda
 }  // namespace minserve

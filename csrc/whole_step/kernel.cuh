@@ -9,38 +9,38 @@ namespace minserve {
 namespace cuda {
 
 template <template <class> class CellOf, bool kAny>
-__global__ void __launch_bounds__(stream::kThreads, 1)
-    stream_kernel(const __grid_constant__ StreamArgs args) {
+__global__ void __launch_bounds__(whole::kThreads, 1)
+    whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kGates = CellOf<float>::kInputs;
   extern __shared__ __align__(1024) unsigned char ring[];
-  unsigned char* inputs = ring + args.stages * stream::kStageBytes;
-  auto& shared = *reinterpret_cast<stream::Shared<kGates>*>(inputs + args.input_bytes);
-  if (threadIdx.x == 0) stream::prepare(shared);
+  unsigned char* inputs = ring + args.stages * whole::kStageBytes;
+  auto& shared = *reinterpret_cast<whole::Shared<kGates>*>(inputs + args.input_bytes);
+  if (threadIdx.x == 0) whole::prepare(shared);
   __syncthreads();
   let_next_kernel_start();
   const int warp = static_cast<int>(threadIdx.x / 32);
-  if (warp == stream::kCopier) {
-    if (threadIdx.x % 32 == 0) stream::copy_weights(args, shared, ring);
+  if (warp == whole::kCopier) {
+    if (threadIdx.x % 32 == 0) whole::copy_weights(args, shared, ring);
     __syncwarp();
     wait_for_previous_kernel();
     return;
   }
   wait_for_previous_kernel();
   // Blocks that have ended before this one began to look are fewer than all.
-  const unsigned long long turn = stream::load_count(args.ended) / gridDim.x;
+  const unsigned long long turn = whole::load_count(args.ended) / gridDim.x;
   unsigned char* set = args.exchange + turn % 2 * args.set_bytes;
-  if (warp < stream::kMultiplying) {
-    stream::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
-    stream::multiply(args, shared, ring, inputs, set);
+  if (warp < whole::kMultiplying) {
+    whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
+    whole::multiply(args, shared, ring, inputs, set);
   } else {
     if constexpr (kAny) {
       const AnyOptions options{args.linear_candidate, args.normalize_gates};
-      stream::finish<CellOf>(args, options, shared, set);
+      whole::finish<CellOf>(args, options, shared, set);
     } else {
-      stream::finish<CellOf>(args, UsualOptions{}, shared, set);
+      whole::finish<CellOf>(args, UsualOptions{}, shared, set);
     }
-    if (threadIdx.x == stream::kMultiplying * 32) atomicAdd(args.ended, 1ull);
+    if (threadIdx.x == whole::kMultiplying * 32) atomicAdd(args.ended, 1ull);
   }
 #endif
 }

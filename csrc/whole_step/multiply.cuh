@@ -9,7 +9,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace stream {
+namespace whole {
 
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 4
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, i
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
 // chunk by chunk in turn, because they are multiplied together.
 template <int kGates>
-__device__ __forceinline__ void copy_weights(const StreamArgs& args, Shared<kGates>& shared,
+__device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<kGates>& shared,
                                              unsigned char* ring) {
   const int in_flight = min(kInFlight, args.stages);
   Turn stage, landed;
@@ -48,13 +48,13 @@ __device__ __forceinline__ void copy_weights(const StreamArgs& args, Shared<kGat
   };
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
-    const StreamPhase& phase = args.phase[p];
+    const WholeStepPhase& phase = args.phase[p];
     const int units = phase.units, gates = gates_of<kGates>(phase);
     const int blocks = phase.inputs / kBlock;
     const void* map = phase.weight;
     int unit = first_unit(phase), gate = 0;
     const auto next_row = [&] {  // of the next tile; -1: there is none
-      const int row = unit < units ? (gate * units + unit) * kStreamUnit : -1;
+      const int row = unit < units ? (gate * units + unit) * kUnit : -1;
       if (++gate == gates) gate = 0, unit += gridDim.x;
       return row;
     };
@@ -92,13 +92,13 @@ __device__ __forceinline__ void multiply_step(float (&sums)[4], const uint4& w, 
 // This warp's blocks of all tokens, [units][tokens][8]; with a norm, times its weights, and the sum
 // of a lane's squares.
 template <bool kNorm>
-__device__ __forceinline__ float take_values(const StreamArgs& args, const StreamPhase& phase,
+__device__ __forceinline__ float take_values(const WholeStepArgs& args, const WholeStepPhase& phase,
                                              const unsigned char* set, unsigned char* own) {
   constexpr int kAtOnce = 2, kStep = kMultiplying * kBlockUnits;  // units to this warp's next block
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
   const int first_unit = warp * kBlockUnits + lane % 4;  // and the fourth after it
-  const unsigned char* from = set + phase.in + first_unit * kStreamLine + token * 16;
+  const unsigned char* from = set + phase.in + first_unit * kUnitLine + token * 16;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int half = 4 * args.batch * 16, of_block = kMultiplying * 2 * half;
@@ -120,7 +120,7 @@ __device__ __forceinline__ float take_values(const StreamArgs& args, const Strea
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce; ++i) {
         words[i] = uint4{};
-        if (real && (i < 2 || both)) words[i] = load_words(from + (i / 2 * kStep + i % 2 * 4) * kStreamLine);
+        if (real && (i < 2 || both)) words[i] = load_words(from + (i / 2 * kStep + i % 2 * 4) * kUnitLine);
       }
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce; ++i) all = all && written(words[i]);
@@ -143,7 +143,7 @@ __device__ __forceinline__ float take_values(const StreamArgs& args, const Strea
       }
       if (real) *reinterpret_cast<uint4*>(to + i / 2 * of_block + i % 2 * half) = words[i];
     }
-    from += kAtOnce * kStep * kStreamLine;
+    from += kAtOnce * kStep * kUnitLine;
     to += kAtOnce * of_block;
   }
   __syncwarp();
@@ -151,7 +151,7 @@ __device__ __forceinline__ float take_values(const StreamArgs& args, const Strea
 }
 
 template <int kGates>
-__device__ __forceinline__ void multiply(const StreamArgs& args, Shared<kGates>& shared,
+__device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGates>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void multiply(const StreamArgs& args, Shared<kGates>&
   };
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
-    const StreamPhase& phase = args.phase[p];
+    const WholeStepPhase& phase = args.phase[p];
     const int units = phase.units, gates = gates_of<kGates>(phase), chunks = chunks_of(phase);
     const int blocks = phase.inputs / kBlock - warp;
     int tiles = 0;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply(const StreamArgs& args, Shared<kGates>&
         if (gate == 0) wait_barrier(shared.taken[finisher], handed >> finisher & 1);
         float* to = sums_of_lane + finisher * kOfFinisher + gate * kOfTile;
         to[0] = sums[0][2 * tile] + sums[1][2 * tile];
-        to[kStreamUnit] = sums[0][2 * tile + 1] + sums[1][2 * tile + 1];
+        to[kUnit] = sums[0][2 * tile + 1] + sums[1][2 * tile + 1];
         if (++gate == gates) {
           asm volatile("barrier.cta.arrive %0, %1;" ::"r"(kSummed + finisher), "n"(kMeeting)
                        : "memory");
@@ -246,6 +246,6 @@ __device__ __forceinline__ void multiply(const StreamArgs& args, Shared<kGates>&
   }
 }
 
-}  // namespace stream
+}  // namespace whole
 }  // namespace cuda
 }  // namespace minserve

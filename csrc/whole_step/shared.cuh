@@ -6,28 +6,28 @@
 
 namespace minserve {
 namespace cuda {
-namespace stream {
+namespace whole {
 
 // Warps: some multiply, some finish sums, one copies weights.
 constexpr int kMultiplying = 12, kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
 
 constexpr int kBlock = 64;                     // inputs of a warp: rows of 128 bytes, swizzled
-constexpr int kBlockUnits = kBlock / kStreamUnit;
-constexpr int kBlockBytes = kBlock * kStreamUnit * 2;
+constexpr int kBlockUnits = kBlock / kUnit;
+constexpr int kBlockBytes = kBlock * kUnit * 2;
 constexpr int kStageBytes = kMultiplying * kBlockBytes;  // 8 rows, a block for each warp
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other
 // token meet all banks.
 constexpr int kSums = 72;
 __device__ __forceinline__ int place_of_sum(int token, int row) {
-  return token * kStreamUnit + token / 4 * 8 + row;
+  return token * kUnit + token / 4 * 8 + row;
 }
 
 template <int kGates>
 struct Shared {
   float sums[kFinishing][kGates][kMultiplying][kSums];  // of one unit for each warp that finishes
-  float squares[kMultiplying][kStreamTokens];
+  float squares[kMultiplying][kMostTokens];
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kFinishing];                      // sums
 };
@@ -53,15 +53,15 @@ __device__ __forceinline__ void prepare(Shared<kGates>& shared) {
 
 // This block's units: `first`, and the next ones gridDim.x apart. Tiles are a unit's rows of one
 // gate; all gates of a unit follow each other.
-__device__ __forceinline__ int first_unit(const StreamPhase& phase) {
+__device__ __forceinline__ int first_unit(const WholeStepPhase& phase) {
   const int unit = static_cast<int>(blockIdx.x) - phase.shift;
   return unit < 0 ? unit + static_cast<int>(gridDim.x) : unit;
 }
 template <int kGates>
-__device__ __forceinline__ int gates_of(const StreamPhase& phase) {
-  return phase.kind == static_cast<int>(StreamKind::gates) ? kGates : 1;
+__device__ __forceinline__ int gates_of(const WholeStepPhase& phase) {
+  return phase.kind == static_cast<int>(PhaseKind::gates) ? kGates : 1;
 }
-__device__ __forceinline__ int chunks_of(const StreamPhase& phase) {
+__device__ __forceinline__ int chunks_of(const WholeStepPhase& phase) {
   return (phase.inputs / kBlock + kMultiplying - 1) / kMultiplying;
 }
 
@@ -80,6 +80,6 @@ struct Turn {
   }
 };
 
-}  // namespace stream
+}  // namespace whole
 }  // namespace cuda
 }  // namespace minserve

@@ -7,15 +7,16 @@
 
 namespace minserve {
 
-// What is made of a product's rows. `embed` has no product: it looks rows of a table up.
-enum class StreamKind : int { embed, residual, gates, gelu, logits };
+// What is made of a product's rows. `embed` has no product: it looks rows of a table up. The numbers
+// are also those of the plan that Python writes (engine/ops/whole_step.py).
+enum class PhaseKind : int { embed, residual, gates, gelu, logits };
 
 // One product, and what its results go through before the next one reads them. Channels come in
 // units of eight neighbours.
-struct StreamPhase {
-  const void* weight;     // tensor map of [gates * channels, inputs]; embed: the table [ids, channels]
-  const void* bias;       // [gates * channels] or null
-  const void* norm;       // weights of its inputs' norm, [inputs], or null
+struct WholeStepPhase {
+  const void* weight;  // tensor map of [gates * channels, inputs]; embed: the table [ids, channels]
+  const void* bias;    // [gates * channels] or null
+  const void* norm;    // weights of its inputs' norm, [inputs], or null
   // Of a convolution that reads the residual stream next, or null: [channels, taps], [channels].
   const void *taps, *taps_bias;
   std::int32_t kind;
@@ -26,20 +27,24 @@ struct StreamPhase {
   std::int32_t in, out;
 };
 
-constexpr int kStreamUnit = 8;      // channels
-constexpr int kStreamTokens = 8;    // rows of a batch, at most
-constexpr int kStreamPhases = 224;  // at most
-constexpr int kStreamTaps = 4;      // of a convolution, at most
-constexpr int kStreamLine = kStreamUnit * kStreamTokens * 2;  // bytes: 128, as a line of the caches
+constexpr int kUnit = 8;            // channels
+constexpr int kMostTokens = 8;      // rows of a batch, at most
+constexpr int kMostPhases = 224;    // of a step, at most: all arguments fit into those of a kernel
+constexpr int kMostTaps = 4;        // of a convolution, at most
+constexpr int kMostKeptUnits = 3;   // of the residual stream in a block, at most
+constexpr int kInputsMultiple = 64; // of each product
+constexpr int kMostInputBytes = 64 * 1024;          // of all tokens to a product, at most
+constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
 
-struct StreamArgs {
+struct WholeStepArgs {
   int phases = 0;
   int batch = 0;
+  int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table
   int width = 0;        // of the residual stream
   int input_bytes = 0;  // of all tokens to one product, at most
-  int stages = 0;
+  int stages = 0;       // of the ring of weights
   bool linear_candidate = false, normalize_gates = true;
   float eps = 0.0f;
 
@@ -56,7 +61,7 @@ struct StreamArgs {
   unsigned char* exchange = nullptr;    // two sets, all bits set before the first step
   std::int64_t set_bytes = 0;
 
-  StreamPhase phase[kStreamPhases];
+  WholeStepPhase phase[kMostPhases];
 };
 
 }  // namespace minserve

@@ -8,7 +8,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace stream {
+namespace whole {
 
 __device__ __forceinline__ float2 numbers(unsigned pair) {
   return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
@@ -31,22 +31,22 @@ __device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]
 }
 
 // A convolution's step for a pair of channels, whose newest input is x; its inputs before move on.
-__device__ __forceinline__ float2 convolve(const StreamArgs& args, const StreamPhase& phase,
+__device__ __forceinline__ float2 convolve(const WholeStepArgs& args, const WholeStepPhase& phase,
                                            int channel, int slot, float2 x) {
   const auto* taps = static_cast<const bf16*>(phase.taps) + channel * args.taps;
   float2 y = phase.taps_bias ? load_pair(phase.taps_bias, channel) : make_float2(0.0f, 0.0f);
   float* row = args.conv + phase.layer * args.conv_layer_stride +
                max(slot, 0) * args.conv_slot_stride + channel;
-  float2 inputs[kStreamTaps];
+  float2 inputs[kMostTaps];
 #pragma unroll
-  for (int k = 0; k < kStreamTaps; ++k) {
+  for (int k = 0; k < kMostTaps; ++k) {
     inputs[k] = x;
     if (k + 1 < args.taps) {
       inputs[k] = *reinterpret_cast<const float2*>(row + k * args.conv_tap_stride);
     }
   }
 #pragma unroll
-  for (int k = 0; k < kStreamTaps; ++k) {
+  for (int k = 0; k < kMostTaps; ++k) {
     if (k >= args.taps) continue;
     y.x = fmadd(to_lane(taps[k]), inputs[k].x, y.x);
     y.y = fmadd(to_lane(taps[args.taps + k]), inputs[k].y, y.y);
@@ -67,7 +67,7 @@ __device__ __forceinline__ float stepped(const Options& options,
 }
 
 template <template <class> class CellOf, class Options>
-__device__ __forceinline__ void finish(const StreamArgs& args, const Options& options,
+__device__ __forceinline__ void finish(const WholeStepArgs& args, const Options& options,
                                        Shared<CellOf<float>::kInputs>& shared, unsigned char* set) {
   constexpr int kGates = CellOf<float>::kInputs;
   const int warp = threadIdx.x / 32 - kMultiplying, lane = threadIdx.x % 32, token = lane / 4;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void finish(const StreamArgs& args, const Options& op
   float2 x = {};  // of the residual stream
 #pragma unroll 1
   for (int p = 0; p < args.phases; ++p) {
-    const StreamPhase& phase = args.phase[p];
-    const auto kind = static_cast<StreamKind>(phase.kind);
+    const WholeStepPhase& phase = args.phase[p];
+    const auto kind = static_cast<PhaseKind>(phase.kind);
     const int units = phase.units;
     const void* bias = phase.bias;
     const bool normed = phase.norm != nullptr, convolved = phase.taps != nullptr;
@@ -90,30 +90,30 @@ __device__ __forceinline__ void finish(const StreamArgs& args, const Options& op
       const bool mine = finisher == warp;
       pass_on(finisher);
       if (!mine) continue;
-      const int channel = unit * kStreamUnit + lane % 4 * 2;
+      const int channel = unit * kUnit + lane % 4 * 2;
       // All that does not depend on the sums is on its way before they are there.
       float2 shift[kGates] = {}, before = {};
       float* row = args.cell + phase.layer * args.cell_layer_stride + cell_row + channel;
-      if (kind == StreamKind::gates) before = *reinterpret_cast<const float2*>(row);
+      if (kind == PhaseKind::gates) before = *reinterpret_cast<const float2*>(row);
       if (bias) {
         shift[0] = load_pair(bias, channel);
-        if (kind == StreamKind::gates) {
+        if (kind == PhaseKind::gates) {
 #pragma unroll
           for (int gate = 1; gate < kGates; ++gate) {
-            shift[gate] = load_pair(bias, gate * units * kStreamUnit + channel);
+            shift[gate] = load_pair(bias, gate * units * kUnit + channel);
           }
         }
       }
 
       float2 y[kGates] = {};
-      if (kind == StreamKind::embed) {
+      if (kind == PhaseKind::embed) {
         if (id >= 0 && id < args.ids) {
           x = load_pair(phase.weight, static_cast<std::int64_t>(id) * args.width + channel);
         }
       } else {
         barrier_sync<kMeeting>(kSummed + warp);
         y[0] = total(shared.sums[warp][0]);
-        if (kind == StreamKind::gates) {
+        if (kind == PhaseKind::gates) {
 #pragma unroll
           for (int gate = 1; gate < kGates; ++gate) y[gate] = total(shared.sums[warp][gate]);
         }
@@ -134,7 +134,7 @@ __device__ __forceinline__ void finish(const StreamArgs& args, const Options& op
       }
 
       float2 out;
-      if (kind == StreamKind::gates) {
+      if (kind == PhaseKind::gates) {
         float low[kGates], high[kGates];
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
@@ -144,26 +144,26 @@ __device__ __forceinline__ void finish(const StreamArgs& args, const Options& op
         out = {stepped<CellOf>(options, low, before.x), stepped<CellOf>(options, high, before.y)};
         if (state_slot >= 0) *reinterpret_cast<float2*>(row) = out;
         if (state_slot < 0) out = {};
-      } else if (kind == StreamKind::gelu) {
+      } else if (kind == PhaseKind::gelu) {
         out = {gelu(y[0].x), gelu(y[0].y)};
-      } else if (kind == StreamKind::logits) {
+      } else if (kind == PhaseKind::logits) {
         if (real) {
           *reinterpret_cast<float2*>(args.logits +
-                                     static_cast<std::int64_t>(token) * units * kStreamUnit +
+                                     static_cast<std::int64_t>(token) * units * kUnit +
                                      channel) = y[0];
         }
         continue;
       } else {
-        if (kind == StreamKind::residual) x = numbers(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
+        if (kind == PhaseKind::residual) x = numbers(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
         out = convolved ? convolve(args, phase, channel, state_slot, x) : x;
       }
       if (real) {
-        store_word(to + unit * kStreamLine + lane * 4, rounded(out.x, out.y, bf16{}));
+        store_word(to + unit * kUnitLine + lane * 4, rounded(out.x, out.y, bf16{}));
       }
     }
   }
 }
 
-}  // namespace stream
+}  // namespace whole
 }  // namespace cuda
 }  // namespace minserve
