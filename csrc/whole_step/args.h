@@ -7,8 +7,8 @@
 
 namespace minserve {
 
-// What is made of a product's rows. `embed` has no product: it looks rows of a table up. The numbers
-// are also those of the plan that Python writes (engine/ops/whole_step.py).
+// What is made of a product's rows. `embed` has no product: it looks rows of a table up. The
+// numbers are also those of the plan that Python writes (engine/ops/whole_step.py).
 enum class PhaseKind : int { embed, residual, gates, gelu, logits };
 
 // One product, and what its results go through before the next one reads them. Channels come in
@@ -27,12 +27,12 @@ struct WholeStepPhase {
   std::int32_t in, out;
 };
 
-constexpr int kUnit = 8;            // channels
-constexpr int kMostTokens = 8;      // rows of a batch, at most
-constexpr int kMostPhases = 224;    // of a step, at most: all arguments fit into those of a kernel
-constexpr int kMostTaps = 4;        // of a convolution, at most
-constexpr int kMostKeptUnits = 3;   // of the residual stream in a block, at most
-constexpr int kInputsMultiple = 64; // of each product
+constexpr int kUnit = 8;             // channels
+constexpr int kMostTokens = 8;       // rows of a batch, at most
+constexpr int kMostPhases = 224;     // of a step, at most: all arguments fit into those of a kernel
+constexpr int kMostTaps = 4;         // of a convolution, at most
+constexpr int kMostKeptUnits = 3;    // of the residual stream in a block, at most
+constexpr int kInputsMultiple = 64;  // of each product
 constexpr int kMostInputBytes = 64 * 1024;          // of all tokens to a product, at most
 constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
 

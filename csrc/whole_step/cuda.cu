@@ -1,6 +1,6 @@
 // The launch of a whole step: as many blocks as multiprocessors, all at once or not at all.
 #include "../common/launch.cuh"
-#include "../linear/tensor_map.cuh"
+#include "../linear/encode_map.cuh"
 #include "kernel.cuh"
 #include "launch.h"
 

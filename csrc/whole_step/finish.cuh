@@ -148,9 +148,8 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         out = {gelu(y[0].x), gelu(y[0].y)};
       } else if (kind == PhaseKind::logits) {
         if (real) {
-          *reinterpret_cast<float2*>(args.logits +
-                                     static_cast<std::int64_t>(token) * units * kUnit +
-                                     channel) = y[0];
+          *reinterpret_cast<float2*>(
+              args.logits + static_cast<std::int64_t>(token) * units * kUnit + channel) = y[0];
         }
         continue;
       } else {

@@ -1,5 +1,14 @@
 // A whole decode step of a few sequences in one kernel: every multiprocessor reads its share of the
-// model's weights once, in one stream that never waits for the sequences.
+// model's weights once, in one stream that does not wait for the sequences.
+//
+// A step of few sequences is the reading of the weights, and a product depends on the whole one
+// before. One warp of each block copies that block's rows of every matrix, in the order in which
+// they will be needed, into a ring that takes most of the shared memory; it runs ahead by what the
+// ring holds. Twelve warps multiply each block of inputs as soon as it has been written
+// (exchange.cuh), three finish the sums and write what the next product reads (finish.cuh).
+//
+// Between two products latency counts: nothing is read after the inputs that could be read before,
+// nobody waits who need not, and code is short, because each phase runs through all of it once.
 #pragma once
 
 #include "finish.cuh"

@@ -1,6 +1,6 @@
-// Weights into shared memory, and products: 8 rows of a unit by 8 tokens on the tensor cores.
+// Weights into shared memory, and products: two tiles of 8 rows by 8 tokens on the tensor cores.
 //
-// Every warp multiplies its own blocks of the inputs by all rows of its units, and waits for no
+// Every warp multiplies its own blocks of the inputs by all tiles of its block, and waits for no
 // other warp.
 #pragma once
 
@@ -11,10 +11,9 @@ namespace minserve {
 namespace cuda {
 namespace whole {
 
-#ifndef IN_FLIGHT
-#define IN_FLIGHT 4
-#endif
-constexpr int kInFlight = IN_FLIGHT;
+// Stages on their way: as many as hide the memory's latency. What the blocks hand each other waits
+// behind a longer queue.
+constexpr int kInFlight = 3;
 
 // Blocks of 8 rows of a matrix, seen as [inputs / 64, rows, 64], to a stage.
 __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, int block,
@@ -120,7 +119,8 @@ __device__ __forceinline__ float take_values(const WholeStepArgs& args, const Wh
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce; ++i) {
         words[i] = uint4{};
-        if (real && (i < 2 || both)) words[i] = load_words(from + (i / 2 * kStep + i % 2 * 4) * kUnitLine);
+        if (real && (i < 2 || both))
+          words[i] = load_words(from + (i / 2 * kStep + i % 2 * 4) * kUnitLine);
       }
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce; ++i) all = all && written(words[i]);
@@ -157,13 +157,13 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int half = 4 * args.batch * 16, of_block = kMultiplying * 2 * half;
   unsigned char* own = inputs + warp * 2 * half;
-  // Of the four matrices that a lane has an address of a row of: inputs 0 to 31 of all tokens (those
-  // that are not there are another's: what becomes of them is not looked at); and inputs 0 to 7 of
-  // the first tile, of the second, inputs 8 to 15 of both.
+  // Of the four matrices that a lane has an address of a row of: inputs 0 to 31 of all tokens
+  // (those that are not there are another's: what becomes of them is not looked at); and inputs 0
+  // to 7 of the first tile, of the second, inputs 8 to 15 of both.
   const std::uint32_t tokens =
       shared_address(own) + (lane / 8 * args.batch + min(lane % 8, args.batch - 1)) * 16;
-  const std::uint32_t weights = shared_address(ring) + warp * kBlockBytes + lane % 8 * 128 +
-                                ((lane / 16 ^ lane % 8) << 4);
+  const std::uint32_t weights =
+      shared_address(ring) + warp * kBlockBytes + lane % 8 * 128 + ((lane / 16 ^ lane % 8) << 4);
   float* const sums_of_lane = &shared.sums[0][0][warp][place_of_sum(lane % 4 * 2, lane / 4)];
   constexpr int kOfTile = kMultiplying * kSums, kOfFinisher = kGates * kOfTile;
   Turn stage, loading;

@@ -12,7 +12,7 @@ namespace whole {
 constexpr int kMultiplying = 12, kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
 
-constexpr int kBlock = 64;                     // inputs of a warp: rows of 128 bytes, swizzled
+constexpr int kBlock = 64;  // inputs of a warp: rows of 128 bytes, swizzled
 constexpr int kBlockUnits = kBlock / kUnit;
 constexpr int kBlockBytes = kBlock * kUnit * 2;
 constexpr int kStageBytes = kMultiplying * kBlockBytes;  // 8 rows, a block for each warp
@@ -32,8 +32,8 @@ struct Shared {
   std::uint64_t taken[kFinishing];                      // sums
 };
 
-// Named barriers: 0 is that of __syncthreads, then one for each warp that finishes: it waits until all
-// that multiply have arrived.
+// Named barriers: 0 is that of __syncthreads, then one for each warp that finishes: it waits until
+// all that multiply have arrived.
 constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
 
 template <int kGates>
