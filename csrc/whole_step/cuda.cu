@@ -50,7 +50,8 @@ int whole_step_blocks(int device) {
   return attribute(cudaDevAttrMultiProcessorCount, device, "number of multiprocessors");
 }
 
-// Seen as [inputs / 64, rows, 64], of which a stage is a box: 8 rows, a block for each warp.
+// Seen as [inputs / 64, rows, 64], of which a stage is a box: 8 rows, a block for each warp. (The
+// last dimension's stride is shorter than the one before it, which drivers take as it is.)
 void map_weight(void* to, const void* weight, std::int64_t rows, std::int64_t inputs, int device) {
   const DeviceGuard guard(device);
   const cuuint64_t sizes[3] = {whole::kBlock, static_cast<cuuint64_t>(rows),

@@ -2,7 +2,7 @@
 // ones of one token. A block always finishes the same units of the residual stream, and keeps them.
 #pragma once
 
-#include "../common/block.cuh"
+#include "../common/channels.cuh"
 #include "../linear/epilogue.cuh"
 #include "exchange.cuh"
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       pass_on(finisher);
       if (!mine) continue;
       const int channel = unit * kUnit + lane % 4 * 2;
-      // All that does not depend on the sums is on its way before they are there.
+      // What every step needs besides the sums is on its way before they are there.
       float2 shift[kGates] = {}, before = {};
       float* row = args.cell + phase.layer * args.cell_layer_stride + cell_row + channel;
       if (kind == PhaseKind::gates) before = *reinterpret_cast<const float2*>(row);

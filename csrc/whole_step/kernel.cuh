@@ -36,8 +36,10 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
     return;
   }
   wait_for_previous_kernel();
-  // Blocks that have ended before this one began to look are fewer than all.
-  const unsigned long long turn = whole::load_count(args.ended) / gridDim.x;
+  // Blocks that have counted themselves before this one began to look are fewer than all. (One
+  // counts itself when its first finishing warp is done; every block has a unit in some phase,
+  // op.cpp sees to it, and before that one is finished all its warps have looked.)
+  const unsigned long long turn = load_relaxed(args.ended) / gridDim.x;
   unsigned char* set = args.exchange + turn % 2 * args.set_bytes;
   if (warp < whole::kMultiplying) {
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);

@@ -1,7 +1,7 @@
 // Weights into shared memory, and products: two tiles of 8 rows by 8 tokens on the tensor cores.
 //
-// Every warp multiplies its own blocks of the inputs by all tiles of its block, and waits for no
-// other warp.
+// Every warp multiplies its own blocks of the inputs by all tiles of its block, and takes them
+// without waiting for another warp.
 #pragma once
 
 #include "../common/channels.cuh"
@@ -199,6 +199,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
       float squares = take_values<true>(args, phase, set, own);
       squares += __shfl_xor_sync(0xffffffffu, squares, 1);
       squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+      // Nobody reads the ones before any more: a whole other product has been finished since.
       if (lane % 4 == 0) shared.squares[warp][lane / 4] = squares;
     } else {
       take_values<false>(args, phase, set, own);

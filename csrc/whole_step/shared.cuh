@@ -16,6 +16,9 @@ constexpr int kBlock = 64;  // inputs of a warp: rows of 128 bytes, swizzled
 constexpr int kBlockUnits = kBlock / kUnit;
 constexpr int kBlockBytes = kBlock * kUnit * 2;
 constexpr int kStageBytes = kMultiplying * kBlockBytes;  // 8 rows, a block for each warp
+static_assert(kMostKeptUnits == kFinishing, "each warp that finishes keeps one unit");
+static_assert(kInputsMultiple == kBlock, "warps take whole blocks");
+static_assert(sizeof(WholeStepArgs) <= 32764, "what a kernel's arguments may have");
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other
 // token meet all banks.

@@ -35,6 +35,8 @@ def most_rows(config: ModelConfig, processors: int) -> int:
         and config.d_model <= MOST_CHANNELS_EACH * processors
         and config.conv_kernel <= MOST_TAPS
         and config.n_layers * of_layer + 2 <= MOST_PHASES
+        # Every multiprocessor needs something to do.
+        and config.n_layers * sum(inputs[1:]) + config.vocab_size >= 8 * processors
     )
     return min(MOST_ROWS, MOST_INPUT_BYTES // (2 * max(inputs))) if fits else 0
 

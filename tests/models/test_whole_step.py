@@ -38,6 +38,8 @@ def config(**changes: object) -> ModelConfig:
         ({"d_model": 64, "expansion": 1.125}, 0),  # 72 inputs
         ({"d_model": 4096}, 0),  # more units than the blocks keep
         ({"n_layers": 200, "d_model": 64}, 0),
+        ({"n_layers": 1, "d_model": 64}, 0),  # most multiprocessors would have nothing to do
+        ({"n_layers": 1, "d_model": 64, "vocab_size": 1000}, 8),
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], rows: int) -> None:
@@ -67,11 +69,18 @@ def as_near(got: Tensor, other: Tensor, right: Tensor) -> bool:
     return relative_error(got, right) < 2 * relative_error(other, right) + 5e-3
 
 
+#: Besides those of the chain's tests: blocks with one unit in all; the shortest convolution.
+NARROW = {
+    "narrow": config(d_model=64, n_layers=1, vocab_size=700),
+    "two taps": config(d_model=128, n_layers=4, conv_kernel=2, cell="minlstm", expansion=1.5),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW])
 def test_steps_as_the_chain_does(name: str) -> None:
     """Many steps of changing batches: what one leaves behind must not reach the next."""
-    model = build(CONFIGS[name], torch.bfloat16)
+    model = build((CONFIGS | NARROW)[name], torch.bfloat16)
     chain, whole, exact = chain_of(model), whole_of(model), exact_of(model)
     chance = random.Random(name)
     most = whole._whole.most_rows  # type: ignore[union-attr]
@@ -149,6 +158,18 @@ def test_a_neighbours_state_and_padding_are_left_alone() -> None:
 
 
 @pytest.mark.gpu
+def test_ids_and_slots_that_do_not_exist_are_passed_over() -> None:
+    model = build(CONFIGS["conv"], torch.bfloat16)
+    whole, state = whole_of(model), model.new_state(3)
+    ids, slots = int32([3, 66, -5, 4], "cuda"), int32([0, 1, 2, 3], "cuda")
+    clean = model.new_state(3)
+    logits = whole.step(ids, state, slots)
+    expected = whole.step(ids[:1], clean, slots[:1])
+    assert torch.isfinite(logits[:3]).all() and torch.equal(logits[:1], expected)
+    assert torch.equal(state.cell[:, 0], clean.cell[:, 0])
+
+
+@pytest.mark.gpu
 def test_refuses_what_does_not_fit() -> None:
     model = build(CONFIGS["mingru"], torch.bfloat16)
     whole, state = whole_of(model), model.new_state(16)
@@ -162,10 +183,20 @@ def test_refuses_what_does_not_fit() -> None:
         program.run(tokens[:2], tokens[:2], state.cell[:2], None, 1e-5)
     with pytest.raises(RuntimeError, match="conv must be given"):
         program.run(tokens[:2], tokens[:2], state.cell, torch.zeros(3, 16, 3, 384).cuda(), 1e-5)
+    with pytest.raises(RuntimeError, match="cell must have a slot"):
+        program.run(tokens[:2], tokens[:2], state.cell[:, :0], None, 1e-5)
     table = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
     how = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
     ends = Phase(kind="logits", weight=torch.zeros(8, 128, dtype=torch.bfloat16, device="cuda"))
     with pytest.raises(RuntimeError, match="inputs of phase 1 must be the channels"):
+        Program([Phase(kind="embed", weight=table), ends], **how).run(
+            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
+        )
+    with pytest.raises(RuntimeError, match=r"norm must be contiguous bfloat16 \[64\]"):
+        normed = Phase(kind="logits", weight=table, norm=torch.ones(64, device="cuda"))
+        Program([Phase(kind="embed", weight=table), normed], **how)
+    with pytest.raises(RuntimeError, match="too narrow"):
+        ends = Phase(kind="logits", weight=table)
         Program([Phase(kind="embed", weight=table), ends], **how).run(
             tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
         )
