@@ -109,6 +109,14 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
+def total_usage(answers: Sequence[Answer], draws: int) -> dict[str, int]:
+    """The `usage` object of `draws` samples of each prompt; a prompt counts once."""
+    return usage(
+        sum(answer.prompt_tokens for answer in answers[::draws]),
+        sum(answer.completion_tokens for answer in answers),
+    )
+
+
 class LogprobArrays:
     """The `logprobs` object: parallel arrays over tokens, as OpenAI's completions have them.
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, usage
+from service.answer import Answer, LogprobArrays, Piece, total_usage, usage
 from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
@@ -29,12 +29,11 @@ from service.inputs import (
 )
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import ErrorBody, StreamOptions
 from service.schemas.completions import (
     EXAMPLES,
     CompletionRequest,
     CompletionResponse,
-    StreamOptions,
 )
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
@@ -81,7 +80,7 @@ async def completions(
 
     def answer() -> JSONResponse:
         content = view.response(choose(outcomes, draws, n))
-        content["usage"] = _usage([outcome.answer for outcome in outcomes], draws)
+        content["usage"] = total_usage([outcome.answer for outcome in outcomes], draws)
         return JSONResponse(content)
 
     return await render(tokens, answer)
@@ -213,7 +212,7 @@ class _View:
         """The usage chunk, where it is asked for."""
         if not self._options.include_usage:
             return b""
-        return event({**self._head, "choices": [], "usage": _usage(answers, self._n)})
+        return event({**self._head, "choices": [], "usage": total_usage(answers, self._n)})
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
         if outcome.error is not None:
@@ -275,11 +274,3 @@ class _View:
             arrays.add_prompt(self._tasks[index].prompt, answer.scores)
         arrays.add_pieces(pieces, shift=len(self._echo(index)))
         return arrays.to_dict()
-
-
-def _usage(answers: list[Answer], draws: int) -> dict[str, int]:
-    """A prompt counts once, however many samples are drawn of it."""
-    return usage(
-        sum(answer.prompt_tokens for answer in answers[::draws]),
-        sum(answer.completion_tokens for answer in answers),
-    )

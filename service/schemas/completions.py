@@ -20,6 +20,7 @@ from service.schemas.common import (
     RequestModel,
     Seed,
     Stop,
+    StreamOptions,
     Temperature,
     TokenId,
     TopK,
@@ -47,12 +48,6 @@ Prompts = Annotated[
         "of lists of token ids",
     ),
 ]
-
-
-class StreamOptions(RequestModel):
-    include_usage: bool | None = Field(default=None, description="one last chunk with the usage")
-    continuous_usage_stats: bool | None = Field(default=None, description="usage on every chunk")
-    include_obfuscation: bool | None = Field(default=None, description="has no effect")
 
 
 class CompletionRequest(RequestModel):
