@@ -34,6 +34,7 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "object": "model",
         "created": runtime.loaded_at,
         "owned_by": "minserve",
+        "root": info.name,
         "cell": info.cell,
         "parameters": info.parameters,
         "vocab_size": info.vocab_size,

@@ -239,6 +239,7 @@ async def test_models(service: Service) -> None:
     (model,) = body["data"]
     assert (model["id"], model["object"], model["owned_by"]) == ("fake", "model", "minserve")
     assert model["created"] > 1_600_000_000
+    assert model["root"] == "fake"
     assert model["deterministic"] is False
     assert (await service.http.get("/v1/models/fake")).json() == model
 
