@@ -52,11 +52,11 @@ class ChatTemplate:
         self._template = template
         self._names = dict(names or {})
         self._refusal = NO_TOKENIZER if tokenizer is None else refusal
-        special = tokenizer.special_names if tokenizer else []
-        alternatives = "|".join(map(re.escape, special))
+        self._special = tokenizer.special_names if tokenizer else []
+        self._short = [name for name in self._special if len(name) == 1]  # cannot be cut in two
         # The first character of each place where a special token begins.
-        self._spelled = re.compile(f"(?={alternatives})(.)", re.DOTALL) if special else None
-        self._short = [name for name in special if len(name) == 1]  # cannot be cut in two
+        some = "|".join(map(re.escape, self._special))
+        self._spelled = re.compile(f"(?={some})(.)", re.DOTALL) if some else None
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
@@ -111,19 +111,21 @@ class ChatTemplate:
         """The messages with special tokens that they spell out cut in two by a mark, and the mark;
         "" where there are none."""
         spelled = self._spelled
-        values = [value for message in messages for value in message.values()]
-        if spelled is None or not any(map(spelled.search, values)):
+        text = "\n".join(value for message in messages for value in message.values())
+        if spelled is None or not any(name in text for name in self._special):
             return "", list(messages)
-        text = "\n".join(values)
         for name in self._short:
             if name in text:
                 raise InvalidRequest(f"messages may not hold the special token {name!r}")
         mark = next((one for one in MARKS if one not in text), None)
         if mark is None:
             raise InvalidRequest("messages may not hold special tokens and U+FDD0 to U+FDEF")
+
+        def cut(found: re.Match[str]) -> str:
+            return found[1] + mark
+
         return mark, [
-            {key: spelled.sub(rf"\g<1>{mark}", value) for key, value in message.items()}
-            for message in messages
+            {key: spelled.sub(cut, value) for key, value in message.items()} for message in messages
         ]
 
 

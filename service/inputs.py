@@ -91,7 +91,7 @@ def _plain_message(message: ChatMessage) -> dict[str, str]:
     """A message as templates know it. Instructions of developers are the system's there."""
     content = message.content or ""
     if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
+        content = "\n".join([part["text"] for part in content])
     role = "system" if message.role == "developer" else message.role
     plain = {"role": role, "content": content}
     return plain if message.name is None else {**plain, "name": message.name}

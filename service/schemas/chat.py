@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Discriminator,
     Field,
     GetCoreSchemaHandler,
@@ -14,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError, core_schema, to_json
+from typing_extensions import TypedDict  # pydantic's: typing's serves it from Python 3.12 on
 
 from service.schemas.common import (
     ErrorDetail,
@@ -62,7 +64,13 @@ class _Only:
         )
 
 
-class TextPart(RequestModel):
+MOST_MESSAGES = 4096  # of one conversation
+
+
+class TextPart(TypedDict):
+    """Half a million fit into one body, so none becomes an object of its own."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
     type: Literal["text"]
     text: str
 
@@ -98,11 +106,14 @@ class ChatMessage(RequestModel):
         return self
 
 
+Messages = Annotated[Many[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+
+
 class ChatRequest(RequestModel):
     """null means the default, everywhere."""
 
     model: str | None = None
-    messages: Many[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: MaxTokens | None = Field(default=None, description="default 1024")
     max_tokens: MaxTokens | None = Field(
         default=None, description="the former name of max_completion_tokens"

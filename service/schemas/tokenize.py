@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.schemas.chat import ChatMessage
+from service.schemas.chat import Messages
 from service.schemas.common import Many, RequestModel, TokenId
 
 
@@ -16,7 +16,7 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Many[ChatMessage] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         default=None,
         description="what the tokenizer puts around a text, as the other endpoints do (default "

@@ -194,6 +194,12 @@ async def test_every_openai_field_is_accepted(chat: Service) -> None:
             "messages[0].tool_calls",
             "allowed: null or []",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}]},
+            "messages[0].content[0].x",
+            "not permitted",
+        ),
+        ({"messages": HELLO * 4097}, "messages", "at most 4096"),
         ({"tools": [{"type": "function"}]}, "tools", "allowed: null or []"),
         ({"response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
         ({"store": 0}, "store", "allowed: null or false"),
