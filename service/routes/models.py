@@ -8,19 +8,28 @@ from fastapi import APIRouter, Depends, Response
 
 from service.inputs import check_model
 from service.runtime import Runtime, get_runtime
+from service.schemas.common import ErrorBody
+from service.schemas.models import ModelCard, ModelList
 from service.wire import JSONResponse
 
 router = APIRouter(tags=["models"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses={200: {"model": ModelList}, 503: {"model": ErrorBody}})
 async def list_models(runtime: CurrentRuntime) -> Response:
     """Every model that requests may name."""
     return JSONResponse({"object": "list", "data": [_describe(runtime)]})
 
 
-@router.get("/v1/models/{model:path}")
+@router.get(
+    "/v1/models/{model:path}",
+    responses={
+        200: {"model": ModelCard},
+        404: {"model": ErrorBody},
+        503: {"model": ErrorBody},
+    },
+)
 async def get_model(model: str, runtime: CurrentRuntime) -> Response:
     """One model."""
     check_model(model, runtime.model_name, runtime.info)
