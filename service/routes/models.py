@@ -16,7 +16,7 @@ router = APIRouter(tags=["models"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 
 
-@router.get("/v1/models", responses={200: {"model": ModelList}, 503: {"model": ErrorBody}})
+@router.get("/v1/models", responses={200: {"model": ModelList}, "5XX": {"model": ErrorBody}})
 async def list_models(runtime: CurrentRuntime) -> Response:
     """Every model that requests may name."""
     return JSONResponse({"object": "list", "data": [_describe(runtime)]})
@@ -26,8 +26,8 @@ async def list_models(runtime: CurrentRuntime) -> Response:
     "/v1/models/{model:path}",
     responses={
         200: {"model": ModelCard},
-        404: {"model": ErrorBody},
-        503: {"model": ErrorBody},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
     },
 )
 async def get_model(model: str, runtime: CurrentRuntime) -> Response:
