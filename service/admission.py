@@ -36,7 +36,25 @@ class StrictRequest(Request):
 FLIGHT = "minserve.flight"
 
 
-class InferenceRoute(APIRoute):
+class ReadyRoute(APIRoute):
+    """A route of a ready server, whose requests must be JSON to the letter."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def admitted(request: Request) -> Response:
+            runtime = get_runtime(request)
+            runtime.check_ready()
+            self.check_room(runtime)
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return admitted
+
+    def check_room(self, runtime: Runtime) -> None:
+        """Raises the error that says why no more can be taken."""
+
+
+class InferenceRoute(ReadyRoute):
     """A route whose requests are work for the model: flights, until the answer's last byte."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,16 +63,8 @@ class InferenceRoute(APIRoute):
             scope[FLIGHT] = flight
             await super().handle(scope, receive, send)
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def admitted(request: Request) -> Response:
-            runtime = get_runtime(request)
-            runtime.check_ready()
-            runtime.places.check(1)
-            return await handler(StrictRequest(request.scope, request.receive))
-
-        return admitted
+    def check_room(self, runtime: Runtime) -> None:
+        runtime.places.check(1)
 
 
 def get_flight(request: Request) -> Flight:

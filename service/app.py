@@ -13,7 +13,16 @@ from engine.errors import EngineError
 from service import errors
 from service.body_limit import BodyLimit
 from service.middleware import HttpMetrics, RequestIds
-from service.routes import completions, generate, health, metrics, models, score
+from service.routes import (
+    chat,
+    completions,
+    generate,
+    health,
+    metrics,
+    models,
+    score,
+    tokenize,
+)
 from service.runtime import Runtime
 from service.settings import Settings
 
@@ -59,7 +68,7 @@ def create_app(
     )
     app.state.runtime = runtime
     errors.install(app)
-    for module in (generate, score, completions, models, health, metrics):
+    for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

@@ -13,7 +13,7 @@ from service.metrics import Metrics
 from service.streaming import OUTCOME, ClientGone
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions"}
+INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions", "/v1/chat/completions"}
 REQUEST_ID = "minserve.request_id"
 ARRIVED = "minserve.arrived"  # by time.perf_counter
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer

@@ -13,9 +13,8 @@ from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
-from service.errors import invalid
 from service.flight import Flight
-from service.inputs import check_count, check_model, read_prompt
+from service.inputs import check_count, check_model, end_of_text, read_prompt
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
@@ -106,12 +105,8 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
     for i, item in enumerate(items):
         if item.context:
             context = await read_prompt(item.context, f"items[{i}].context", tokenizer, info)
-        elif info.eos_token_id is not None:
-            context = array("i", [info.eos_token_id])
         else:
-            raise invalid(
-                f"items[{i}].context", "is empty, and the model has no end-of-text token instead"
-            )
+            context = array("i", end_of_text(f"items[{i}].context", info))
         for j, continuation in enumerate(item.continuations):
             name = f"items[{i}].continuations[{j}]"
             tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
