@@ -74,6 +74,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     # tokens read them once (samples of one prompt, continuations of one context). A request
     # starts from a kept state of at most len(prompt) - 1 tokens, and score_from - 1 if it scores.
     share_at: tuple[int, ...] = ()
+    owner: str = ""  # whose request it is: kept states serve requests of the same owner alone
     timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
 
 

@@ -265,7 +265,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, now: float) -> None:
         while self._slots.free and (sequence := self._waiting.first()) is not None:
-            hit = self._prefixes.find(sequence.request.prompt, sequence.cacheable_tokens)
+            request = sequence.request
+            hit = self._prefixes.find(request.prompt, sequence.cacheable_tokens, request.owner)
             cached = 0 if hit is None else hit.length
             marks = [mark for mark in sequence.marks if mark > cached]
             prefixes = {mark: sequence.prefix(mark) for mark in marks}
@@ -282,9 +283,7 @@ class Scheduler:
             sequence.slot = self._slots.take()
             self._prefilling[sequence.key] = sequence
             source = None if hit is None else hit.row
-            plan.admit.append(
-                Admission(sequence.request, sequence.key, sequence.slot, source, cached)
-            )
+            plan.admit.append(Admission(request, sequence.key, sequence.slot, source, cached))
         self._waiting.note_admitted(len(plan.admit), now)
 
     def _can_admit(self) -> bool:

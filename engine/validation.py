@@ -10,7 +10,7 @@ import math
 
 from engine.errors import InvalidRequest
 from engine.messages import Request, SamplingParams, unpack_ids
-from engine.sequence import ID_BYTES
+from engine.sequence import ID_BYTES, MOST_OWNER_BYTES
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
@@ -40,6 +40,10 @@ def check_request(request: Request, vocab_size: int) -> None:
         )
     for mark in request.share_at:
         _check_range("share_at", mark, 1, length)
+    if len(request.owner.encode()) > MOST_OWNER_BYTES:
+        raise InvalidRequest(
+            f"owner is too long; allowed: up to {MOST_OWNER_BYTES} bytes of UTF-8", param="owner"
+        )
     if request.timeout is not None:
         _check_number("timeout", request.timeout, above=0.0)
     _check_sampling(request.sampling, vocab_size)
