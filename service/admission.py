@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import ApiError
 from service.flight import Flight
-from service.middleware import ARRIVED
 from service.runtime import Runtime, get_runtime
+from service.scope import ARRIVED, FLIGHT, KEY_NAME
 
 
 class StrictRequest(Request):
@@ -33,15 +33,12 @@ class StrictRequest(Request):
             ) from error
 
 
-FLIGHT = "minserve.flight"
-
-
 class InferenceRoute(APIRoute):
     """A route whose requests are work for the model: flights, until the answer's last byte."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         runtime: Runtime = scope["app"].state.runtime
-        with runtime.flight(scope[ARRIVED]) as flight:
+        with runtime.flight(scope[ARRIVED], scope[KEY_NAME] or "") as flight:
             scope[FLIGHT] = flight
             await super().handle(scope, receive, send)
 

@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from engine.client import EngineClient
 from engine.errors import EngineError
 from service import errors
+from service.access import KeyCheck, load_access
 from service.body_limit import BodyLimit
 from service.middleware import HttpMetrics, RequestIds
+from service.openapi import describe_access
 from service.routes import completions, generate, health, metrics, models, score
 from service.runtime import Runtime
 from service.settings import Settings
@@ -31,9 +33,11 @@ def create_app(
     """The application; its lifespan starts `client` and closes it.
 
     `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
-    engine dies: every stream then gets an error frame and /health answers 503.
+    engine dies: every stream then gets an error frame and /health answers 503. Raises
+    ConfigError for keys that cannot be used.
     """
     runtime = Runtime(client, settings, on_failure)
+    access = load_access(settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -41,13 +45,16 @@ def create_app(
             await client.start()
         except EngineError as error:  # the server starts all the same, and tells it like any death
             runtime.fail(error)
-        life = asyncio.create_task(runtime.live())
+        tasks = [asyncio.create_task(runtime.live())]
+        if access.keys is not None:
+            tasks.append(asyncio.create_task(access.keys.watch()))
         try:
             yield
         finally:
-            life.cancel()
-            with suppress(asyncio.CancelledError):
-                await life
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await client.close()
 
     app = FastAPI(
@@ -61,8 +68,10 @@ def create_app(
     errors.install(app)
     for module in (generate, score, completions, models, health, metrics):
         app.include_router(module.router)
+    describe_access(app, access)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(KeyCheck, access=access)
     app.add_middleware(HttpMetrics, metrics=runtime.metrics)
     app.add_middleware(RequestIds)
     return app

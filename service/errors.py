@@ -121,16 +121,16 @@ def install(app: FastAPI) -> None:
 
     async def engine_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        return _render(from_engine(error))
+        return respond(from_engine(error))
 
     async def validation_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _render(from_validation(error.errors()))
+        return respond(from_validation(error.errors()))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
-            return _render(error)
+            return respond(error)
         message, code = str(error.detail), None
         if error.status_code == 404:
             message, code = f"no such path: {request.url.path}", "not_found"
@@ -140,11 +140,11 @@ def install(app: FastAPI) -> None:
             message += f"; allowed: {allowed}" if allowed else ""
             code = "method_not_allowed"
         headers = dict(error.headers) if error.headers else None
-        return _render(ApiError(error.status_code, message, code=code, headers=headers))
+        return respond(ApiError(error.status_code, message, code=code, headers=headers))
 
     async def unexpected(_: Request, error: Exception) -> Response:
         logger.error("unexpected error", exc_info=error)
-        return _render(ApiError(500, "internal error", type=SERVER))
+        return respond(ApiError(500, "internal error", type=SERVER))
 
     app.add_exception_handler(EngineError, engine_error)
     app.add_exception_handler(RequestValidationError, validation_error)
@@ -152,6 +152,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _render(error: ApiError) -> Response:
+def respond(error: ApiError) -> Response:
+    """The answer that tells an error."""
     headers = dict(error.headers) if error.headers else None
     return JSONResponse(error.body, error.status_code, headers)

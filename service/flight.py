@@ -31,9 +31,10 @@ class Flight:
         places: Places,
         aloft: set[Flight],
         arrived: float,
+        owner: str,
     ) -> None:
         """`aloft` holds the flights under way; the request's headers came at `arrived`, by
-        time.perf_counter."""
+        time.perf_counter; what it shares, it shares with requests of the same `owner`."""
         self._client = client
         self._metrics = metrics
         self._places = places
@@ -42,6 +43,7 @@ class Flight:
         self._open: set[int] = set()  # ids of requests that have not ended
         self._deliveries: list[Delivery] = []
         self._arrived = arrived
+        self._owner = owner
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
 
@@ -67,11 +69,11 @@ class Flight:
 
     def submit(self, prompt: bytes, **fields: Any) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of
-        messages.Request. Raises EngineUnavailable, Draining."""
+        messages.Request but `owner`. Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
-        request = Request(id=self._client.new_id(), prompt=prompt, **fields)
+        request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
         self._deliveries.append(self._client.submit(request))
         self._release(1)
         self._open.add(request.id)

@@ -10,12 +10,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics import Metrics
-from service.streaming import OUTCOME, ClientGone
+from service.scope import ARRIVED, OUTCOME, REQUEST_ID
+from service.streaming import ClientGone
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions"}
-REQUEST_ID = "minserve.request_id"
-ARRIVED = "minserve.arrived"  # by time.perf_counter
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 

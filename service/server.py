@@ -77,20 +77,19 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
-    client = EngineClient.spawn(settings.engine_config())
-    try:
-        listener = listen(settings.host, settings.port)
-    except OSError as error:
-        reason = error.strerror or error
-        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
-        return 2
     failures: list[EngineError] = []
 
     def on_failure(error: EngineError) -> None:
         failures.append(error)
         server.stop()
 
-    app = create_app(client, settings, on_failure)
+    app = create_app(EngineClient.spawn(settings.engine_config()), settings, on_failure)
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        reason = error.strerror or error
+        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
+        return 2
     server = Server(_uvicorn_config(app, settings), app.state.runtime)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host

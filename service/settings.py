@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine.config import EngineConfig
@@ -23,6 +24,13 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+
+    # Who may ask. Keys are never options: the arguments of a process can be read by others.
+    api_keys: SecretStr | None = None  # name:key, several separated by commas
+    api_keys_file: Path | None = None  # name:key or name key, one per line
+    admin_key: SecretStr | None = None
+    admin_key_file: Path | None = None
+    metrics_access: Literal["open", "key", "admin"] = "open"  # whose key /metrics asks for
 
     # The engine (engine.config.EngineConfig checks the values).
     model: str = "shakespeare-mingru"

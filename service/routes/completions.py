@@ -19,7 +19,6 @@ from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
 from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
-from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
 from service.schemas.completions import (
@@ -28,6 +27,7 @@ from service.schemas.completions import (
     CompletionResponse,
     StreamOptions,
 )
+from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
