@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.client import EngineClient
 from engine.errors import EngineError
@@ -72,6 +73,14 @@ def create_app(
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(KeyCheck, access=access)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
     app.add_middleware(HttpMetrics, metrics=runtime.metrics)
     app.add_middleware(RequestIds)
     return app

@@ -23,6 +23,7 @@ from service.app import create_app
 from service.runtime import Runtime
 from service.settings import Settings
 from service.stalled import MeteredProtocol, cut_stalled
+from service.tls import CIPHERS, check_tls
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
+    check_tls(settings.tls_certificate, settings.tls_key)
     failures: list[EngineError] = []
 
     def on_failure(error: EngineError) -> None:
@@ -93,7 +95,9 @@ def serve(settings: Settings) -> int:
     server = Server(_uvicorn_config(app, settings), app.state.runtime)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    logger.info("listening on http://%s:%d (see /docs); loading %s", address, port, settings.model)
+    scheme = "https" if settings.tls_certificate else "http"
+    url = f"{scheme}://{address}:{port}"
+    logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     with listener:
         server.run([listener])
     if not failures:
@@ -119,4 +123,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=LAST_FRAMES,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        ssl_ciphers=CIPHERS,
     )

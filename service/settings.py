@@ -6,12 +6,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SecretStr
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import EngineConfig
+
+# As browsers send it; * stands for all of them.
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\sA-Z/?#@,]+)$")]
+
+
+def _split(value: Any) -> Any:
+    """An environment variable holds several values separated by commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 class Settings(BaseSettings):
@@ -45,6 +53,11 @@ class Settings(BaseSettings):
     threads: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
+
+    # The connection.
+    tls_certificate: Path | None = None  # PEM, with the chain; None = plain HTTP
+    tls_key: Path | None = None  # PEM; None = it is in the certificate's file
+    cors_origin: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] = ()
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20

@@ -73,6 +73,15 @@ MetricsAccess = Annotated[
     str | None, Option(help="Who may read /metrics: open, key (any) or admin [open].")
 ]
 
+TlsCertificate = Annotated[
+    Path | None, Option(help="PEM file with the chain; serves HTTPS [plain HTTP].")
+]
+TlsKey = Annotated[Path | None, Option(help="PEM file, without passphrase [in the certificate's].")]
+CorsOrigin = Annotated[
+    list[str] | None,
+    Option(help="Whose pages in browsers may ask: https://HOST or *; repeatable [nobody's]."),
+]
+
 # generate
 Temperature = Annotated[float, Option(help="0 = always the most likely token.")]
 OffAtZero = Annotated[float, Option(help="0 = off.")]

@@ -33,12 +33,15 @@ def serve(
     api_keys_file: options.ApiKeysFile = None,
     admin_key_file: options.AdminKeyFile = None,
     metrics_access: options.MetricsAccess = None,
+    tls_certificate: options.TlsCertificate = None,
+    tls_key: options.TlsKey = None,
+    cors_origin: options.CorsOrigin = None,
 ) -> None:
     """Serves a model over HTTP.
 
     Environment variables set the same, and finer things: MINSERVE_PORT for --port. Options win.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if value not in (None, [])}
     from pydantic import ValidationError
 
     from service.server import serve as run

@@ -206,10 +206,21 @@ async def test_an_unexpected_error_is_no_traceback(
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr("service.routes.generate.gather", fail)
-    response = await service.http.post(GENERATE, json={"prompts": ["a"]})
+    ids = {"x-request-id": "mine"}
+    response = await service.http.post(GENERATE, json={"prompts": ["a"]}, headers=ids)
     assert response.status_code == 500
+    assert response.headers["x-request-id"] == "mine"
     assert "secret" not in response.text
     error_message(response.json(), None)
+
+
+async def test_an_error_gives_little_of_the_request_back(service: Service) -> None:
+    long = "x" * 1_000_000
+    for body in ({"prompts": ["a"], long: 1}, {"prompts": ["a"], "model": long}):
+        response = await service.http.post(GENERATE, json=body)
+        assert response.status_code in (400, 404)
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(response.content) < 4000
 
 
 async def test_after_every_error_it_still_serves(service: Service) -> None:

@@ -29,7 +29,7 @@ from service.server import serve
 from service.settings import Settings
 transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
 EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
-sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL)))
+sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL, **OPTIONS)))
 """
 
 
@@ -42,10 +42,11 @@ class Process:
         engine: str = "tests.engine.fake:fake_engine",
         stall_timeout: float = 60,
         python: str | None = None,  # that runs the worker
+        **settings: Any,
     ) -> None:
         program = PROGRAM.replace("ENGINE", engine).replace("PORT", str(port))
         program = program.replace("STALL", str(stall_timeout))
-        program = program.replace("PYTHON", repr(python))
+        program = program.replace("PYTHON", repr(python)).replace("OPTIONS", repr(settings))
         self.popen = subprocess.Popen(
             [sys.executable, "-c", program],
             stderr=subprocess.PIPE,
@@ -77,7 +78,7 @@ class Process:
 
     @property
     def url(self) -> str:
-        return self.said(r"listening on (http://\S+)")[1]
+        return self.said(r"listening on (https?://\S+)")[1]
 
     def exit_code(self) -> int:
         code = self.popen.wait(60)
