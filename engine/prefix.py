@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from engine.sequence import ID_BYTES, Prefix, prefixes
+from engine.messages import ID_BYTES
+from engine.sequence import Prefix, prefixes
 from engine.slots import SlotAllocator
 
 

@@ -26,7 +26,7 @@ from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
 from engine.rounds import Rounds
-from engine.sequence import ID_BYTES, Prefix, Sequence
+from engine.sequence import Prefix, Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -206,9 +206,7 @@ class Scheduler:
             prefill_seconds=result.prefill_seconds,
             decode_steps=plan.steps if plan.decode else 0,
             decode_seconds=result.decode_seconds / plan.steps,
-            prefix_queries_tokens=sum(
-                len(admission.request.prompt) // ID_BYTES for admission in plan.admit
-            ),
+            prefix_queries_tokens=sum(admission.request.prompt_tokens for admission in plan.admit),
             prefix_hits_tokens=sum(admission.cached_tokens for admission in plan.admit),
         )
 

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from engine.messages import (
+    ID_BYTES,
     Finished,
     FinishReason,
     Request,
@@ -21,7 +22,6 @@ from engine.messages import (
     unpack_ids,
 )
 
-ID_BYTES = 4  # of one token in Request.prompt
 MOST_OWNER_BYTES = blake2b.MAX_KEY_SIZE  # of Request.owner in UTF-8: 64
 MOST_STOP_IDS = 8  # that the device looks for by itself
 
@@ -108,7 +108,7 @@ class Sequence:
         self.key = key
         self.client = client
         self.request = request
-        self.prompt_tokens = len(request.prompt) // ID_BYTES
+        self.prompt_tokens = request.prompt_tokens
         self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
         self._prefixes: dict[int, Prefix] | None = None  # by mark, once they are needed
         self.max_tokens = request.sampling.max_tokens

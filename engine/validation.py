@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from engine.errors import InvalidRequest
-from engine.messages import Request, SamplingParams, unpack_ids
-from engine.sequence import ID_BYTES, MOST_OWNER_BYTES
+from engine.messages import ID_BYTES, Request, SamplingParams, unpack_ids
+from engine.sequence import MOST_OWNER_BYTES
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
@@ -24,7 +24,7 @@ def check_request(request: Request, vocab_size: int) -> None:
             f"prompt has {len(request.prompt)} bytes; allowed: packed int32 token ids",
             param="prompt",
         )
-    length = len(request.prompt) // ID_BYTES
+    length = request.prompt_tokens
     if length == 0:
         raise InvalidRequest("prompt is empty; allowed: at least one token", param="prompt")
     ids = unpack_ids(request.prompt)

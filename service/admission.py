@@ -12,12 +12,14 @@ from typing import Any
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.errors import ApiError
 from service.flight import Flight
 from service.runtime import Runtime, get_runtime
 from service.scope import ARRIVED, FLIGHT, KEY_NAME
+from service.streaming import ClientGone
 
 
 class StrictRequest(Request):
@@ -49,7 +51,12 @@ class InferenceRoute(APIRoute):
             runtime = get_runtime(request)
             runtime.check_ready()
             runtime.places.check(1)
-            return await handler(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            try:
+                await strict.body()
+            except ClientDisconnect as error:
+                raise ClientGone from error
+            return await handler(strict)
 
         return admitted
 

@@ -13,12 +13,16 @@ from engine.client import EngineClient
 from engine.errors import EngineError
 from service import errors
 from service.access import KeyCheck, load_access
+from service.access_log import AccessLog
 from service.body_limit import BodyLimit
-from service.middleware import HttpMetrics, RequestIds
+from service.line_writer import LineWriter
+from service.middleware import Account, RequestIds
 from service.openapi import describe_access
 from service.routes import completions, generate, health, metrics, models, score
 from service.runtime import Runtime
 from service.settings import Settings
+
+STDOUT = 1
 
 DESCRIPTION = """Minimal recurrent language models (minGRU, minLSTM) over HTTP.
 
@@ -39,6 +43,8 @@ def create_app(
     """
     runtime = Runtime(client, settings, on_failure)
     access = load_access(settings)
+    lines = LineWriter(STDOUT)
+    log = AccessLog(settings.access_log, lines.write)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,6 +63,7 @@ def create_app(
                 with suppress(asyncio.CancelledError):
                     await task
             await client.close()
+            lines.close()
 
     app = FastAPI(
         title="minserve",
@@ -81,6 +88,6 @@ def create_app(
             allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(HttpMetrics, metrics=runtime.metrics)
+    app.add_middleware(Account, metrics=runtime.metrics, log=log)
     app.add_middleware(RequestIds)
     return app

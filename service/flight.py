@@ -46,6 +46,8 @@ class Flight:
         self._owner = owner
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
+        self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
+        self.tokens_out = 0  # that it generated
 
     def __enter__(self) -> Flight:
         self._aloft.add(self)
@@ -75,6 +77,8 @@ class Flight:
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
         self._deliveries.append(self._client.submit(request))
+        if request.sampling.choice == 0:
+            self.tokens_in += request.prompt_tokens
         self._release(1)
         self._open.add(request.id)
 
@@ -137,6 +141,7 @@ class Flight:
         """Times a request's tokens; `last` is when the tokens before came."""
         if not update.tokens:
             return last
+        self.tokens_out += len(update.tokens)
         if update.finished is not None and update.finished.tokens:  # gathered in the engine
             self._metrics.gathered(update.finished, self._before_engine)
             return last

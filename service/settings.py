@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SecretS
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import EngineConfig
+from service.access_log import AccessLogFormat
 
 # As browsers send it; * stands for all of them.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\sA-Z/?#@,]+)$")]
@@ -32,6 +33,8 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+
+    access_log: AccessLogFormat = "off"  # one line per request on stdout
 
     # Who may ask. Keys are never options: the arguments of a process can be read by others.
     api_keys: SecretStr | None = None  # name:key, several separated by commas

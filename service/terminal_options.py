@@ -65,6 +65,9 @@ RequestTimeout = Annotated[float | None, Option(help="Seconds, where a request n
 DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
 LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
 
+AccessLog = Annotated[
+    str | None, Option(help="A line per request on stdout, without texts: json, text, off [off].")
+]
 ApiKeysFile = Annotated[
     Path | None, Option(help="Keys of clients, one name:key per line [anybody may ask].")
 ]

@@ -30,6 +30,7 @@ def serve(
     request_timeout: options.RequestTimeout = None,
     drain_timeout: options.DrainTimeout = None,
     log_level: options.LogLevel = None,
+    access_log: options.AccessLog = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key_file: options.AdminKeyFile = None,
     metrics_access: options.MetricsAccess = None,

@@ -34,7 +34,7 @@ sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL, **OPTIONS))
 
 
 class Process:
-    """A server under test; `lines` is what it says."""
+    """A server under test; `lines` is what it says, `output` what it prints."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class Process:
         program = program.replace("PYTHON", repr(python)).replace("OPTIONS", repr(settings))
         self.popen = subprocess.Popen(
             [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -56,25 +57,37 @@ class Process:
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.output: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in ((self.popen.stderr, self.lines), (self.popen.stdout, self.output))
+        ]
+        for reader in self._readers:
+            reader.start()
 
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.lines.append(line.rstrip())
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line.rstrip())
 
     def said(self, pattern: str) -> re.Match[str]:
-        """Waits until a line matches."""
+        """Waits until a line of the log matches."""
+        return self._await(pattern, self.lines)
+
+    def printed(self, pattern: str) -> re.Match[str]:
+        """Waits until a line of the output matches."""
+        return self._await(pattern, self.output)
+
+    def _await(self, pattern: str, lines: list[str]) -> re.Match[str]:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            for line in list(self.lines):
+            for line in list(lines):
                 if match := re.search(pattern, line):
                     return match
-            if self.popen.poll() is not None and not self._reader.is_alive():
+            ended = self.popen.poll() is not None
+            if ended and not any(reader.is_alive() for reader in self._readers):
                 break
             time.sleep(0.01)
-        raise AssertionError(f"never said {pattern!r}: {self.lines}")
+        raise AssertionError(f"never said {pattern!r}: {lines}")
 
     @property
     def url(self) -> str:
@@ -82,7 +95,8 @@ class Process:
 
     def exit_code(self) -> int:
         code = self.popen.wait(60)
-        self._reader.join(10)
+        for reader in self._readers:
+            reader.join(10)
         return code
 
 
