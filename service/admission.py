@@ -6,6 +6,7 @@ to the letter. From its arrival on a request is a flight, which a drain waits fo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -52,10 +53,19 @@ class InferenceRoute(APIRoute):
             runtime.check_ready()
             runtime.places.check(1)
             strict = StrictRequest(request.scope, request.receive)
+            limit = runtime.settings.receive_timeout
             try:
-                await strict.body()
+                async with asyncio.timeout(limit):
+                    await strict.body()
             except ClientDisconnect as error:
                 raise ClientGone from error
+            except TimeoutError as error:
+                raise ApiError(
+                    408,
+                    f"the body did not come within {limit:g} s (receive_timeout)",
+                    code="body_too_slow",
+                    headers={"Connection": "close"},
+                ) from error
             return await handler(strict)
 
         return admitted

@@ -43,8 +43,10 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        timeout = self._runtime.settings.stall_timeout
-        watch = asyncio.create_task(cut_stalled(self.server_state.connections, timeout))
+        settings, connections = self._runtime.settings, self.server_state.connections
+        watch = asyncio.create_task(
+            cut_stalled(connections, settings.stall_timeout, settings.receive_timeout)
+        )
         try:
             await super().serve(sockets)
         finally:

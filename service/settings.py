@@ -80,6 +80,7 @@ class Settings(BaseSettings):
     request_timeout: PositiveFloat = 600.0  # where the request names none
     max_request_timeout: PositiveFloat = 3600.0
     drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
+    receive_timeout: PositiveFloat = 60.0  # for a request's head, and then for its body
     stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
     ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
 

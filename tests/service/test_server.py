@@ -254,6 +254,58 @@ def test_a_client_that_sends_too_much_gets_its_413(chunked: bool) -> None:
         assert b"body_too_large" in answer
 
 
+def _address(process: Process) -> tuple[str, int]:
+    host, port = process.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def _raw(process: Process, *pieces: bytes) -> bytes:
+    """All that comes back for what is sent, until the server closes the connection."""
+    answer = b""
+    with socket.create_connection(_address(process), timeout=60) as client:
+        with suppress(ConnectionError):  # while it is being sent
+            for piece in pieces:
+                client.sendall(piece)
+        with suppress(ConnectionError):
+            while data := client.recv(2**16):
+                answer += data
+    return answer
+
+
+def test_a_head_without_end_is_refused() -> None:
+    with serving() as process:
+        process.said("ready: fake")
+        fits = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: %b\r\n\r\n"
+        assert _raw(process, fits % (b"x" * 60_000)).startswith(b"HTTP/1.1 200 ")
+        one_header = b"GET /health HTTP/1.1\r\nx: ", *[b"x" * 10_000] * 10_000
+        many = b"GET /health HTTP/1.1\r\n", *[b"x: %b\r\n" % (b"y" * 10_000)] * 10_000
+        for pieces in (one_header, many):
+            answer = _raw(process, *pieces)
+            assert not answer or answer.startswith(b"HTTP/1.1 431 ")  # a reset may take it away
+        head = b"GET /health HTTP/1.1\r\nhost: x\r\nx: "
+        assert httpx.get(f"{process.url}/ready").status_code == 200
+        with socket.create_connection(_address(process), timeout=60) as client:
+            for piece in (head, *[b"x" * 10_000] * 8):  # slowly, so that each is a read
+                client.sendall(piece)
+                time.sleep(0.05)
+            assert client.recv(2**16).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_request_that_does_not_end_loses_its_connection() -> None:
+    head = b"POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"
+    with serving(receive_timeout=0.5) as process:
+        process.said("ready: fake")
+        for sent in (b"", b"GET / HT", head[:-10]):
+            assert _raw(process, sent) == b""
+        answer = _raw(process, head)
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in answer
+        with httpx.Client(base_url=process.url, timeout=60) as client:  # one that works stays
+            body = {"prompts": [[97]], "max_tokens": 2000, "ignore_eos": True}
+            begun = time.monotonic()
+            while time.monotonic() < begun + 1:
+                assert client.post("/v1/generate", json=body).status_code == 200
+
+
 def _sockets(pid: int) -> int:
     folder = Path(f"/proc/{pid}/fd")
     if not folder.exists():
