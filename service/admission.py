@@ -26,6 +26,22 @@ from service.streaming import ClientGone
 class StrictRequest(Request):
     """A request whose JSON must be JSON: valid UTF-8, and no NaN or Infinity."""
 
+    async def read_body(self, seconds: float) -> None:
+        """Reads the body, which is kept. Raises ClientGone, and ApiError 408 where it has not come
+        in that time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.body()
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"the body did not come within {seconds:g} s (receive_timeout)",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            ) from error
+
     async def json(self) -> Any:
         body = await self.body()
         try:
@@ -53,19 +69,7 @@ class InferenceRoute(APIRoute):
             runtime.check_ready()
             runtime.places.check(1)
             strict = StrictRequest(request.scope, request.receive)
-            limit = runtime.settings.receive_timeout
-            try:
-                async with asyncio.timeout(limit):
-                    await strict.body()
-            except ClientDisconnect as error:
-                raise ClientGone from error
-            except TimeoutError as error:
-                raise ApiError(
-                    408,
-                    f"the body did not come within {limit:g} s (receive_timeout)",
-                    code="body_too_slow",
-                    headers={"Connection": "close"},
-                ) from error
+            await strict.read_body(runtime.settings.receive_timeout)
             return await handler(strict)
 
         return admitted
