@@ -60,6 +60,12 @@ GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
         ({"prompts": ["a"], "stop": ["x"] * 17}, "stop", "at most 16"),
         ({"prompts": ["a"], "stop": "x" * 1025}, "stop", "at most 1024"),
         ({"prompts": ["a"], "stop_token_ids": [300]}, "stop_token_ids", "0 to 256"),
+        ({"prompts": ["a"], "stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+        (
+            {"prompts": ["a"], "logit_bias": {str(i): 1 for i in range(1025)}},
+            "logit_bias",
+            "at most 1024",
+        ),
         ({"prompts": ["a"], "logprobs": 21}, "logprobs", "up to 20"),
         ({"prompts": ["a"], "timeout": 0}, "timeout", "greater than 0"),
         ({"prompts": ["a"], "timeout": 10**6}, "timeout", "up to 3600"),
