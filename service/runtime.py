@@ -80,9 +80,10 @@ class Runtime:
         """What clients call the model."""
         return self.settings.model_name or self.info.name
 
-    def flight(self, arrived: float) -> Flight:
-        """One HTTP request that arrived then, by time.perf_counter (a context manager)."""
-        return Flight(self.client, self.metrics, self.places, self.flights, arrived)
+    def flight(self, arrived: float, owner: str) -> Flight:
+        """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
+        the name of its key."""
+        return Flight(self.client, self.metrics, self.places, self.flights, arrived, owner)
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""

@@ -24,10 +24,10 @@ from service.inputs import (
     read_stops,
     sampling_params,
 )
-from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.chat import ChatRequest, ChatResponse
 from service.schemas.common import ErrorBody, StreamOptions
+from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves

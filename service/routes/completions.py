@@ -27,7 +27,6 @@ from service.inputs import (
     read_stops,
     sampling_params,
 )
-from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody, StreamOptions
 from service.schemas.completions import (
@@ -35,6 +34,7 @@ from service.schemas.completions import (
     CompletionRequest,
     CompletionResponse,
 )
+from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render

@@ -15,10 +15,10 @@ from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.flight import Flight
 from service.inputs import check_count, check_model, end_of_text, read_prompt
-from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
+from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import ends_all, error_body, unless_client_leaves
 from service.wire import JSONResponse, render
