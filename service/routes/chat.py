@@ -26,7 +26,7 @@ from service.inputs import (
 )
 from service.runtime import Runtime, get_runtime
 from service.schemas.chat import ChatRequest, ChatResponse
-from service.schemas.common import ErrorBody, StreamOptions
+from service.schemas.common import StreamOptions, statuses
 from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
@@ -43,14 +43,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post(
-    "/v1/chat/completions",
-    responses={
-        200: {"model": ChatResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/v1/chat/completions", responses=statuses(ChatResponse))
 async def chat_completions(
     body: Annotated[ChatRequest, Body()],
     request: Request,

@@ -28,7 +28,7 @@ from service.inputs import (
     sampling_params,
 )
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody, StreamOptions
+from service.schemas.common import StreamOptions, statuses
 from service.schemas.completions import (
     EXAMPLES,
     CompletionRequest,
@@ -48,14 +48,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post(
-    "/v1/completions",
-    responses={
-        200: {"model": CompletionResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/v1/completions", responses=statuses(CompletionResponse))
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,

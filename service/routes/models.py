@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Response
 
 from service.inputs import check_model
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import ErrorBody, statuses
 from service.schemas.models import ModelCard, ModelList
 from service.wire import JSONResponse
 
@@ -22,14 +22,7 @@ async def list_models(runtime: CurrentRuntime) -> Response:
     return JSONResponse({"object": "list", "data": [_describe(runtime)]})
 
 
-@router.get(
-    "/v1/models/{model:path}",
-    responses={
-        200: {"model": ModelCard},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.get("/v1/models/{model:path}", responses=statuses(ModelCard))
 async def get_model(model: str, runtime: CurrentRuntime) -> Response:
     """One model."""
     check_model(model, runtime.model_name, runtime.info)

@@ -16,7 +16,7 @@ from service.answer import LEAST_LOGPROB, usage
 from service.flight import Flight
 from service.inputs import check_count, check_model, end_of_text, read_prompt
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
@@ -38,14 +38,7 @@ class Task:
     shared: bool = False  # other tasks begin with the same tokens before `start`: read them once
 
 
-@router.post(
-    "/v1/score",
-    responses={
-        200: {"model": ScoreResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/v1/score", responses=statuses(ScoreResponse))
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,

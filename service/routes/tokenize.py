@@ -15,7 +15,7 @@ from service.admission import ReadyRoute
 from service.errors import invalid
 from service.inputs import check_count, check_ids, check_model, read_messages
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import statuses
 from service.schemas.tokenize import (
     DETOKENIZE,
     TOKENIZE,
@@ -31,14 +31,7 @@ router = APIRouter(route_class=ReadyRoute, tags=["tokenizer"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 
 
-@router.post(
-    "/tokenize",
-    responses={
-        200: {"model": TokenizeResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/tokenize", responses=statuses(TokenizeResponse))
 async def tokenize(
     body: Annotated[TokenizeRequest, Body(openapi_examples=TOKENIZE)], runtime: CurrentRuntime
 ) -> Response:
@@ -64,14 +57,7 @@ async def tokenize(
     return await render(len(ids), answer)
 
 
-@router.post(
-    "/detokenize",
-    responses={
-        200: {"model": DetokenizeResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/detokenize", responses=statuses(DetokenizeResponse))
 async def detokenize(
     body: Annotated[DetokenizeRequest, Body(openapi_examples=DETOKENIZE)], runtime: CurrentRuntime
 ) -> Response:

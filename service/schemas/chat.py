@@ -18,25 +18,13 @@ from pydantic_core import PydanticCustomError, core_schema, to_json
 from typing_extensions import TypedDict  # pydantic's: typing's serves it from Python 3.12 on
 
 from service.schemas.common import (
-    ErrorDetail,
-    LogitBias,
     Many,
     MaxTokens,
-    MinP,
-    MinTokens,
-    Penalty,
-    RepetitionPenalty,
     RequestModel,
-    Seed,
-    Stop,
-    StreamOptions,
-    Temperature,
-    TokenId,
-    TopK,
     TopLogprobs,
-    TopP,
     Usage,
 )
+from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
 
 
 class _Only:
@@ -109,29 +97,17 @@ class ChatMessage(RequestModel):
 Messages = Annotated[Many[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
-class ChatRequest(RequestModel):
+class ChatRequest(OpenAIRequest):
     """null means the default, everywhere."""
 
-    model: str | None = None
     messages: Messages
     max_completion_tokens: MaxTokens | None = Field(default=None, description="default 1024")
     max_tokens: MaxTokens | None = Field(
         default=None, description="the former name of max_completion_tokens"
     )
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: Stop | None = None
-    seed: Seed | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = Field(default=None, description="with logprobs: true only")
-    logit_bias: LogitBias | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     # Without effect
-    user: str | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -153,14 +129,6 @@ class ChatRequest(RequestModel):
     tools: Annotated[Any, _Only(None, [])] = None
     verbosity: Annotated[Any, _Only(None, "medium")] = None
     web_search_options: Annotated[Any, _Only(None)] = None
-    # Extensions
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    min_tokens: MinTokens | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Many[TokenId] | None = None
-    return_token_ids: bool | None = None
 
 
 class TopLogprob(BaseModel):
@@ -186,20 +154,11 @@ class AnswerMessage(BaseModel):
     refusal: None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(OpenAIChoice):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    token_ids: list[int] | None = Field(default=None, description="with return_token_ids")
-    prompt_token_ids: list[int] | None = Field(default=None, description="with return_token_ids")
-    error: ErrorDetail | None = None
 
 
-class ChatResponse(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
+class ChatResponse(OpenAIResponse):
     choices: list[ChatChoice]
     usage: Usage

@@ -160,3 +160,8 @@ class ErrorBody(BaseModel):
     """Every error."""
 
     error: ErrorDetail
+
+
+def statuses(answer: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with `answer` or an error."""
+    return {200: {"model": answer}, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}

@@ -90,7 +90,7 @@ async def test_generate(service: Service, body: Any, param: str | None, words: s
         ({"prompt": ["a", 1]}, "prompt[1]", "must be a string"),
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ({"prompt": "a", "n": 129}, "n", "at most 128"),
-        ({"prompt": "a", "nonsense": 1}, "nonsense", "allowed: model, prompt"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense", "allowed: model, temperature"),
         (
             {"prompt": "a", "stream": True, "stream_options": {"usage": True}},
             "stream_options.usage",
