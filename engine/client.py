@@ -43,6 +43,7 @@ from engine.messages import (
     StepEvents,
     TokenLogprobs,
 )
+from engine.queued import Queued
 from engine.transport import ProcessTransport, Transport
 
 log = logging.getLogger(__name__)
@@ -154,9 +155,11 @@ class EngineClient:
         self._state: State = "loading"
         self._stats = Stats()
         self._others = 0  # requests of other processes, as of the latest stats
+        self._others_tokens = 0  # prompt tokens of those of them that wait
         self._ids = itertools.count()
         self._nonces = itertools.count(1)
         self._deliveries: dict[int, Delivery] = {}
+        self.queued = Queued()  # those of them that have no slot yet
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
         self._settled = asyncio.Event()  # loaded, or known that it never will be
@@ -190,6 +193,11 @@ class EngineClient:
         """Requests that the engine holds: this process's own, and other processes' as of the
         latest stats."""
         return len(self._deliveries) + self._others
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for a slot; counted as `in_flight`."""
+        return self.queued.tokens + self._others_tokens
 
     async def start(self) -> None:
         """Starts the engine; it loads its model in the background. Raises EngineDead."""
@@ -239,6 +247,7 @@ class EngineClient:
             self._transport.send(request)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
+        self.queued.add(request)
         delivery = self._deliveries[request.id] = Delivery(request)
         return delivery
 
@@ -347,18 +356,23 @@ class EngineClient:
             if delivery is not None:
                 delivery.add_scores(scores.tokens)
                 touched[scores.request] = delivery
+        for request in events.started:
+            self.queued.discard(request)
         for finished in events.finished:
+            self.queued.discard(finished.request)
             delivery = deliveries.pop(finished.request, None)
             if delivery is not None:
                 delivery.finish(finished)
                 touched[finished.request] = delivery
         for failed in events.failed:
+            self.queued.discard(failed.request)
             delivery = deliveries.pop(failed.request, None)
             if delivery is not None:
                 delivery.fail(from_failed(failed))
                 touched[failed.request] = delivery
         # What this process has sent may not be in the stats yet, so that this errs towards fewer.
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
+        self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
         for delivery in touched.values():
             delivery.wake()
         for listener in self._listeners:
@@ -371,6 +385,7 @@ class EngineClient:
             self._state = "dead"
             self._settled.set()
         deliveries, self._deliveries = self._deliveries, {}
+        self.queued.clear()
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
             delivery.wake()

@@ -32,9 +32,11 @@ class Flight:
         aloft: set[Flight],
         arrived: float,
         owner: str,
+        least_priority: int,
     ) -> None:
         """`aloft` holds the flights under way; the request's headers came at `arrived`, by
-        time.perf_counter; what it shares, it shares with requests of the same `owner`."""
+        time.perf_counter; what it shares, it shares with requests of the same `owner`, whose
+        priorities begin at `least_priority`."""
         self._client = client
         self._metrics = metrics
         self._places = places
@@ -44,6 +46,7 @@ class Flight:
         self._deliveries: list[Delivery] = []
         self._arrived = arrived
         self._owner = owner
+        self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
         self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
@@ -59,15 +62,24 @@ class Flight:
         self.abort()
         self._open.clear()
 
+    def check_room(self) -> None:
+        """Raises QueueFull where not even one request finds room."""
+        self._places.check(1, self._owner)
+
+    def check_tokens(self, tokens: int, requests: int) -> None:
+        """Raises QueueFull where requests of so many prompt tokens are too many just now; they are
+        submitted right after, or not at all."""
+        self._places.check_tokens(tokens, requests, self._owner)
+
     def reserve(self, requests: int) -> None:
         """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
         than the engine can hold."""
-        self._places.reserve(requests)
+        self._places.reserve(requests, self._owner)
         self._reserved += requests
 
     def _release(self, requests: int) -> None:
         self._reserved -= requests
-        self._places.release(requests)
+        self._places.release(requests, self._owner)
 
     def submit(self, prompt: bytes, **fields: Any) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of

@@ -28,6 +28,7 @@ class Task:
     params: SamplingParams
     stop: StopStrings | None
     timeout: float
+    priority: int
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see Answer
@@ -46,6 +47,7 @@ class Task:
             score_top=self.score_top or 0,
             share_at=(len(self.prompt) - 1,) if self.shared and several else (),
             timeout=self.timeout,
+            priority=self.priority,
         )
 
 
@@ -70,8 +72,7 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
     """The outcome of every task. Raises EngineError where no task was served."""
     outcomes = [Outcome(task.answer(runtime), []) for task in tasks]
     failed = 0
-    for task in tasks:
-        task.submit(flight, stream=False)
+    _submit(flight, tasks, stream=False)
     async for batch in flight.arrivals():
         for which, came in batch:
             outcome = outcomes[which]
@@ -104,12 +105,18 @@ async def stream(
         _stop(flight, which, answers[which], update)
         return render_pieces(which, answers[which], pieces)
 
-    for task in tasks:
-        task.submit(flight, stream=True)
+    _submit(flight, tasks, stream=True)
     async for chunk in event_chunks(
         flight, len(tasks), render_update, render_error, lambda: last(answers)
     ):
         yield chunk
+
+
+def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
+    """All of them, or none: then raises EngineError."""
+    flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    for task in tasks:
+        task.submit(flight, stream=stream)
 
 
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:

@@ -51,7 +51,8 @@ class Settings(BaseSettings):
     quantize: str = "none"
     max_slots: int = 256
     max_step_tokens: int | None = None
-    max_waiting: int = 4096
+    max_waiting: int = 4096  # requests
+    max_waiting_tokens: int = 2**26  # of their prompts
     share_slots: int = 64
     threads: int | None = None
     cuda_graphs: bool = True
@@ -94,6 +95,7 @@ class Settings(BaseSettings):
             max_slots=self.max_slots,
             max_step_tokens=self.max_step_tokens,
             max_waiting=self.max_waiting,
+            max_waiting_tokens=self.max_waiting_tokens,
             share_slots=self.share_slots,
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,

@@ -21,7 +21,9 @@ from service.inputs import (
     check_model,
     check_top,
     read_messages,
+    read_priority,
     read_stops,
+    read_timeout,
     sampling_params,
 )
 from service.runtime import Runtime, get_runtime
@@ -82,6 +84,8 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
     n = body.n or 1
     check_count("n", n, settings.max_n, "samples of one conversation")
     flight.reserve(n)
+    timeout = read_timeout(body.timeout, settings)
+    priority = read_priority(body.priority, flight.least_priority)
     params = _params(body, settings, info, runtime.chat.end_id)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
@@ -96,7 +100,8 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
             packed,
             msgspec.structs.replace(params, choice=choice),
             stop,
-            settings.request_timeout,
+            timeout,
+            priority,
             shared=n > 1,
         )
         for choice in range(n)

@@ -23,8 +23,10 @@ from service.inputs import (
     check_count,
     check_model,
     end_of_text,
+    read_priority,
     read_prompt,
     read_stops,
+    read_timeout,
     sampling_params,
 )
 from service.runtime import Runtime, get_runtime
@@ -104,6 +106,8 @@ async def _tasks(
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n" if draws == n else "best_of", draws, settings.max_n, "samples of one prompt")
     flight.reserve(len(prompts) * draws)
+    timeout = read_timeout(body.timeout, settings)
+    priority = read_priority(body.priority, flight.least_priority)
     values = {name: getattr(body, name) for name in SAMPLING}
     if draws > n and body.logprobs is None:
         values["logprobs"] = 0  # to choose by
@@ -130,7 +134,8 @@ async def _tasks(
                     packed,
                     msgspec.structs.replace(params, seed=seed, choice=choice),
                     stop,
-                    settings.request_timeout,
+                    timeout,
+                    priority,
                     score_top=body.logprobs if body.echo else None,
                     shared=draws > 1,
                     ends=ends,

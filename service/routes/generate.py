@@ -13,7 +13,15 @@ from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
+from service.inputs import (
+    check_count,
+    check_model,
+    read_priority,
+    read_prompt,
+    read_stops,
+    read_timeout,
+    sampling_params,
+)
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
@@ -27,7 +35,7 @@ router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 PER_PROMPT = tuple(
     name for name in GenerateRequest.model_fields if name not in ("prompts", "model", "stream")
 )
-SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
+SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout", "priority"))
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse))
@@ -42,7 +50,7 @@ async def generate(
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
     flight.reserve(len(body.prompts))
-    tasks = await _tasks(body, runtime)
+    tasks = await _tasks(body, runtime, flight)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
@@ -69,7 +77,7 @@ def _answer(
     )
 
 
-async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
+async def _tasks(body: GenerateRequest, runtime: Runtime, flight: Flight) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
     stops = await read_stops(columns["stop"], settings, tokenizer)
@@ -77,14 +85,13 @@ async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
     tasks = []
     for i, prompt in enumerate(body.prompts):
         params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
-        timeout = columns["timeout"][i] or settings.request_timeout
-        if timeout > settings.max_request_timeout:
-            raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
+        timeout = read_timeout(columns["timeout"][i], settings)
+        priority = read_priority(columns["priority"][i], flight.least_priority)
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
         size.add_prompt(len(ids))
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)
-        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout))
+        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout, priority))
     return tasks
 
 

@@ -17,6 +17,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from engine.messages import LEAST_PRIORITY, MOST_PRIORITY
+
 INT32_MAX = 2**31 - 1
 MOST_BIAS = 100
 
@@ -92,6 +94,17 @@ LogitBias = Annotated[
         Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)],
     ],
     WrapValidator(_first_wrong_entry),
+]
+Timeout = Annotated[
+    float, Field(gt=0, description="seconds from its arrival; then finish_reason is timeout")
+]
+Priority = Annotated[
+    int,
+    Field(
+        ge=LEAST_PRIORITY,
+        le=MOST_PRIORITY,
+        description="requests with a lower one are served earlier; default 0. Keys may be limited",
+    ),
 ]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, description="null = a random one")]
 TopLogprobs = Annotated[int, Field(ge=0, description="null = none; k = the k best as well")]
