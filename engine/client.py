@@ -86,6 +86,7 @@ class Delivery:
         self._update = Update()
         self._error: EngineError | None = None
         self._over = False  # the update with `finished` has been read
+        self.on_finish: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Update:
@@ -136,6 +137,8 @@ class Delivery:
         self._update.tokens.extend(finished.tokens)
         self._update.logprobs.extend(finished.logprobs)
         self._update.finished = finished
+        if self.on_finish is not None:
+            self.on_finish()
 
     def fail(self, error: EngineError) -> None:
         self._error = error
@@ -154,6 +157,7 @@ class EngineClient:
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
+        self.rounds = 0  # messages of events that have come
         self._others = 0  # requests of other processes, as of the latest stats
         self._others_tokens = 0  # prompt tokens of those of them that wait
         self._ids = itertools.count()
@@ -338,6 +342,7 @@ class EngineClient:
 
     def _deliver(self, events: StepEvents) -> None:
         self._stats = events.stats
+        self.rounds += 1
         touched: dict[int, Delivery] = {}
         deliveries = self._deliveries
         logprobs = events.logprobs or itertools.repeat(None)

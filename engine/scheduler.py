@@ -78,6 +78,7 @@ class Scheduler:
         self._next_key = 0
         self._now = 0.0  # of the latest round's end
         self._outbox = Outbox()
+        self._awaiting: set[Hashable] = set()  # clients: that slots are free that were not
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
 
     @property
@@ -249,7 +250,9 @@ class Scheduler:
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
         )
         self._step = Stats()
-        return self._outbox.take(stats, self._clients)
+        events = self._outbox.take(stats, self._clients.keys() | self._awaiting)
+        self._awaiting = set(events) if self._rounds.leaving else set()
+        return events
 
     # Planning.
 

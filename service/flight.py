@@ -59,8 +59,20 @@ class Flight:
     def __exit__(self, *_: object) -> None:
         self._aloft.discard(self)
         self._release(self._reserved)
-        self.abort()
+        self._leave()
         self._open.clear()
+
+    def _leave(self) -> None:
+        """Nobody reads an answer any more."""
+        since, rounds = time.perf_counter(), self._client.rounds
+
+        def note() -> None:
+            self._metrics.released(since, self._client.rounds - rounds)
+
+        for delivery in self._deliveries:
+            if delivery.id in self._open:
+                delivery.on_finish = note
+        self.abort()
 
     def check_room(self) -> None:
         """Raises QueueFull where not even one request finds room."""

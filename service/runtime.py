@@ -39,6 +39,7 @@ class Runtime:
         self.client = client
         self.settings = settings
         self.metrics = Metrics(client)
+        self.metrics.set_limits(settings.max_waiting, settings.max_waiting_tokens)
         self.tokenizer: Tokenizer | None = None
         self.chat = ChatTemplate(None)
         self.failure: EngineError | None = None

@@ -20,7 +20,7 @@ from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, StepFailed
 from service.errors import ApiError, from_engine
 from service.flight import Flight
-from service.scope import OUTCOME
+from service.scope import ERROR_CODE, OUTCOME
 from service.wire import DONE, event
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ class EventStream(Response):
                 scope[OUTCOME] = "error"
                 if not isinstance(error, EngineError):
                     logger.exception("unexpected error in a stream")
-                await self._write(send, event(error_body(error)))
+                body = error_body(error)
+                scope[ERROR_CODE] = body["error"]["code"]
+                await self._write(send, event(body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, chunk: bytes) -> None:

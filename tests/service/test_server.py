@@ -343,5 +343,6 @@ def test_a_client_that_reads_nothing_loses_its_connection(stream: bool) -> None:
             with pytest.raises(ConnectionResetError):
                 while client.recv(2**20):
                     pass
-        running = "\nminserve_requests_running 0.0\n"
-        assert running in httpx.get(f"{process.url}/metrics").text
+        told = httpx.get(f"{process.url}/metrics").text
+        assert "\nminserve_requests_running 0.0\n" in told
+        assert 'minserve_connections_cut_total{reason="stalled"} 1.0\n' in told
