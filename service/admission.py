@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from service.errors import ApiError
 from service.flight import Flight
 from service.runtime import Runtime, get_runtime
-from service.scope import ARRIVED, FLIGHT, KEY_NAME, LEAST_PRIORITY
+from service.scope import ARRIVED, FLIGHT, KEY_NAME, LEAST_PRIORITY, TRACE
 from service.streaming import ClientGone
 
 
@@ -80,6 +80,9 @@ class InferenceRoute(ReadyRoute):
         owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
         with runtime.flight(scope[ARRIVED], owner, least_priority) as flight:
             scope[FLIGHT] = flight
+            flight.trace = scope.get(TRACE)
+            if flight.trace is not None and runtime.state == "ready":
+                flight.trace.model = runtime.model_name
             await super().handle(scope, receive, send)
 
     def check_room(self, request: Request) -> None:

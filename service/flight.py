@@ -14,6 +14,7 @@ from engine.errors import Draining, EngineError
 from engine.messages import FinishReason, Request
 from service.metrics import Metrics
 from service.places import Places
+from service.traces import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Flight:
         self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
+        self.trace: Trace | None = None  # where traces are taken
         self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
         self.tokens_out = 0  # that it generated
 
@@ -101,6 +103,8 @@ class Flight:
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
         self._deliveries.append(self._client.submit(request))
+        if self.trace is not None:
+            self.trace.sent(request)
         if request.sampling.choice == 0:
             self.tokens_in += request.prompt_tokens
         self._release(1)
@@ -153,6 +157,8 @@ class Flight:
                 last = self._observe(update, last)
                 if update.finished is not None:
                     self._open.discard(delivery.id)
+                    if self.trace is not None:
+                        self.trace.ended(update.finished)
                 yield which, update
         except EngineError as error:
             self._open.discard(delivery.id)

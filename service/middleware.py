@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.access_log import AccessLog, Exchange, timestamp
 from service.flight import Flight
 from service.metrics import Metrics
-from service.scope import ARRIVED, ERROR_CODE, FLIGHT, KEY_NAME, OUTCOME, REQUEST_ID
+from service.scope import ARRIVED, ERROR_CODE, FLIGHT, KEY_NAME, OUTCOME, REQUEST_ID, STATUS
 from service.streaming import ClientGone
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -74,6 +74,7 @@ class Account:
         outcome = None
         if path in INFERENCE_PATHS:
             outcome = scope.get(OUTCOME) or _outcome(status)
+        scope[STATUS], scope[OUTCOME] = status, outcome
         error = scope.get(ERROR_CODE)
         self.metrics.http_request(method, path, status, outcome, error, seconds)
         if not self.log.on:

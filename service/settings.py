@@ -36,6 +36,9 @@ class Settings(BaseSettings):
 
     access_log: AccessLogFormat = "off"  # one line per request on stdout
 
+    # Spans for OpenTelemetry, as the OTEL_* variables say (they are read by its SDK).
+    traces: Literal["otlp", "off"] = "off"
+
     # Who may ask. Keys are never options: the arguments of a process can be read by others.
     api_keys: SecretStr | None = None  # name:key, several separated by commas
     api_keys_file: Path | None = None  # name:key or name key, one per line

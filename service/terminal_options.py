@@ -70,6 +70,10 @@ LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or cri
 AccessLog = Annotated[
     str | None, Option(help="A line per request on stdout, without texts: json, text, off [off].")
 ]
+Traces = Annotated[
+    str | None,
+    Option(help="Spans for OpenTelemetry, to where OTEL_* variables say: otlp, off [off]."),
+]
 ApiKeysFile = Annotated[
     Path | None, Option(help="Keys of clients, one name:key per line [anybody may ask].")
 ]

@@ -33,6 +33,7 @@ def serve(
     drain_timeout: options.DrainTimeout = None,
     log_level: options.LogLevel = None,
     access_log: options.AccessLog = None,
+    traces: options.Traces = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key_file: options.AdminKeyFile = None,
     metrics_access: options.MetricsAccess = None,
