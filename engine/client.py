@@ -12,13 +12,14 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
 from engine.config import EngineConfig
+from engine.delivery import Delivery as Delivery
+from engine.delivery import Update as Update
 from engine.errors import (
     BY_CODE,
     EngineDead,
@@ -28,9 +29,9 @@ from engine.errors import (
     InvalidRequest,
     from_failed,
 )
+from engine.holding import Holding
 from engine.messages import (
     Abort,
-    Finished,
     FinishReason,
     FromEngine,
     LoadFailed,
@@ -41,7 +42,6 @@ from engine.messages import (
     Request,
     Stats,
     StepEvents,
-    TokenLogprobs,
 )
 from engine.queued import Queued
 from engine.transport import ProcessTransport, Transport
@@ -53,100 +53,6 @@ TURN_MESSAGES = 64
 TURN_SECONDS = 0.004
 
 State = Literal["loading", "ready", "dead"]
-
-
-@dataclass(slots=True)
-class Update:
-    """What has come of one request since the last update.
-
-    The tokens of a request that is not streamed come with `finished`, as tokens here too.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    # Runs in parallel to `tokens`; empty when the request asks for none.
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    scores: list[TokenLogprobs] = field(default_factory=list)
-    finished: Finished | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Nothing has come."""
-        return not (self.tokens or self.scores or self.finished)
-
-
-class Delivery:
-    """The answer to one request; one task reads it.
-
-    `async for update in delivery` ends after the update that holds `finished`.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.id = request.id
-        self._wants_logprobs = request.sampling.logprobs is not None
-        self._update = Update()
-        self._error: EngineError | None = None
-        self._over = False  # the update with `finished` has been read
-        self.on_finish: Callable[[], None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def next(self) -> Update:
-        """All that has come since the last call; waits when that is nothing.
-
-        Raises the request's error once all that came before it has been read, and
-        RuntimeError after the end or while another task waits here.
-        """
-        if self._over:
-            raise RuntimeError(f"request {self.id} has ended")
-        if self._waiter is not None:
-            raise RuntimeError(f"request {self.id} is being read by another task")
-        while self._update.empty:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        update, self._update = self._update, Update()
-        self._over = update.finished is not None
-        return update
-
-    def __aiter__(self) -> AsyncIterator[Update]:
-        return self
-
-    async def __anext__(self) -> Update:
-        if self._over:
-            raise StopAsyncIteration
-        return await self.next()
-
-    # Filled by EngineClient, which calls `wake` once per message.
-
-    def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._update.tokens.append(token)
-        if self._wants_logprobs:
-            self._update.logprobs.append(logprobs)
-
-    def add_tokens(self, tokens: list[int]) -> None:
-        """Tokens of a request that asked for no log-probabilities."""
-        self._update.tokens.extend(tokens)
-
-    def add_scores(self, scores: list[TokenLogprobs]) -> None:
-        self._update.scores.extend(scores)
-
-    def finish(self, finished: Finished) -> None:
-        self._update.tokens.extend(finished.tokens)
-        self._update.logprobs.extend(finished.logprobs)
-        self._update.finished = finished
-        if self.on_finish is not None:
-            self.on_finish()
-
-    def fail(self, error: EngineError) -> None:
-        self._error = error
-
-    def wake(self) -> None:
-        """Lets the reader run, if one waits; its task may have been cancelled meanwhile."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -164,6 +70,7 @@ class EngineClient:
         self._nonces = itertools.count(1)
         self._deliveries: dict[int, Delivery] = {}
         self.queued = Queued()  # those of them that have no slot yet
+        self._holding = Holding()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
         self._settled = asyncio.Event()  # loaded, or known that it never will be
@@ -235,8 +142,8 @@ class EngineClient:
         """A request id that this client has not used."""
         return next(self._ids)
 
-    def submit(self, request: Request) -> Delivery:
-        """Sends a request; never blocks. Its id comes from `new_id`.
+    def submit(self, request: Request, interval: int = 1) -> Delivery:
+        """Sends a request; never blocks. Its id comes from `new_id`; `interval` as in Delivery.
 
         Raises EngineLoading or EngineDead, and InvalidRequest for a value that
         cannot be sent. Every other refusal is raised by the Delivery.
@@ -252,7 +159,7 @@ class EngineClient:
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
         self.queued.add(request)
-        delivery = self._deliveries[request.id] = Delivery(request)
+        delivery = self._deliveries[request.id] = Delivery(request, interval)
         return delivery
 
     def abort(self, ids: Iterable[int], reason: FinishReason = "abort") -> None:
@@ -379,7 +286,11 @@ class EngineClient:
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
         self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
         for delivery in touched.values():
-            delivery.wake()
+            if delivery.due or delivery.failed:
+                self._holding.discard(delivery)
+                delivery.wake()
+            else:
+                self._holding.add(delivery)
         for listener in self._listeners:
             listener(events)
 
@@ -391,6 +302,7 @@ class EngineClient:
             self._settled.set()
         deliveries, self._deliveries = self._deliveries, {}
         self.queued.clear()
+        self._holding.clear()
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
             delivery.wake()

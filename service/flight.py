@@ -95,14 +95,15 @@ class Flight:
         self._reserved -= requests
         self._places.release(requests, self._owner)
 
-    def submit(self, prompt: bytes, **fields: Any) -> None:
-        """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of
-        messages.Request but `owner`. Raises EngineUnavailable, Draining."""
+    def submit(self, prompt: bytes, interval: int = 1, **fields: Any) -> None:
+        """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
+        engine.client.Delivery, `fields` those of messages.Request but `owner`. Raises
+        EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
-        self._deliveries.append(self._client.submit(request))
+        self._deliveries.append(self._client.submit(request, interval))
         if self.trace is not None:
             self.trace.sent(request)
         if request.sampling.choice == 0:

@@ -29,6 +29,7 @@ class Task:
     stop: StopStrings | None
     timeout: float
     priority: int
+    interval: int  # tokens in one event of a stream
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see Answer
@@ -40,6 +41,7 @@ class Task:
         several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share
         flight.submit(
             self.packed,
+            interval=self.interval if stream else 1,
             sampling=self.params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,

@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024  # entries
 
+    stream_interval: int = Field(default=1, ge=1, le=1024)  # tokens of an event, unless asked for
+
     # Times, in seconds.
     load_timeout: PositiveFloat = 600.0
     request_timeout: PositiveFloat = 600.0  # where the request names none

@@ -61,6 +61,9 @@ ServedDeterministic = Annotated[
 MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate.")]
 MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request.")]
 MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
+StreamInterval = Annotated[
+    int | None, Option(help="Tokens of one event of a stream, if a request names none [1].")
+]
 LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load.")]
 RequestTimeout = Annotated[float | None, Option(help="Seconds, if a request names none [600].")]
 MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may name [3600].")]

@@ -27,6 +27,7 @@ def serve(
     max_tokens: options.MaxTokens = None,
     max_prompts: options.MaxPrompts = None,
     max_body_bytes: options.MaxBodyBytes = None,
+    stream_interval: options.StreamInterval = None,
     load_timeout: options.LoadTimeout = None,
     request_timeout: options.RequestTimeout = None,
     max_request_timeout: options.MaxRequestTimeout = None,

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import LEAST_LOGPROB, Answer, Piece, total_usage, usage
+from service.answer import LEAST_LOGPROB, Answer, Piece, grouped, total_usage, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -102,6 +102,7 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
             stop,
             timeout,
             priority,
+            body.stream_interval or settings.stream_interval,
             shared=n > 1,
         )
         for choice in range(n)
@@ -169,18 +170,19 @@ class _View:
 
     def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         """Events for one choice's new pieces."""
-        return b"".join([self._chunk(index, answer, piece) for piece in pieces])
+        groups = grouped(pieces, self._tasks[index].interval)
+        return b"".join([self._chunk(index, answer, group) for group in groups])
 
-    def _chunk(self, index: int, answer: Answer, piece: Piece) -> bytes:
-        delta = {"content": piece.text}
+    def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
+        delta = {"content": "".join([piece.text for piece in group])}
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs([piece]),
-            "finish_reason": piece.finish_reason,
+            "logprobs": self._logprobs(group),
+            "finish_reason": group[-1].finish_reason,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = [] if piece.token is None else [piece.token]
+            choice["token_ids"] = [piece.token for piece in group if piece.token is not None]
         if index not in self._begun:
             self._begun.add(index)
             delta["role"] = "assistant"
@@ -188,7 +190,7 @@ class _View:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         content: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._options.continuous_usage_stats:
-            content["usage"] = usage(answer.prompt_tokens, piece.count)
+            content["usage"] = usage(answer.prompt_tokens, group[-1].count)
         elif self._options.include_usage:
             content["usage"] = None
         return event(content)

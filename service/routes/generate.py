@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, usage
+from service.answer import Answer, LogprobArrays, Piece, grouped, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -33,7 +33,9 @@ from service.wire import JSONResponse, event, render
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
 PER_PROMPT = tuple(
-    name for name in GenerateRequest.model_fields if name not in ("prompts", "model", "stream")
+    name
+    for name in GenerateRequest.model_fields
+    if name not in ("prompts", "model", "stream", "stream_interval")
 )
 SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout", "priority"))
 
@@ -81,6 +83,7 @@ async def _tasks(body: GenerateRequest, runtime: Runtime, flight: Flight) -> lis
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
     stops = await read_stops(columns["stop"], settings, tokenizer)
+    interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
     tasks = []
     for i, prompt in enumerate(body.prompts):
@@ -91,7 +94,7 @@ async def _tasks(body: GenerateRequest, runtime: Runtime, flight: Flight) -> lis
         size.add_prompt(len(ids))
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)
-        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout, priority))
+        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout, priority, interval))
     return tasks
 
 
@@ -129,18 +132,20 @@ def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, An
 
 def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str) -> EventStream:
     def frames(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
-        return b"".join([frame(index, answer, piece) for piece in pieces])
+        groups = grouped(pieces, tasks[index].interval)
+        return b"".join([frame(index, answer, group) for group in groups])
 
-    def frame(index: int, answer: Answer, piece: Piece) -> bytes:
+    def frame(index: int, answer: Answer, group: list[Piece]) -> bytes:
+        finish_reason = group[-1].finish_reason
         content = {
             "id": answer_id,
             "index": index,
-            "text": piece.text if runtime.tokenizer else None,
-            "token_ids": [] if piece.token is None else [piece.token],
-            "finish_reason": piece.finish_reason,
-            "logprobs": _logprobs([piece], tasks[index], runtime),
+            "text": "".join([piece.text for piece in group]) if runtime.tokenizer else None,
+            "token_ids": [piece.token for piece in group if piece.token is not None],
+            "finish_reason": finish_reason,
+            "logprobs": _logprobs(group, tasks[index], runtime),
         }
-        if piece.finish_reason is not None:
+        if finish_reason is not None:
             content["usage"] = answer.usage()
         return event(content)
 

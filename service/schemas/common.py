@@ -21,6 +21,7 @@ from engine.messages import LEAST_PRIORITY, MOST_PRIORITY
 
 INT32_MAX = 2**31 - 1
 MOST_BIAS = 100
+MOST_INTERVAL = 1024
 
 
 class RequestModel(BaseModel):
@@ -138,6 +139,17 @@ PerPrompt = Annotated[
 PerPromptList = Annotated[
     Annotated[T | None, Tag("<one>")] | Annotated[Many[T | None], Tag("<each>")],
     Discriminator(_one_or_each_list),
+]
+
+
+StreamInterval = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MOST_INTERVAL,
+        description="with stream: tokens of one event. The first are sent at once, the last with "
+        "the end, and none is held for more than 50 ms. Default: the server's",
+    ),
 ]
 
 

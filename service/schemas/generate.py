@@ -24,6 +24,7 @@ from service.schemas.common import (
     RequestModel,
     Seed,
     Stop,
+    StreamInterval,
     Temperature,
     Timeout,
     TokenId,
@@ -58,6 +59,7 @@ class GenerateRequest(RequestModel):
     timeout: PerPrompt[Timeout] = None
     priority: PerPrompt[Priority] = None
     stream: bool = False
+    stream_interval: StreamInterval | None = None
 
 
 class GenerateResult(BaseModel):

@@ -18,6 +18,7 @@ from service.schemas.common import (
     RequestModel,
     Seed,
     Stop,
+    StreamInterval,
     StreamOptions,
     Temperature,
     Timeout,
@@ -52,6 +53,7 @@ class OpenAIRequest(RequestModel):
     return_token_ids: bool | None = None
     timeout: Timeout | None = None
     priority: Priority | None = None
+    stream_interval: StreamInterval | None = None
 
 
 class OpenAIChoice(BaseModel):
