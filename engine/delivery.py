@@ -46,7 +46,7 @@ class Delivery:
         self._wants_logprobs = request.sampling.logprobs is not None
         self._update = Update()
         self._error: EngineError | None = None
-        self._interval = interval
+        self.interval = interval
         self._begun = False  # an update has been read
         self._released = False  # what is held may be read
         self._over = False  # the update with `finished` has been read
@@ -64,10 +64,10 @@ class Delivery:
         update = self._update
         if update.empty:
             return False
-        if self._interval == 1 or self._released or not self._begun or self._error is not None:
+        if self.interval == 1 or self._released or not self._begun or self._error is not None:
             return True
         return bool(
-            len(update.tokens) >= self._interval or update.finished is not None or update.scores
+            len(update.tokens) >= self.interval or update.finished is not None or update.scores
         )
 
     async def next(self) -> Update:

@@ -1,10 +1,10 @@
-"""Pace: how quickly requests leave the waiting queue, as seen over the last seconds."""
+"""Pace: how quickly requests leave the waiting queue, as seen lately."""
 
 from __future__ import annotations
 
 import math
 
-MEMORY_SECONDS = 10.0  # after so long a departure counts for a third
+MEMORY_SECONDS = 30.0  # after so long a departure counts for a third
 MOST_SECONDS = 3600.0  # that the mean is said to be
 
 
@@ -29,12 +29,21 @@ class Pace:
         self._departures += departures
         self._noted_at = now
 
-    def at(self, now: float) -> float | None:
-        """Seconds per departure, a standstill since the latest one included; None when there has
-        been none."""
-        if self._departures == 0:
-            return None
+    @property
+    def known(self) -> bool:
+        """There has been a departure."""
+        return self._departures > 0
+
+    def at_rest(self) -> float:
+        """Seconds per departure as of the latest one; 0 when there has been none."""
+        return self._seconds / self._departures if self.known else 0.0
+
+    def at(self, now: float) -> float:
+        """Seconds per departure, a standstill since the latest one included. Before the first one
+        that is how long it has been waited for."""
         seconds, departures = self._faded(now)
+        if not self.known:
+            return min(seconds, MOST_SECONDS)
         return min(seconds / max(departures, 1e-9), MOST_SECONDS)
 
     def _faded(self, now: float) -> tuple[float, float]:

@@ -244,7 +244,7 @@ class Scheduler:
             running=self._slots.used - len(self._rounds.leaving),
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
-            pace=self._waiting.pace.at(self._now) or 0.0,
+            pace=self._waiting.pace(self._now),
             slots_used=self._slots.used,
             slots_total=self._slots.count,
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,

@@ -87,7 +87,7 @@ class WaitingQueue:
         self._departures = 0
         self._since_others = 0  # departures of the most urgent level while others waited
         self.tokens = 0  # prompt tokens of all of them
-        self.pace = Pace()
+        self._pace = Pace()
         self._refused = 0  # since the latest departure
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence, now: float) -> None:
         """Puts a new arrival at the end of its owner's line."""
         if not self._count:
-            self.pace.restart(now)
+            self._pace.restart(now)
         level = self._levels.get(sequence.priority)
         if level is None:
             level = self._levels[sequence.priority] = _Level(self._departures)
@@ -197,9 +197,13 @@ class WaitingQueue:
         self._account(sequence, -1)
         self._tidy(sequence.priority)
 
+    def pace(self, now: float) -> float:
+        """Mean seconds from one departure to the next; 0: unknown."""
+        return self._pace.at(now) if self._count else self._pace.at_rest()
+
     def note_admitted(self, count: int, now: float) -> None:
         """`count` sequences left the queue for a slot just now."""
-        self.pace.note(count, now)
+        self._pace.note(count, now)
         if count:
             self._refused = 0
 
@@ -210,10 +214,10 @@ class WaitingQueue:
         sent further back, so that not all of them return at once.
         """
         self._refused += 1
-        pace = self.pace.at(now)
-        return min(
-            self._refused * (UNKNOWN_RETRY_SECONDS if pace is None else pace), MOST_RETRY_SECONDS
-        )
+        pace = self.pace(now)
+        if not self._pace.known:
+            pace = max(pace, UNKNOWN_RETRY_SECONDS)
+        return min(self._refused * pace, MOST_RETRY_SECONDS)
 
     def _next_level(self) -> _Level | None:
         ready = [priority for priority, level in self._levels.items() if len(level.ready)]

@@ -84,9 +84,9 @@ class Places:
         too many for the queue just now."""
         queued, taken = self._client.queued, self._client.waiting_tokens
         waiting = self._client.in_flight + self._reserved.total() - self._slots()
-        if waiting <= 0 or (
-            requests == 1 and not taken
-        ):  # the first that waits may have any length
+        if waiting <= 0 or not tokens:
+            return
+        if requests == 1 and not taken:  # the first that waits may have any length
             return
         own, most = queued.of(owner)[1], self._most_tokens
         if has_room(taken=taken, own=own, more=tokens, most=most, owner=owner):

@@ -358,14 +358,16 @@ def test_the_pace_is_that_of_departures_however_they_are_bundled() -> None:
             pace.note(99, float(second))
     assert evenly.at(60.0) == pytest.approx(0.01, rel=0.1)
     assert in_bursts.at(60.0) == pytest.approx(0.01, rel=0.1)
-    assert (evenly.at(61.0) or 0) > 0.01, "a standstill tells too"
-    assert (evenly.at(60.0 + 20 * MEMORY_SECONDS) or 0) > 60
+    assert evenly.at(61.0) > 0.01, "a standstill tells too"
+    assert evenly.at(60.0 + 20 * MEMORY_SECONDS) > 60
+    assert evenly.at_rest() == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_pace_does_not_count_the_time_without_a_queue() -> None:
     pace = Pace()
-    assert pace.at(5.0) is None
+    assert pace.at_rest() == 0
     pace.restart(100.0)
+    assert pace.at(100.25) == 0.25, "so long has the first one been waited for"
     pace.note(1, 100.5)
     pace.restart(200.0)
     pace.note(1, 200.5)
