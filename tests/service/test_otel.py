@@ -25,6 +25,7 @@ from tests.service.test_lifecycle import LONG, Connection
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "secret words"
+ANY = {"ignore_eos": True}  # every answer has a token
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -70,7 +71,7 @@ async def test_a_request_is_a_span_with_its_parts(
 ) -> None:
     body = {
         "prompts": [SECRET], "max_tokens": 4, "temperature": 0.5, "top_k": 3, "seed": 7,
-        "stop": ["zzz never"], "priority": 2, "stream": stream,
+        "stop": ["zzz never"], "priority": 2, "stream": stream, **ANY,
     }  # fmt: skip
     response = await traced.http.post(
         "/v1/generate", json=body, headers={"traceparent": PARENT, "x-request-id": "mine"}
@@ -119,10 +120,10 @@ async def test_every_endpoint_has_its_operation(
     tmp_path: Path, spans: InMemorySpanExporter
 ) -> None:
     async with running(chat_runner(tmp_path), traces="otlp") as service:
-        await service.post("/v1/generate", {"prompts": ["ab", "cd"], "max_tokens": 1})
-        await service.post("/v1/completions", {"prompt": "ab", "n": 2, "max_tokens": 1})
+        await service.post("/v1/generate", {"prompts": ["ab", "cd"], "max_tokens": 1, **ANY})
+        await service.post("/v1/completions", {"prompt": "ab", "n": 2, "max_tokens": 1, **ANY})
         messages = [{"role": "user", "content": SECRET}]
-        await service.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        await service.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1, **ANY})
         await service.post("/v1/score", {"texts": [SECRET]})
         await service.http.get("/health")
         await service.http.get("/v1/models")
@@ -167,7 +168,7 @@ async def test_of_a_large_batch_some_parts_are_told(
 ) -> None:
     async with running(fake_runner(byte_folder), traces="otlp") as service:
         count = MOST_TOLD + 20
-        await service.post("/v1/generate", {"prompts": ["a"] * count, "max_tokens": 1})
+        await service.post("/v1/generate", {"prompts": ["a"] * count, "max_tokens": 1, **ANY})
         (root,) = await roots(spans)
         assert (root.attributes or {})["minserve.requests"] == count
         assert len(children(spans, root)) == 3 * MOST_TOLD
@@ -240,7 +241,7 @@ async def test_spans_are_sent_by_otlp_also_the_last_ones(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     async with running(fake_runner(byte_folder), traces="otlp") as service:
-        await service.post("/v1/generate", {"prompts": ["a"], "max_tokens": 2})
+        await service.post("/v1/generate", {"prompts": ["a"], "max_tokens": 2, **ANY})
     names = []
     for path, body in taken:
         assert path == "/v1/traces"
@@ -255,7 +256,7 @@ async def test_nobody_notices_a_collector_that_is_not_there(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(otel, "CLOSE_SECONDS", 0.1)
     async with running(fake_runner(byte_folder), traces="otlp") as service:
-        await service.post("/v1/generate", {"prompts": ["a"], "max_tokens": 2})
+        await service.post("/v1/generate", {"prompts": ["a"], "max_tokens": 2, **ANY})
 
 
 def test_without_the_packages_it_is_a_mistake_in_the_settings(
