@@ -286,7 +286,9 @@ class EngineClient:
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
         self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
         for delivery in touched.values():
-            if delivery.interval == 1 or delivery.due or delivery.failed:
+            if delivery.interval == 1:
+                delivery.wake()
+            elif delivery.due or delivery.failed:
                 self._holding.discard(delivery)
                 delivery.wake()
             else:

@@ -64,7 +64,7 @@ class Delivery:
         update = self._update
         if update.empty:
             return False
-        if self.interval == 1 or self._released or not self._begun or self._error is not None:
+        if self.interval == 1 or self._released or not self._begun or self.failed:
             return True
         return bool(
             len(update.tokens) >= self.interval or update.finished is not None or update.scores
@@ -80,7 +80,7 @@ class Delivery:
             raise RuntimeError(f"request {self.id} has ended")
         if self._waiter is not None:
             raise RuntimeError(f"request {self.id} is being read by another task")
-        while not self.due:
+        while self._update.empty or (self.interval > 1 and not self.due):
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
