@@ -13,7 +13,6 @@ computes the same bits on a hit as on a miss; with whole chunks, no mark changes
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from array import array
 from collections.abc import Hashable, Iterable
@@ -21,7 +20,7 @@ from collections.abc import Hashable, Iterable
 import msgspec
 
 from engine.budget import PromptBudget, whole_chunks
-from engine.errors import EngineError, QueueFull, StepFailed
+from engine.errors import EngineError, StepFailed
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
@@ -133,12 +132,9 @@ class Scheduler:
             raise self._refusal
         check_request(request, self._vocab_size)
         free = self._slots.free + len(self._rounds.leaving)
-        reason = self._waiting.lacks_room(request.owner, request.prompt_tokens, free)
-        if reason is not None:
-            seconds = self._waiting.retry_after(now)
-            raise QueueFull(
-                f"{reason}; try again in {max(1, math.ceil(seconds))} s", retry_after=seconds
-            )
+        refusal = self._waiting.refusal(request.owner, request.prompt_tokens, free, now)
+        if refusal is not None:
+            raise refusal
 
     # A step.
 

@@ -15,9 +15,11 @@ passed over until `resume` says that the prefix is no longer pending.
 
 from __future__ import annotations
 
+import math
 import sys
 
 from engine.config import has_room
+from engine.errors import QueueFull, ShareFull
 from engine.pace import Pace
 from engine.ranking import Ranking
 from engine.sequence import Prefix, Sequence
@@ -97,7 +99,7 @@ class WaitingQueue:
         """How many requests of an owner wait, and their prompt tokens."""
         return self._owners.get(owner, (0, 0))
 
-    def lacks_room(self, owner: str, prompt_tokens: int, free: int) -> str | None:
+    def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
         """Why an owner's next request may not wait, or None. `free` of those that wait are as good
         as running, since there are slots for them."""
         taken = self._count - free
@@ -106,13 +108,16 @@ class WaitingQueue:
         own, own_tokens = self.of(owner)
         own, most = min(own, taken), self._most
         if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):
-            whose = f", {own} of them of this key," if own and taken < most else ""
-            return f"{self._count} requests{whose} are waiting already"
+            if taken >= most:
+                return self._refuse(QueueFull, f"{self._count} requests are waiting already", now)
+            return self._refuse(ShareFull, f"{own} requests of this key are waiting already", now)
         tokens, most, more = self.tokens, self._most_tokens, prompt_tokens
         # The first that waits may have any length.
         if tokens and not has_room(taken=tokens, own=own_tokens, more=more, most=most, owner=owner):
-            whose = f", {own_tokens} of them of this key," if own_tokens else ""
-            return f"requests of {tokens} prompt tokens{whose} are waiting already"
+            if tokens + more > most:
+                return self._refuse(QueueFull, f"{tokens} prompt tokens are waiting already", now)
+            reason = f"{own_tokens} prompt tokens of this key are waiting already"
+            return self._refuse(ShareFull, reason, now)
         return None
 
     def add(self, sequence: Sequence, now: float) -> None:
@@ -207,17 +212,16 @@ class WaitingQueue:
         if count:
             self._refused = 0
 
-    def retry_after(self, now: float) -> float:
-        """When, in seconds from now, a request that is refused now may find room.
-
-        One place frees per departure, at the pace seen so far; whoever is refused in between is
-        sent further back, so that not all of them return at once.
-        """
+    def _refuse(self, kind: type[QueueFull], reason: str, now: float) -> QueueFull:
+        """One place frees per departure, at the pace seen so far; whoever is refused in between is
+        sent further back, so that not all of them return at once."""
         self._refused += 1
         pace = self.pace(now)
         if not self._pace.known:
             pace = max(pace, UNKNOWN_RETRY_SECONDS)
-        return min(self._refused * pace, MOST_RETRY_SECONDS)
+        seconds = min(self._refused * pace, MOST_RETRY_SECONDS)
+        message = f"{reason}; try again in {max(1, math.ceil(seconds))} s"
+        return kind(message, retry_after=seconds)
 
     def _next_level(self) -> _Level | None:
         ready = [priority for priority, level in self._levels.items() if len(level.ready)]

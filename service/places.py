@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from engine.client import EngineClient
 from engine.config import QUEUE_PART, has_room, most_of_one
-from engine.errors import QueueFull
+from engine.errors import QueueFull, ShareFull
 from service.errors import ApiError
 
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
@@ -63,40 +63,42 @@ class Places:
         own = min(self._client.queued.of(owner)[0] + self._reserved[owner], queued)
         more = excess - queued
         if not has_room(taken=queued, own=own, more=more, most=self._most, owner=owner):
-            left = self._most - queued - more
-            if left >= 0:
-                reason = f"{own} requests of this key wait already, which leaves it no more room"
-            else:
+            missing = queued + more - self._most
+            kind, reason = ShareFull, f"{own} requests of this key wait already"
+            if missing > 0:
+                kind = QueueFull
                 reason = (
                     f"the queue is full: {taken} of at most {slots + self._most} requests are "
-                    f"running or waiting, and there is no room for {requests} more"
+                    "running or waiting"
                 )
-            missing = -left
-            if owner:  # each departure frees a place, and one of each owner's turn frees its own
-                departures_of_one = 1 / max(self._client.queued.owners, 1)
-                fewer = own + more - QUEUE_PART * left
-                missing = max(missing, math.ceil(fewer / (QUEUE_PART + departures_of_one)))
-            raise self._refusal(reason, missing, requests, queued)
+            reason = f"{reason}, and there is no room for {requests} more"
+            if owner:  # a departure frees a place for all, and one of each owner's turn its own
+                own_departures = 1 / max(self._client.queued.owners, 1)
+                surplus = own + more + QUEUE_PART * missing
+                missing = max(missing, math.ceil(surplus / (QUEUE_PART + own_departures)))
+            raise self._refusal(kind, reason, missing, requests, queued)
         self.check_tokens(1, requests, owner)
 
     def check_tokens(self, tokens: int, requests: int, owner: str) -> None:
         """Raises QueueFull where requests of so many prompt tokens, which have their places, are
         too many for the queue just now."""
-        queued, taken = self._client.queued, self._client.waiting_tokens
+        taken, own = self._client.waiting_tokens, self._client.queued.of(owner)[1]
         waiting = self._client.in_flight + self._reserved.total() - self._slots()
         if waiting <= 0 or not tokens:
             return
         if requests == 1 and not taken:  # the first that waits may have any length
             return
-        own, most = queued.of(owner)[1], self._most_tokens
-        if has_room(taken=taken, own=own, more=tokens, most=most, owner=owner):
+        if has_room(taken=taken, own=own, more=tokens, most=self._most_tokens, owner=owner):
             return
-        left = most - taken - tokens
-        whose = f", {own} of them of this key" if owner and own else ""
-        reason = f"requests of {taken} prompt tokens{whose} wait already, which leaves no more room"
-        needed = max(-left, (own + tokens - QUEUE_PART * left) // (1 + QUEUE_PART) if owner else 0)
-        missing = math.ceil(needed * waiting / max(taken, 1))
-        raise self._refusal(reason, missing, requests, waiting)
+        missing = taken + tokens - self._most_tokens
+        kind, reason = ShareFull, f"{own} prompt tokens of this key wait already"
+        if missing > 0:
+            kind, reason = QueueFull, f"{taken} prompt tokens wait already"
+        if owner:
+            missing = max(missing, (own + tokens + QUEUE_PART * missing) // (QUEUE_PART + 1))
+        reason = f"{reason}, and there is no room for {tokens} more"
+        departures = math.ceil(missing * waiting / max(taken, 1))  # of requests of their mean size
+        raise self._refusal(kind, reason, departures, requests, waiting)
 
     def reserve(self, requests: int, owner: str) -> None:
         """Takes places out of what others may have. Raises as `check`."""
@@ -109,7 +111,9 @@ class Places:
         if not self._reserved[owner]:
             del self._reserved[owner]
 
-    def _refusal(self, reason: str, missing: int, requests: int, queued: int) -> QueueFull:
+    def _refusal(
+        self, kind: type[QueueFull], reason: str, missing: int, requests: int, queued: int
+    ) -> QueueFull:
         """`missing` requests have to leave the queue first, at the pace seen lately. Those that are
         refused are given turns one after the other, so that not all come back at once; but when
         all that waits now has left, there is room for everyone."""
@@ -118,4 +122,4 @@ class Places:
         emptied = now + max(missing, queued) * pace
         self._turn = min(max(free, self._turn + requests * pace), emptied)
         seconds = min(max(self._turn - now, LEAST_RETRY), MOST_RETRY)
-        return QueueFull(f"{reason}; try again in {math.ceil(seconds)} s", retry_after=seconds)
+        return kind(f"{reason}; try again in {math.ceil(seconds)} s", retry_after=seconds)

@@ -303,19 +303,26 @@ def test_room_is_bounded_and_whoever_has_none_finds_some(
 
 def test_the_queue_says_why_it_has_no_room() -> None:
     queue = WaitingQueue(most=8, most_tokens=100)
-    assert queue.lacks_room("a", 10_000, free=0) is None, "the first may have any length"
+
+    def refused(owner: str, tokens: int, free: int = 0) -> tuple[str, str] | None:
+        refusal = queue.refusal(owner, tokens, free, 0.0)
+        return None if refusal is None else (refusal.code, refusal.message.split(";")[0])
+
+    assert refused("a", 10_000) is None, "the first may have any length"
     for key in range(6):
-        assert queue.lacks_room("a", 1, free=0) is None
+        assert refused("a", 1) is None
         queue.add(sequence(key, "a"), 0.0)
-    assert "6 of them of this key" in (queue.lacks_room("a", 1, free=0) or "")
-    assert queue.lacks_room("a", 1, free=1) is None
-    assert queue.lacks_room("b", 1, free=0) is None
-    assert "6 prompt tokens are waiting" in (queue.lacks_room("b", 95, free=0) or "")
-    assert queue.lacks_room("b", 95, free=7) is None, "it waits for nobody's end"
+    assert refused("a", 1) == ("share_full", "6 requests of this key are waiting already")
+    assert refused("a", 1, free=1) is None
+    assert refused("b", 1) is None
+    assert refused("b", 95) == ("queue_full", "6 prompt tokens are waiting already")
+    assert refused("b", 95, free=7) is None, "it waits for nobody's end"
     queue.add(sequence(6, "a", prompt=60), 0.0)
-    assert "66 of them of this key" in (queue.lacks_room("a", 30, free=3) or "")
-    assert queue.lacks_room("b", 25, free=3) is None
-    assert "66 prompt tokens are waiting" in (queue.lacks_room("b", 26, free=3) or "")
+    message = "66 prompt tokens of this key are waiting already"
+    assert refused("a", 30, free=3) == ("share_full", message)
+    assert refused("b", 25, free=3) is None
+    queue.add(sequence(7, "b"), 0.0)
+    assert refused("c", 1) == ("queue_full", "8 requests are waiting already")
 
 
 def test_at_most_share_holds_for_a_third_owner_too() -> None:

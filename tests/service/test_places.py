@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from engine.client import EngineClient
-from engine.errors import QueueFull
+from engine.errors import QueueFull, ShareFull
 from engine.messages import Request, Stats, pack_ids
 from engine.queued import Queued
 from service.errors import ApiError
@@ -71,14 +71,16 @@ def test_a_key_leaves_room_for_others() -> None:
     places = engine.places(slots=2, most=8)
     engine.queue("a", 4)
     places.reserve(2, "a")
-    assert "6 requests of this key wait already" in refusal(places, owner="a").message
+    error = refusal(places, owner="a")
+    assert isinstance(error, ShareFull) and "6 requests of this key wait already" in error.message
     places.check(1, "b")
     refusal(places, 2, owner="b")
     places.reserve(1, "b")
     places.check(1, "c")
     refusal(places, owner="b")
     places.reserve(1, "c")
-    assert "the queue is full" in refusal(places, owner="d").message
+    error = refusal(places, owner="d")
+    assert type(error) is QueueFull and "the queue is full" in error.message
 
 
 def test_while_slots_are_free_a_key_may_have_them_all() -> None:
@@ -107,7 +109,7 @@ def test_the_queue_is_bounded_in_prompt_tokens() -> None:
     engine.queue(tokens=600)
     places.reserve(2, "")
     places.check_tokens(400, 2, "")
-    with pytest.raises(QueueFull, match="requests of 600 prompt tokens wait already"):
+    with pytest.raises(QueueFull, match="600 prompt tokens wait already, and there is no room"):
         places.check_tokens(401, 2, "")
     places.release(2, "")
     engine.queue(tokens=400)
@@ -121,7 +123,7 @@ def test_one_keys_prompt_tokens_leave_room_for_others() -> None:
     places = engine.places(slots=2, tokens=1000)
     engine.queue("a", tokens=700)
     places.reserve(1, "a")
-    with pytest.raises(QueueFull, match="700 of them of this key"):
+    with pytest.raises(ShareFull, match="700 prompt tokens of this key wait already"):
         places.check_tokens(100, 1, "a")
     places.reserve(1, "b")
     places.check_tokens(100, 1, "b")
