@@ -64,9 +64,9 @@ class Places:
         more = excess - queued
         if not has_room(taken=queued, own=own, more=more, most=self._most, owner=owner):
             missing = queued + more - self._most
-            kind, reason = ShareFull, f"{own} requests of this key wait already"
+            kind: type[QueueFull] = ShareFull if missing <= 0 else QueueFull
+            reason = f"{own} requests of this key wait already"
             if missing > 0:
-                kind = QueueFull
                 reason = (
                     f"the queue is full: {taken} of at most {slots + self._most} requests are "
                     "running or waiting"
@@ -91,9 +91,10 @@ class Places:
         if has_room(taken=taken, own=own, more=tokens, most=self._most_tokens, owner=owner):
             return
         missing = taken + tokens - self._most_tokens
-        kind, reason = ShareFull, f"{own} prompt tokens of this key wait already"
-        if missing > 0:
-            kind, reason = QueueFull, f"{taken} prompt tokens wait already"
+        kind: type[QueueFull] = ShareFull if missing <= 0 else QueueFull
+        reason = f"{taken} prompt tokens wait already"
+        if missing <= 0:
+            reason = f"{own} prompt tokens of this key wait already"
         if owner:
             missing = max(missing, (own + tokens + QUEUE_PART * missing) // (QUEUE_PART + 1))
         reason = f"{reason}, and there is no room for {tokens} more"
