@@ -180,6 +180,11 @@ class EngineClient:
         return self._state
 
     @property
+    def death(self) -> EngineError | None:
+        """Why the engine has ended, once it has."""
+        return self._death
+
+    @property
     def stats(self) -> Stats:
         """Of the latest step in which this process had a part; the load in them is at most a
         tenth of a second old."""

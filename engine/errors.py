@@ -8,6 +8,7 @@
     ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
+    │   ├── ReloadUnderWay   another model is being loaded already
     │   └── Draining         the server is shutting down
     └── EngineUnavailable    no answer can come from the engine
         ├── EngineLoading    the model is still loading
@@ -80,6 +81,12 @@ class QueueFull(Refused):
     """The waiting queue is at its bound; `retry_after` seconds from now there may be room."""
 
     code = "queue_full"
+
+
+class ReloadUnderWay(Refused):
+    """A model is being loaded to take the present one's place; one at a time."""
+
+    code = "reload_under_way"
 
 
 class Draining(Refused):

@@ -2,7 +2,8 @@
 
 A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
 from then on it gets one `StepEvents` per step in which it has a part. Where it has none for a
-while, it is told the load that the others make, which decides what it may send.
+while, it is told the load that the others make, which decides what it may send. What a step did
+(batch size, tokens, seconds) is told to one client alone, so that sums over clients count it once.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.messages import (
     Abort,
     FinishReason,
     FromEngine,
+    Gone,
     ModelInfo,
     Ping,
     Pong,
@@ -59,7 +63,7 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     def add(self, client: Hashable, request: Request) -> None: ...
     def reject(self, client: Hashable, request: int, error: EngineError) -> None: ...
-    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None: ...
+    def abort(self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason) -> None: ...
     def abort_all(self) -> None: ...
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]: ...
 
@@ -73,6 +77,7 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._clients: set[Hashable] = set()
+        self._gone: set[Hashable] = set()  # what may still come from them is late
         self._stopping = False
         self._told_at = 0.0  # when the load was told, by time.monotonic
         for client in clients:
@@ -93,7 +98,11 @@ class EngineLoop:
 
     def _step(self) -> None:
         sent = self._engine.step(self._take_in)
-        for client, events in sent.items():
+        for client in self._gone & sent.keys():
+            del sent[client]
+        for number, (client, events) in enumerate(sent.items()):
+            if number:
+                events = msgspec.structs.replace(events, stats=events.stats.load())
             self._mailbox.send(client, events)
         if sent and len(sent) < len(self._clients):
             self._tell_load(sent)
@@ -110,6 +119,11 @@ class EngineLoop:
 
     def _take_in(self, timeout: float = 0.0) -> None:
         for client, message in self._mailbox.receive(timeout):
+            if client in self._gone:
+                continue
+            if isinstance(message, Gone):
+                self._forget(client if message.client is None else message.client.encode())
+                continue
             self._greet(client)
             match message:
                 case Request():
@@ -122,6 +136,11 @@ class EngineLoop:
                     self._engine.reject(client, message.request, message.error)
                 case Shutdown():
                     self._stopping = True
+
+    def _forget(self, client: Hashable) -> None:
+        self._gone.add(client)
+        self._clients.discard(client)
+        self._engine.abort(client, None, "abort")
 
     def _greet(self, client: Hashable) -> None:
         if client not in self._clients:

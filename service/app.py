@@ -15,6 +15,8 @@ from service import errors
 from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.body_limit import BodyLimit
+from service.engines import Engines, OneEngine
+from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
 from service.middleware import Account, RequestIds
 from service.openapi import describe_access
@@ -28,7 +30,6 @@ from service.routes import (
     score,
     tokenize,
 )
-from service.runtime import Runtime
 from service.settings import Settings
 
 STDOUT = 1
@@ -40,28 +41,27 @@ Log-probabilities are natural logarithms, from the log-softmax of the raw logits
 
 
 def create_app(
-    client: EngineClient,
+    engines: Engines | EngineClient,
     settings: Settings,
     on_failure: Callable[[EngineError], None] | None = None,
 ) -> FastAPI:
-    """The application; its lifespan starts `client` and closes it.
+    """The application; its lifespan starts `engines` (one client stands for itself) and closes
+    them.
 
     `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
-    engine dies: every stream then gets an error frame and /health answers 503. Raises
+    engine has died for good: every stream then gets an error frame and /health answers 503. Raises
     ConfigError for keys that cannot be used.
     """
-    runtime = Runtime(client, settings, on_failure)
+    if isinstance(engines, EngineClient):
+        engines = OneEngine(engines, settings.load_timeout)
+    lifecycle = Lifecycle(engines, settings, on_failure)
     access = load_access(settings)
     lines = LineWriter(STDOUT)
     log = AccessLog(settings.access_log, lines.write)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            await client.start()
-        except EngineError as error:  # the server starts all the same, and tells it like any death
-            runtime.fail(error)
-        tasks = [asyncio.create_task(runtime.live())]
+        tasks = [asyncio.create_task(lifecycle.live())]
         if access.keys is not None:
             tasks.append(asyncio.create_task(access.keys.watch()))
         try:
@@ -71,7 +71,7 @@ def create_app(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-            await client.close()
+            await lifecycle.close()
             lines.close()
 
     app = FastAPI(
@@ -81,7 +81,7 @@ def create_app(
         redoc_url=None,
         strict_content_type=False,
     )
-    app.state.runtime = runtime
+    app.state.lifecycle = lifecycle
     errors.install(app)
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
@@ -97,6 +97,6 @@ def create_app(
             allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(Account, metrics=runtime.metrics, log=log)
+    app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
     app.add_middleware(RequestIds)
     return app

@@ -5,13 +5,15 @@ Every application has a registry of its own. Gauges are read when they are scrap
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from engine.client import EngineClient
-from engine.messages import Finished, ModelInfo, StepEvents
+from engine.messages import Finished, ModelInfo, Stats, StepEvents
+from service import samples
+from service.samples import RestartsCollector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (
@@ -25,7 +27,8 @@ SEQUENCES = tuple(2.0**power for power in range(13))  # 1 to 4,096
 class Metrics:
     """The series, and what feeds them."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, load: Callable[[], Stats], restarts: Callable[[], int]) -> None:
+        """What the gauges tell is asked of `load` and `restarts`."""
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -86,7 +89,8 @@ class Metrics:
         )
         self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
         self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
-        self._gauges(client)
+        self._gauges(load)
+        self.registry.register(RestartsCollector(restarts))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
@@ -94,7 +98,7 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"minserve_{name}", text, labels, registry=self.registry)
 
-    def _gauges(self, client: EngineClient) -> None:
+    def _gauges(self, load: Callable[[], Stats]) -> None:
         for name, text, field in (
             ("requests_running", "Sequences that hold a slot.", "running"),
             ("requests_waiting", "Requests that wait for a slot.", "waiting"),
@@ -102,11 +106,11 @@ class Metrics:
             ("state_slots_total", "State slots.", "slots_total"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
-            gauge.set_function(partial(_stat, client, field))
+            gauge.set_function(partial(_stat, load, field))
         state = Gauge(
             "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
         )
-        state.labels(tier="device").set_function(lambda: client.stats.state_bytes)
+        state.labels(tier="device").set_function(lambda: load().state_bytes)
 
     def model_loaded(self, name: str, info: ModelInfo) -> None:
         """Fills the info metric."""
@@ -185,11 +189,15 @@ class Metrics:
             latency = self._score_latency if endpoint == "score" else self._end_to_end
             latency.observe(seconds)
 
-    def render(self) -> bytes:
-        """The text exposition."""
-        return generate_latest(self.registry)
+    def samples(self) -> bytes:
+        """All that this process counts, for the process that is asked for it."""
+        return samples.pack(self.registry)
+
+    def render(self, others: Sequence[bytes] = ()) -> bytes:
+        """The text exposition, with the `samples` of other processes added."""
+        return samples.render(self.registry, others)
 
 
-def _stat(client: EngineClient, field: str) -> float:
-    value: int = getattr(client.stats, field)
+def _stat(load: Callable[[], Stats], field: str) -> float:
+    value: int = getattr(load(), field)
     return value

@@ -17,12 +17,13 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine.client import EngineClient
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
+from engine.member import SoleMember
 from service.app import create_app
-from service.runtime import Runtime
+from service.lifecycle import Lifecycle
 from service.settings import Settings
 from service.stalled import MeteredProtocol, cut_stalled
+from service.supervision import make_supervisor
 from service.tls import CIPHERS, check_tls
 
 logger = logging.getLogger(__name__)
@@ -35,15 +36,15 @@ LAST_FRAMES = 5
 class Server(uvicorn.Server):
     """uvicorn's server, whose first signal drains."""
 
-    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
         super().__init__(config)
-        self._runtime = runtime
+        self._lifecycle = lifecycle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        settings, connections = self._runtime.settings, self.server_state.connections
+        settings, connections = self._lifecycle.settings, self.server_state.connections
         watch = asyncio.create_task(
             cut_stalled(connections, settings.stall_timeout, settings.receive_timeout)
         )
@@ -66,17 +67,17 @@ class Server(uvicorn.Server):
             logger.info("shutting down: finishing what is in flight")
             self._drain = asyncio.create_task(self._drain_and_stop())
         elif sig == signal.SIGINT:
-            self._runtime.cut()
+            self._lifecycle.cut()
             self.stop()
 
     async def _drain_and_stop(self) -> None:
-        await self._runtime.drain(self._runtime.settings.drain_timeout)
+        await self._lifecycle.drain(self._lifecycle.settings.drain_timeout)
         self.stop()
 
 
 def serve(settings: Settings) -> int:
     """Serves until a signal ends it. Returns the exit code: 2 when the socket, the checkpoint or
-    the device cannot be used, 1 when the engine died, else 0. Raises ConfigError."""
+    the device cannot be used, 1 when the engine died for good, else 0. Raises ConfigError."""
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
@@ -87,14 +88,14 @@ def serve(settings: Settings) -> int:
         failures.append(error)
         server.stop()
 
-    app = create_app(EngineClient.spawn(settings.engine_config()), settings, on_failure)
+    app = create_app(SoleMember(make_supervisor(settings)), settings, on_failure)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
         reason = error.strerror or error
         logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
         return 2
-    server = Server(_uvicorn_config(app, settings), app.state.runtime)
+    server = Server(_uvicorn_config(app, settings), app.state.lifecycle)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     scheme = "https" if settings.tls_certificate else "http"

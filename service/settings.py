@@ -57,6 +57,11 @@ class Settings(BaseSettings):
     cuda_graphs: bool = True
     deterministic: bool = False
 
+    # The processes (times in seconds).
+    engine_restarts: int = Field(default=3, ge=0)  # of an engine that died, within the window
+    restart_window: PositiveFloat = 600.0
+    hang_timeout: float = Field(default=120.0, ge=0)  # without a sign of the engine; 0 = for ever
+
     # The connection.
     tls_certificate: Path | None = None  # PEM, with the chain; None = plain HTTP
     tls_key: Path | None = None  # PEM; None = it is in the certificate's file

@@ -63,6 +63,13 @@ MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
 LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load.")]
 RequestTimeout = Annotated[float | None, Option(help="Seconds, where a request names none.")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
+EngineRestarts = Annotated[
+    int | None, Option(help="Of an engine that died, within 10 minutes; 0 = end then, too [3].")
+]
+HangTimeout = Annotated[
+    float | None,
+    Option(help="Seconds after which an engine that does not answer is killed; 0 = never [120]."),
+]
 LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
 
 AccessLog = Annotated[

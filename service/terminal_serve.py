@@ -29,6 +29,8 @@ def serve(
     load_timeout: options.LoadTimeout = None,
     request_timeout: options.RequestTimeout = None,
     drain_timeout: options.DrainTimeout = None,
+    engine_restarts: options.EngineRestarts = None,
+    hang_timeout: options.HangTimeout = None,
     log_level: options.LogLevel = None,
     access_log: options.AccessLog = None,
     api_keys_file: options.ApiKeysFile = None,

@@ -21,7 +21,14 @@ TORCH_FREE = [
     "engine.plan",
 ]
 # What the service (its composition root, cli.py, apart) may see of the engine.
-SERVICE_MAY_IMPORT = {"engine.client", "engine.messages", "engine.config", "engine.errors"}
+SERVICE_MAY_IMPORT = {
+    "engine.client",
+    "engine.member",
+    "engine.supervisor",
+    "engine.messages",
+    "engine.config",
+    "engine.errors",
+}
 
 
 def _imports(path: Path) -> set[str]:
