@@ -39,6 +39,11 @@ class Access:
         self._admin = admin
         self._metrics = metrics
 
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is anything below /admin."""
+        return self._admin is not None
+
     def level(self, path: str) -> Level:
         """Whose key opens `path`."""
         if path in OPEN_PATHS:

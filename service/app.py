@@ -21,6 +21,7 @@ from service.line_writer import LineWriter
 from service.middleware import Account, RequestIds
 from service.openapi import describe_access
 from service.routes import (
+    admin,
     chat,
     completions,
     generate,
@@ -85,6 +86,8 @@ def create_app(
     errors.install(app)
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
+    if access.has_admin:
+        app.include_router(admin.router)
     describe_access(app, access)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

@@ -34,7 +34,7 @@ def starting(folder: Path, **settings: Any) -> Iterator[tuple[Process, httpx.Cli
             yield process, client
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
     """Waits for a condition that must come true, and returns what it gave."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
