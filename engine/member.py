@@ -7,14 +7,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from engine.client import EngineClient
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.messages import ModelInfo
-from engine.pipe import Pipe, memory_pipe
+from engine.pipe import Pipe, SocketPipe, memory_pipe
 from engine.protocol import (
     Answer,
     Collect,
@@ -35,6 +36,8 @@ from engine.supervisor import Supervisor
 from engine.transport import SocketTransport
 
 log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 10.0  # for the supervisor to tell what other members count
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Member:
     async def start(self, collect: Callable[[], bytes] = bytes) -> None:
         """Begins to listen. `collect` gives this process's metrics whenever they are asked for."""
         self._collect = collect
+        await self._pipe.open()
         self._reader = asyncio.create_task(self._read())
 
     async def next(self) -> Event:
@@ -114,8 +118,12 @@ class Member:
 
     async def gather(self, own: bytes) -> list[bytes]:
         """The metrics of all other processes, those that are no more included; tells `own`, which
-        are this one's. Raises EngineDead."""
-        return (await self._ask(lambda nonce: Gather(nonce, own))).samples
+        are this one's. Raises EngineUnavailable."""
+        try:
+            async with asyncio.timeout(GATHER_SECONDS):
+                return (await self._ask(lambda nonce: Gather(nonce, own))).samples
+        except TimeoutError:
+            raise EngineUnavailable("the supervising process does not answer") from None
 
     def hold(self) -> None:
         """The server is shutting down: no engine is to be started any more."""
@@ -231,3 +239,9 @@ class SoleMember(Member):
                 await self._ruling
         await super().close()
         await self._supervisor.close()
+
+
+def remote_member(descriptor: int) -> Member:
+    """The member of a supervisor in the process that started this one (`MemberProcesses`), which
+    left the end of a pipe open here."""
+    return Member(SocketPipe(socket.socket(fileno=descriptor), ToMember))

@@ -64,11 +64,11 @@ class Members:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, pipe: MemberPipe, settings: bytes) -> str:
+    def add(self, pipe: MemberPipe) -> str:
         """A new member's name, which nobody else gets."""
         name = f"member-{next(self._numbers)}"
         self._members[name] = _Member(name, pipe)
-        pipe.send(Welcome(name, settings))
+        pipe.send(Welcome(name))
         return name
 
     async def listen(self, name: str) -> None:
@@ -97,6 +97,14 @@ class Members:
     def need(self, generation: int) -> bool:
         """Whether anybody may have something in flight on this engine."""
         return any(generation in member.needs for member in self._members.values())
+
+    async def answers(self, name: str, seconds: float) -> bool:
+        """Whether a member does, within that time; what it counts is then known."""
+        member = self._members.get(name)
+        if member is None:
+            return False
+        done, _ = await asyncio.wait({self._ask(member)}, timeout=seconds)
+        return bool(done)
 
     async def all_use(self, generation: int) -> None:
         """Returns when nobody sends new requests to an older engine."""

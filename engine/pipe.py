@@ -17,6 +17,9 @@ LENGTH = struct.Struct("!I")  # of a message, in front of it
 class Pipe(Protocol[In, Out]):
     """One end; all methods are called on one event loop."""
 
+    async def open(self) -> None:
+        """Comes first."""
+
     def send(self, message: Out) -> None:
         """Never blocks; what is sent to an end that is gone is lost."""
 
@@ -33,6 +36,9 @@ class MemoryPipe:
     def __init__(self, inbox: asyncio.Queue[Any], outbox: asyncio.Queue[Any]) -> None:
         self._inbox = inbox
         self._outbox = outbox
+
+    async def open(self) -> None:
+        """Nothing is closed yet."""
 
     def send(self, message: Any) -> None:
         self._outbox.put_nowait(message)
@@ -62,26 +68,25 @@ class SocketPipe(Generic[In, Out]):
     Both ends belong to this project and to one user; what comes is decoded all the same.
     """
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: Any
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, handle: socket.socket, incoming: Any) -> None:
+        """Takes the socket over; `incoming` is the type of the messages that come."""
+        self._handle = handle
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(incoming)
 
-    @classmethod
-    async def open(cls, handle: socket.socket, incoming: Any) -> SocketPipe[In, Out]:
-        """Takes the socket over; `incoming` is the type of the messages that come."""
-        reader, writer = await asyncio.open_unix_connection(sock=handle)
-        return cls(reader, writer, incoming)
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._handle)
 
     def send(self, message: Out) -> None:
         raw = self._encoder.encode(message)
-        if not self._writer.is_closing():
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> In:
+        if self._reader is None:
+            raise EOFError("the pipe is not open")
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             message: In = self._decoder.decode(await self._reader.readexactly(length))
@@ -90,4 +95,7 @@ class SocketPipe(Generic[In, Out]):
             raise EOFError(str(error)) from error
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is None:
+            self._handle.close()
+        else:
+            self._writer.close()

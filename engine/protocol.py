@@ -38,7 +38,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The first message: the member's name, by which engines know it too."""
 
     name: str
-    settings: bytes = b""  # what else it has to know, for a member in a process of its own
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):

@@ -145,12 +145,13 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.members.close()
 
-    def join(self, pipe: MemberPipe, settings: bytes = b"") -> None:
-        """Takes in a member, of whom `pipe` is this side's end."""
-        name = self.members.add(pipe, settings)
+    def join(self, pipe: MemberPipe) -> str:
+        """Takes in a member, of whom `pipe` is this side's end; returns its name."""
+        name = self.members.add(pipe)
         if self._current is not None and self._current.serves:
             self.members.serve(self._current.order(self._restarts.total), name)
         self._keep(self._listen(name))
+        return name
 
     async def _listen(self, name: str) -> None:
         await self.members.listen(name)

@@ -158,12 +158,12 @@ class ProcessTransport(SocketTransport):
         command += [msgspec.json.encode(self._config).decode(), "--parent", str(os.getpid())]
         if self._engine is not None:
             command += ["--engine", self._engine]
-        # The worker finds the modules that this process finds, and no others: -P keeps a folder
-        # named `engine` in the working directory from taking the package's place.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, env=environment
+                sys.executable,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                env=module_environment(),
             )
         except OSError as error:
             reason = f"{sys.executable}: {error.strerror or error}"
@@ -212,6 +212,13 @@ async def _ends(task: asyncio.Task[None]) -> bool:
     """Whether a task ends within STOP_SECONDS."""
     done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)
     return bool(done)
+
+
+def module_environment() -> dict[str, str]:
+    """For `python -P -m MODULE`, which then finds the modules that this process finds, and no
+    others: -P keeps a folder named `engine` in the working directory from taking the package's
+    place."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def describe_exit(code: int) -> str:

@@ -57,7 +57,7 @@ def create_app(
         engines = OneEngine(engines, settings.load_timeout)
     lifecycle = Lifecycle(engines, settings, on_failure)
     access = load_access(settings)
-    lines = LineWriter(STDOUT)
+    lines = LineWriter(STDOUT, shared=settings.api_workers > 1)
     log = AccessLog(settings.access_log, lines.write)
 
     @asynccontextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Literal
 
 from fastapi import Request
@@ -106,11 +105,9 @@ class Lifecycle:
         )
 
     async def exposition(self) -> bytes:
-        """Prometheus' text of all processes of this server."""
-        others: list[bytes] = []
-        with suppress(EngineDead):  # there is no supervisor any more: what is here must do
-            others = await self.engines.gather(self.metrics.samples())
-        return self.metrics.render(others)
+        """Prometheus' text of all processes of this server. Raises EngineUnavailable where they
+        cannot be asked: a part of the counts would read as a reset of them all."""
+        return self.metrics.render(await self.engines.gather(self.metrics.samples()))
 
     async def ping(self) -> None:
         """Returns when the engine has answered. Raises EngineUnavailable."""

@@ -3,6 +3,8 @@
 SIGTERM and SIGINT drain: the socket stays open, so that /ready and new requests get their 503,
 until everything in flight has ended or `drain_timeout` is over. A second SIGINT does not wait; a
 second SIGTERM changes nothing, for supervisors may signal a process and its group.
+
+One API process is the server's only one beside the engine's; several have a host (`service.host`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -19,8 +23,12 @@ from fastapi import FastAPI
 
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from engine.member import SoleMember
+from service.access import load_access
 from service.app import create_app
+from service.engines import Engines
+from service.host import Host
 from service.lifecycle import Lifecycle
+from service.listening import address_of, listen
 from service.settings import Settings
 from service.stalled import MeteredProtocol, cut_stalled
 from service.supervision import make_supervisor
@@ -28,7 +36,6 @@ from service.tls import CIPHERS, check_tls
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
 # After a drain, streams that were cut write their last frames; seconds.
 LAST_FRAMES = 5
 
@@ -36,9 +43,11 @@ LAST_FRAMES = 5
 class Server(uvicorn.Server):
     """uvicorn's server, whose first signal drains."""
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, signals: bool = True) -> None:
+        """Without `signals` it is left to others to call `end`."""
         super().__init__(config)
         self._lifecycle = lifecycle
+        self._signals = signals
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -53,20 +62,29 @@ class Server(uvicorn.Server):
         finally:
             watch.cancel()
 
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        if not self._signals:
+            yield
+            return
+        with super().capture_signals():
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in a signal handler, so it only leaves a note for the event loop."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._on_signal, sig)
+        self._loop.call_soon_threadsafe(self.end, sig == signal.SIGINT)
 
     def stop(self) -> None:
         """Ends when the responses under way are written."""
         self.should_exit = True
 
-    def _on_signal(self, sig: int) -> None:
+    def end(self, hurry: bool) -> None:
+        """Drains and stops; said again in a `hurry`, ends everything with what it has."""
         if self._drain is None:
             logger.info("shutting down: finishing what is in flight")
             self._drain = asyncio.create_task(self._drain_and_stop())
-        elif sig == signal.SIGINT:
+        elif hurry:
             self._lifecycle.cut()
             self.stop()
 
@@ -82,38 +100,48 @@ def serve(settings: Settings) -> int:
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
     check_tls(settings.tls_certificate, settings.tls_key)
+    load_access(settings)
+    supervisor = make_supervisor(settings)
+    try:
+        listeners = listen(settings.host, settings.port, settings.api_workers)
+    except OSError as error:
+        reason = error.strerror or error
+        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
+        return 2
+    url = address_of(listeners[0], tls=settings.tls_certificate is not None)
+    logger.info("listening on %s (see /docs); loading %s", url, settings.model)
+    if len(listeners) == 1:
+        failure = run_application(SoleMember(supervisor), settings, listeners[0])
+    else:
+        failure = asyncio.run(Host(supervisor, settings, listeners).run())
+    return exit_code(failure)
+
+
+def run_application(
+    engines: Engines, settings: Settings, listener: socket.socket, signals: bool = True
+) -> EngineError | None:
+    """Serves what comes to the socket until a signal, or whoever keeps the engines, ends it.
+    Returns why there was no engine. Raises ConfigError."""
     failures: list[EngineError] = []
 
     def on_failure(error: EngineError) -> None:
         failures.append(error)
         server.stop()
 
-    app = create_app(SoleMember(make_supervisor(settings)), settings, on_failure)
-    try:
-        listener = listen(settings.host, settings.port)
-    except OSError as error:
-        reason = error.strerror or error
-        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
-        return 2
-    server = Server(_uvicorn_config(app, settings), app.state.lifecycle)
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
-    scheme = "https" if settings.tls_certificate else "http"
-    url = f"{scheme}://{address}:{port}"
-    logger.info("listening on %s (see /docs); loading %s", url, settings.model)
+    app = create_app(engines, settings, on_failure)
+    lifecycle: Lifecycle = app.state.lifecycle
+    server = Server(_uvicorn_config(app, settings), lifecycle, signals)
+    lifecycle.on_stop = server.end
     with listener:
         server.run([listener])
-    if not failures:
+    return failures[0] if failures else None
+
+
+def exit_code(failure: EngineError | None) -> int:
+    """Of a server that has ended, for want of an engine where `failure` says why."""
+    if failure is None:
         return 0
-    return 2 if isinstance(failures[0], ConfigError | CheckpointError | DeviceError) else 1
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError: the port is in use, the host is not ours."""
-    family, _, _, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    return 2 if isinstance(failure, ConfigError | CheckpointError | DeviceError) else 1
 
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:

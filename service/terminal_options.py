@@ -63,6 +63,9 @@ MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
 LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load.")]
 RequestTimeout = Annotated[float | None, Option(help="Seconds, where a request names none.")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
+ApiWorkers = Annotated[
+    int | None, Option(help="Processes that share the port, in front of one engine [1].")
+]
 EngineRestarts = Annotated[
     int | None, Option(help="Of an engine that died, within 10 minutes; 0 = end then, too [3].")
 ]

@@ -29,6 +29,7 @@ def serve(
     load_timeout: options.LoadTimeout = None,
     request_timeout: options.RequestTimeout = None,
     drain_timeout: options.DrainTimeout = None,
+    api_workers: options.ApiWorkers = None,
     engine_restarts: options.EngineRestarts = None,
     hang_timeout: options.HangTimeout = None,
     log_level: options.LogLevel = None,

@@ -24,6 +24,7 @@ TORCH_FREE = [
 SERVICE_MAY_IMPORT = {
     "engine.client",
     "engine.member",
+    "engine.member_processes",
     "engine.supervisor",
     "engine.messages",
     "engine.config",

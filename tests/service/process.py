@@ -24,7 +24,8 @@ from service.server import serve
 from service.settings import Settings
 transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
 transport.FACTORY = "ENGINE"
-sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL, **OPTIONS)))
+options = {"port": PORT, "max_slots": 4, "stall_timeout": STALL, **OPTIONS}
+sys.exit(serve(Settings(**options)))
 """
 
 

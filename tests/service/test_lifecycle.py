@@ -429,3 +429,22 @@ async def test_a_slow_reader_gets_merged_writes_with_one_event_per_token(
     assert frames.pop() == "[DONE]"
     assert [len(frame["token_ids"]) for frame in frames] == [1] * 400
     assert len(chunks) < 50
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_of_which_the_engine_refuses_a_part_is_refused_whole(
+    byte_folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may fill the queue between the first check and the engine's own."""
+    monkeypatch.setattr("service.places.Places.check", lambda *_: None)
+    runner = fake_runner(byte_folder, slots=1, max_waiting=1, step_seconds=0.002)
+    async with running(runner) as service:
+        stats = lambda: service.lifecycle.client.stats  # noqa: E731
+        for path, body in (
+            (GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 50}),
+            (COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 50}),
+        ):
+            response = await service.http.post(path, json={**body, "stream": stream})
+            assert response.status_code == 429, response.text
+            await until(lambda: stats().running == 0 and stats().waiting == 0)
+        await service.refused(SCORE, {"texts": ["ab"] * 3}, None, 429)
