@@ -27,7 +27,7 @@ class Charge:
         self.config = config
         self.load_seconds = 0.0
         self._transport = ProcessTransport(config)
-        self._client = EngineClient(self._transport)
+        self._client = EngineClient(self._transport, quiet=True)
         self._address = ""
         self._closing = False
 

@@ -148,8 +148,10 @@ class Delivery:
 class EngineClient:
     """One engine, seen from an API process. All methods are called on one event loop."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, quiet: bool = False) -> None:
+        """A `quiet` one makes no requests, so that it need not be told of those of others."""
         self._transport = transport
+        self._quiet = quiet
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
@@ -268,7 +270,7 @@ class EngineClient:
         nonce = next(self._nonces)
         answer = self._pings[nonce] = asyncio.get_running_loop().create_future()
         try:
-            self._transport.send(Ping(nonce))
+            self._transport.send(Ping(nonce, self._quiet))
             await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None

@@ -80,6 +80,7 @@ class Member:
         self._pipe = pipe
         self._name = ""
         self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
+        self._lost: set[int] = set()  # generations of engines that have ended by themselves
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._nonces = itertools.count()
         self._asked: dict[int, asyncio.Future[Answer]] = {}
@@ -154,12 +155,13 @@ class Member:
     async def _read(self) -> None:
         try:
             while True:
-                await self._take(await self._pipe.receive())
+                message = await self._pipe.receive()
+                try:
+                    await self._take(message)
+                except Exception:
+                    log.exception("an order of the supervisor could not be carried out")
         except EOFError:
             error = EngineDead("the supervising process has ended")
-        except Exception as unexpected:
-            log.exception("the link to the supervisor is cut")
-            error = EngineDead(f"the link to the supervisor is cut: {unexpected}")
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -192,9 +194,9 @@ class Member:
     def _lose(self, message: Down) -> None:
         error = message.problem.error()
         connection = self._connections.get(message.generation)
-        if connection is not None and connection[0].state != "dead":
-            dead = EngineDead(error.message)
-            self._keep(connection[1].end(dead))
+        if connection is not None and message.generation not in self._lost:
+            self._lost.add(message.generation)
+            self._keep(connection[1].end(EngineDead(error.message)))
         if message.final:
             self._events.put_nowait(Failed(error))
         elif message.current:
@@ -215,7 +217,7 @@ class SoleMember(Member):
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._ruling: asyncio.Task[EngineError] | None = None
+        self._ruling: asyncio.Task[None] | None = None
         mine, theirs = memory_pipe()
         super().__init__(mine)
         self._theirs = theirs
@@ -223,7 +225,7 @@ class SoleMember(Member):
     async def start(self, collect: Callable[[], bytes] = bytes) -> None:
         await super().start(collect)
         self._supervisor.join(self._theirs)
-        self._ruling = asyncio.create_task(self._supervisor.run())
+        self._ruling = asyncio.create_task(self._rule())
 
     async def gather(self, own: bytes) -> list[bytes]:
         """There are no others."""
@@ -235,10 +237,17 @@ class SoleMember(Member):
     async def close(self) -> None:
         if self._ruling is not None:
             self._ruling.cancel()
-            with contextlib.suppress(asyncio.CancelledError, EngineError):
+            with contextlib.suppress(asyncio.CancelledError):
                 await self._ruling
         await super().close()
         await self._supervisor.close()
+
+    async def _rule(self) -> None:
+        try:
+            await self._supervisor.run()
+        except Exception as error:  # nobody would keep the engine, nor know it
+            log.exception("unexpected error of the supervisor")
+            self._events.put_nowait(Failed(EngineDead(f"the supervisor has failed: {error}")))
 
 
 def remote_member(descriptor: int) -> Member:

@@ -82,7 +82,11 @@ class MemberProcesses:
         quick = 0
         while not self._finishing.is_set():
             begun = time.monotonic()
-            reason = await self._run(command)
+            try:
+                reason = await self._run(command)
+            except Exception:
+                log.exception("unexpected error with API process %d", number)
+                return
             if self._finishing.is_set():
                 return
             quick = quick + 1 if time.monotonic() - begun < STEADY_SECONDS else 0

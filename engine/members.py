@@ -129,6 +129,7 @@ class Members:
             case Reload():
                 self._spawn(self._answer_reload(member, message))
             case Gather():
+                member.samples = message.own
                 self._spawn(self._answer_gather(member, message))
             case Samples():
                 member.samples = message.samples
@@ -144,15 +145,15 @@ class Members:
     def _remove(self, member: _Member) -> None:
         del self._members[member.name]
         member.pipe.close()
-        if member.samples is not None and self._fold is not None:
-            known = [samples for samples in (self._departed, member.samples) if samples is not None]
-            self._departed = self._fold(known)
         for waiting in member.asked.values():
             if not waiting.done():
                 waiting.set_result(None)
         for generation in list(member.needs):
             self._leave(member, generation)
         self._changed.set()
+        if member.samples is not None and self._fold is not None:
+            known = [samples for samples in (self._departed, member.samples) if samples is not None]
+            self._departed = self._fold(known)
 
     async def _answer_reload(self, member: _Member, message: Reload) -> None:
         try:
@@ -167,7 +168,6 @@ class Members:
             member.pipe.send(Answer(message.nonce, info=info))
 
     async def _answer_gather(self, asker: _Member, message: Gather) -> None:
-        asker.samples = message.own
         waiting = [self._ask(member) for member in self._others(asker)]
         if waiting:
             await asyncio.wait(waiting, timeout=COLLECT_SECONDS)

@@ -99,6 +99,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks for a `Pong` with the same nonce: the engine's loop is turning."""
 
     nonce: int
+    quiet: bool = False  # the sender has no use for the load, and is not told it
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):

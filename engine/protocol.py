@@ -50,7 +50,8 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Down(msgspec.Struct, frozen=True, tag=True):
-    """An engine has ended by itself; what is in flight there is lost."""
+    """An engine has ended by itself; what is in flight there is lost. May be said again, with news
+    of when there is to be another."""
 
     generation: int
     problem: Problem

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from engine.protocol import Down, Problem
 from engine.restarts import Restarts
 
 log = logging.getLogger(__name__)
+
+USE_SECONDS = 30.0  # for all members to use another engine; who hangs so long holds up no answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class Supervisor:
         self._deaths: asyncio.Queue[tuple[Charge, EngineError]] = asyncio.Queue()
         self._reload: asyncio.Task[Charge] | None = None
         self._held = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.members = Members(self.reload, self._on_unneeded, fold)
 
     async def run(self) -> EngineError:
@@ -80,7 +83,6 @@ class Supervisor:
         if self._reload is not None and not self._held:
             # What is being loaded takes its place: memory may not suffice for a third.
             log.warning("%s; the one that is being loaded takes its place", error.message)
-            self._tell_down(engine, error, self._load_seconds)
             await asyncio.wait({self._reload})
         while self._current is engine:
             seconds = None if self._held else self._restarts.wait(time.monotonic())
@@ -120,13 +122,17 @@ class Supervisor:
             raise EngineLoading("no engine serves just now, whose place another could take")
         config = replace(self._config, model=model or self._config.model)
         self._reload = asyncio.create_task(self._start(config))
+        self._tasks.add(self._reload)
+        self._reload.add_done_callback(self._tasks.discard)
         try:
             engine = await asyncio.shield(self._reload)
         except asyncio.CancelledError:
             raise Draining("the server is shutting down; the reload was given up") from None
         finally:
             self._reload = None
-        await self.members.all_use(engine.generation)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(USE_SECONDS):
+                await self.members.all_use(engine.generation)
         return engine.info
 
     def hold(self) -> None:
@@ -154,9 +160,11 @@ class Supervisor:
         return name
 
     async def _listen(self, name: str) -> None:
-        await self.members.listen(name)
-        for engine in self._engines:
-            engine.forget(name)
+        try:
+            await self.members.listen(name)
+        finally:
+            for engine in self._engines:
+                engine.forget(name)
 
     # Engines.
 
@@ -185,12 +193,13 @@ class Supervisor:
         error = await engine.death(self._rules.hang_timeout)
         if engine not in self._engines:
             return  # it was ended here
-        await self._end(engine)
+        # At once: whatever comes next, what its members have in flight there is lost.
+        self._tell_down(engine, error, self._load_seconds)
         if engine is self._current:
             self._deaths.put_nowait((engine, error))
         else:
             log.error("error: %s, while it finished what it had", error.message)
-            self.members.tell(Down(engine.generation, Problem.of(error), current=False))
+        await self._end(engine)
 
     def _on_unneeded(self, generation: int) -> None:
         """No member has anything in flight on this engine."""
@@ -203,10 +212,16 @@ class Supervisor:
         await engine.close()
 
     def _tell_down(self, engine: Charge, error: EngineError, seconds: float) -> None:
+        """With how many seconds it may take until another serves."""
         problem = Problem(error.code, error.message, retry_after=seconds)
-        self.members.tell(Down(engine.generation, problem))
+        self.members.tell(Down(engine.generation, problem, current=engine is self._current))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("unexpected error of the supervisor", exc_info=task.exception())

@@ -12,7 +12,7 @@ import socket
 import sys
 
 from engine.member import remote_member
-from service.server import run_application
+from service.api_server import run_application
 from service.settings import Settings
 
 

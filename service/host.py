@@ -33,6 +33,7 @@ class Host:
         """One API process for each socket."""
         self._settings = settings
         self._supervisor = supervisor
+        self._listeners = listeners
         given = settings.to_json()
         commands = [
             Command(
@@ -59,6 +60,8 @@ class Host:
         if keeping.done():
             failure = EngineDead("an API process cannot be kept running")
         self._supervisor.hold()
+        for listener in self._listeners:  # who has drained leaves new connections to the others
+            listener.close()
         await self._processes.finish(self._settings.drain_timeout + LAST_WORDS)
         if ruling.done():
             failure = failure or ruling.result()

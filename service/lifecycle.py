@@ -107,7 +107,8 @@ class Lifecycle:
     async def exposition(self) -> bytes:
         """Prometheus' text of all processes of this server. Raises EngineUnavailable where they
         cannot be asked: a part of the counts would read as a reset of them all."""
-        return self.metrics.render(await self.engines.gather(self.metrics.samples()))
+        snapshot = self.metrics.snapshot()
+        return snapshot.render(await self.engines.gather(snapshot.pack()))
 
     async def ping(self) -> None:
         """Returns when the engine has answered. Raises EngineUnavailable."""
@@ -118,7 +119,7 @@ class Lifecycle:
         """Follows what happens to the engines, until there is none any more or this is
         cancelled."""
         try:
-            await self.engines.start(self.metrics.samples)
+            await self.engines.start(lambda: self.metrics.snapshot().pack())
             while self.failure is None:
                 match event := await self.engines.next():
                     case Serving():

@@ -5,15 +5,14 @@ Every application has a registry of its own. Gauges are read when they are scrap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.messages import Finished, ModelInfo, Stats, StepEvents
-from service import samples
-from service.samples import RestartsCollector
+from service.samples import RestartsCollector, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (
@@ -189,13 +188,9 @@ class Metrics:
             latency = self._score_latency if endpoint == "score" else self._end_to_end
             latency.observe(seconds)
 
-    def samples(self) -> bytes:
-        """All that this process counts, for the process that is asked for it."""
-        return samples.pack(self.registry)
-
-    def render(self, others: Sequence[bytes] = ()) -> bytes:
-        """The text exposition, with the `samples` of other processes added."""
-        return samples.render(self.registry, others)
+    def snapshot(self) -> Snapshot:
+        """All series as they are just now."""
+        return Snapshot(self.registry)
 
 
 def _stat(load: Callable[[], Stats], field: str) -> float:

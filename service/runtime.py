@@ -3,9 +3,7 @@ it began with, also when another one has taken its place meanwhile."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from pathlib import Path
 
 from fastapi import Request
 
@@ -14,6 +12,7 @@ from engine.messages import ModelInfo
 from service.chat_template import ChatTemplate
 from service.flight import Flight
 from service.metrics import Metrics
+from service.model_text import load_text
 from service.places import Places
 from service.scope import RUNTIME
 from service.settings import Settings
@@ -55,13 +54,6 @@ class Runtime:
         """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
         the name of its key."""
         return Flight(self.client, self._metrics, self.places, self.flights, arrived, owner)
-
-
-async def load_text(info: ModelInfo) -> tuple[Tokenizer | None, ChatTemplate]:
-    """A model's tokenizer, where it has one, and chat template. Raises CheckpointError."""
-    folder = Path(info.folder)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, folder, info.vocab_size)
-    return tokenizer, await asyncio.to_thread(ChatTemplate.load, folder, tokenizer)
 
 
 def get_runtime(request: Request) -> Runtime:

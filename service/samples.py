@@ -46,19 +46,6 @@ class RestartsCollector(Collector):
         )
 
 
-def pack(registry: CollectorRegistry) -> bytes:
-    """What of a registry is summed."""
-    families = [
-        Family(
-            metric.name,
-            [(one.name, sorted(one.labels.items()), one.value) for one in metric.samples],
-        )
-        for metric in registry.collect()
-        if _is_summed(metric)
-    ]
-    return _encode(families)
-
-
 def fold(packed: Sequence[bytes]) -> bytes:
     """Several processes' samples as those of one."""
     sums = _add(packed)
@@ -68,13 +55,6 @@ def fold(packed: Sequence[bytes]) -> bytes:
             for name, of in sums.items()
         ]
     )
-
-
-def render(registry: CollectorRegistry, others: Sequence[bytes]) -> bytes:
-    """The text exposition of a registry, with other processes' samples added."""
-    if not others:
-        return generate_latest(registry)
-    return generate_latest(_Sum(registry, _add(others)))
 
 
 def _is_summed(metric: Metric) -> bool:
@@ -99,15 +79,38 @@ def _join(sample: str, one: float | None, other: float) -> float:
     return min(one, other) if sample.endswith("_created") else one + other
 
 
+class Snapshot:
+    """What a registry holds just now; it is told to others as what they are added to here."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._metrics = list(registry.collect())
+
+    def pack(self) -> bytes:
+        """What of it is summed."""
+        families = [
+            Family(
+                metric.name,
+                [(one.name, sorted(one.labels.items()), one.value) for one in metric.samples],
+            )
+            for metric in self._metrics
+            if _is_summed(metric)
+        ]
+        return _encode(families)
+
+    def render(self, others: Sequence[bytes] = ()) -> bytes:
+        """The text exposition, with other processes' samples added."""
+        return generate_latest(_Sum(self._metrics, _add(others)))
+
+
 class _Sum:
     """Collects as a registry does."""
 
-    def __init__(self, registry: CollectorRegistry, others: Sums) -> None:
-        self._registry = registry
+    def __init__(self, metrics: Sequence[Metric], others: Sums) -> None:
+        self._metrics = metrics
         self._others = others
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
+        for metric in self._metrics:
             yield self._with_others(metric) if _is_summed(metric) else metric
 
     def _with_others(self, metric: Metric) -> Metric:

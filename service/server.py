@@ -1,96 +1,26 @@
-"""Running the application: the socket, the signals and the exit code.
+"""`serve`: a server from its socket to its exit code.
 
-SIGTERM and SIGINT drain: the socket stays open, so that /ready and new requests get their 503,
-until everything in flight has ended or `drain_timeout` is over. A second SIGINT does not wait; a
-second SIGTERM changes nothing, for supervisors may signal a process and its group.
+SIGTERM and SIGINT drain. A second SIGINT does not wait; a second SIGTERM changes nothing, for
+supervisors may signal a process and its group.
 
-One API process is the server's only one beside the engine's; several have a host (`service.host`).
+One API process is the server's only one beside the engine's; several have a host (`service.host`),
+which imports nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import socket
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
-from types import FrameType
-
-import uvicorn
-from fastapi import FastAPI
 
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
-from engine.member import SoleMember
-from service.access import load_access
-from service.app import create_app
-from service.engines import Engines
-from service.host import Host
-from service.lifecycle import Lifecycle
+from service.keys import load_keys
 from service.listening import address_of, listen
 from service.settings import Settings
-from service.stalled import MeteredProtocol, cut_stalled
 from service.supervision import make_supervisor
-from service.tls import CIPHERS, check_tls
+from service.tls import check_tls
 
 logger = logging.getLogger(__name__)
-
-# After a drain, streams that were cut write their last frames; seconds.
-LAST_FRAMES = 5
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, whose first signal drains."""
-
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, signals: bool = True) -> None:
-        """Without `signals` it is left to others to call `end`."""
-        super().__init__(config)
-        self._lifecycle = lifecycle
-        self._signals = signals
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._drain: asyncio.Task[None] | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        settings, connections = self._lifecycle.settings, self.server_state.connections
-        watch = asyncio.create_task(
-            cut_stalled(connections, settings.stall_timeout, settings.receive_timeout)
-        )
-        try:
-            await super().serve(sockets)
-        finally:
-            watch.cancel()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        if not self._signals:
-            yield
-            return
-        with super().capture_signals():
-            yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Runs in a signal handler, so it only leaves a note for the event loop."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.end, sig == signal.SIGINT)
-
-    def stop(self) -> None:
-        """Ends when the responses under way are written."""
-        self.should_exit = True
-
-    def end(self, hurry: bool) -> None:
-        """Drains and stops; said again in a `hurry`, ends everything with what it has."""
-        if self._drain is None:
-            logger.info("shutting down: finishing what is in flight")
-            self._drain = asyncio.create_task(self._drain_and_stop())
-        elif hurry:
-            self._lifecycle.cut()
-            self.stop()
-
-    async def _drain_and_stop(self) -> None:
-        await self._lifecycle.drain(self._lifecycle.settings.drain_timeout)
-        self.stop()
 
 
 def serve(settings: Settings) -> int:
@@ -100,7 +30,8 @@ def serve(settings: Settings) -> int:
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
     check_tls(settings.tls_certificate, settings.tls_key)
-    load_access(settings)
+    if settings.api_workers > 1:
+        load_keys(settings)  # each process reads them, too late to tell of a mistake
     supervisor = make_supervisor(settings)
     try:
         listeners = listen(settings.host, settings.port, settings.api_workers)
@@ -111,30 +42,15 @@ def serve(settings: Settings) -> int:
     url = address_of(listeners[0], tls=settings.tls_certificate is not None)
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     if len(listeners) == 1:
+        from engine.member import SoleMember
+        from service.api_server import run_application
+
         failure = run_application(SoleMember(supervisor), settings, listeners[0])
     else:
+        from service.host import Host
+
         failure = asyncio.run(Host(supervisor, settings, listeners).run())
     return exit_code(failure)
-
-
-def run_application(
-    engines: Engines, settings: Settings, listener: socket.socket, signals: bool = True
-) -> EngineError | None:
-    """Serves what comes to the socket until a signal, or whoever keeps the engines, ends it.
-    Returns why there was no engine. Raises ConfigError."""
-    failures: list[EngineError] = []
-
-    def on_failure(error: EngineError) -> None:
-        failures.append(error)
-        server.stop()
-
-    app = create_app(engines, settings, on_failure)
-    lifecycle: Lifecycle = app.state.lifecycle
-    server = Server(_uvicorn_config(app, settings), lifecycle, signals)
-    lifecycle.on_stop = server.end
-    with listener:
-        server.run([listener])
-    return failures[0] if failures else None
 
 
 def exit_code(failure: EngineError | None) -> int:
@@ -142,19 +58,3 @@ def exit_code(failure: EngineError | None) -> int:
     if failure is None:
         return 0
     return 2 if isinstance(failure, ConfigError | CheckpointError | DeviceError) else 1
-
-
-def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=MeteredProtocol,
-        log_config=None,
-        log_level="warning" if settings.log_level == "info" else settings.log_level,
-        access_log=settings.log_level == "debug",
-        lifespan="on",
-        server_header=False,
-        timeout_graceful_shutdown=LAST_FRAMES,
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
-        ssl_ciphers=CIPHERS,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.messages import ModelInfo
 from engine.supervisor import Rules, Supervisor
 from service import samples
-from service.runtime import load_text
+from service.model_text import load_text
 from service.settings import Settings
 
 

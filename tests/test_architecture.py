@@ -60,6 +60,18 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_the_host_of_several_processes_imports_no_http() -> None:
+    """It passes no request on, and stays small."""
+    code = (
+        "import sys, service.server, service.host; "
+        "print({'uvicorn', 'fastapi', 'starlette', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
 def test_service_reaches_the_engine_only_through_its_client() -> None:
     for path in _sources("service"):
         if path.name == "cli.py":

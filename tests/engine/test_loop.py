@@ -105,9 +105,9 @@ def test_a_client_that_is_gone_holds_nothing(told_by: str) -> None:
     gone = (b"b", Gone()) if told_by == "itself" else (b"a", Gone("b"))
     script = Script(
         [(b"a", Ping(0)), (b"b", Ping(0))],
-        [(b"a", ask(0, 20)), (b"b", ask(0, 10**6)), (b"b", ask(1, 10**6))],
+        [(b"a", ask(0, 20)), (b"b", ask(0, 5000)), (b"b", ask(1, 5000))],
         [],
-        [gone, (b"b", ask(2, 10**6))],
+        [gone, (b"b", ask(2, 5000))],
     )
     runner = FakeRunner(slots=2)
     EngineLoop(Engine(runner), script).run()
@@ -115,3 +115,20 @@ def test_a_client_that_is_gone_holds_nothing(told_by: str) -> None:
     assert sum(len(one.requests) for one in script.events(b"a")) == 20
     assert len(script.events(b"b")) <= 3
     assert script.events(b"a")[-1].stats.waiting == 0
+
+
+def test_the_others_hear_what_a_client_that_is_gone_leaves() -> None:
+    """Also those who have nothing in flight, and where nobody has any more."""
+    script = Script(
+        [(b"a", Ping(0)), (b"b", Ping(0))], [(b"b", ask(0, 5000))], [], [(b"a", Gone("b"))], []
+    )
+    EngineLoop(Engine(FakeRunner()), script).run()
+    assert script.events(b"a")[-1].stats.running == 0
+
+
+def test_a_quiet_client_hears_of_its_own_alone() -> None:
+    script = Script([("a", Ping(0)), ("b", Ping(0, quiet=True))], [("a", ask(0, 20))])
+    runner = FakeRunner()
+    EngineLoop(Engine(runner), script).run()
+    assert len(script.events("a")) == runner.steps == 20
+    assert not script.events("b")

@@ -42,7 +42,7 @@ def test_counters_and_histograms_are_summed_and_gauges_are_not() -> None:
     one.model_loaded("fake", info)
     others = [make("/v1/generate", 2, 0.2, Stats(running=4, slots_total=8)) for _ in range(2)]
     others.append(make("/v1/score", 1, 0.2))
-    seen = values(one.render([other.samples() for other in others]))
+    seen = values(one.snapshot().render([other.snapshot().pack() for other in others]))
     generate = "('endpoint', 'generate')"
     assert seen[f"minserve_requests_total[{generate}, ('outcome', 'ok')]"] == 3 + 2 + 2
     # Labels that the process which is asked has never seen.
@@ -59,7 +59,10 @@ def test_counters_and_histograms_are_summed_and_gauges_are_not() -> None:
 
 def test_the_sum_is_the_exposition_of_one_process_that_did_it_all() -> None:
     one, other, whole = (make("/v1/generate", count, 0.02) for count in (3, 2, 5))
-    summed, alone = values(one.render([other.samples()])), values(whole.render())
+    summed, alone = (
+        values(one.snapshot().render([other.snapshot().pack()])),
+        values(whole.snapshot().render()),
+    )
     assert summed.keys() == alone.keys()
     differing = {
         name
@@ -68,16 +71,16 @@ def test_the_sum_is_the_exposition_of_one_process_that_did_it_all() -> None:
     }
     assert not differing
     created = "minserve_generation_tokens_created[]"
-    times = [values(metrics.render())[created] for metrics in (one, other)]
+    times = [values(metrics.snapshot().render())[created] for metrics in (one, other)]
     assert summed[created] == min(times)
 
 
 def test_samples_can_be_summed_in_any_order() -> None:
-    parts = [make("/v1/generate", count, 0.02).samples() for count in (1, 2, 3)]
-    parts.append(make("/v1/score", 1, 0.2).samples())
+    parts = [make("/v1/generate", count, 0.02).snapshot().pack() for count in (1, 2, 3)]
+    parts.append(make("/v1/score", 1, 0.2).snapshot().pack())
     asked = make("/v1/generate", 4, 0.02)
-    at_once = values(asked.render(parts))
-    folded = values(asked.render([fold([fold(parts[:2]), *parts[2:]])]))
+    at_once = values(asked.snapshot().render(parts))
+    folded = values(asked.snapshot().render([fold([fold(parts[:2]), *parts[2:]])]))
     assert {name: round(value, 9) for name, value in at_once.items()} == {
         name: round(value, 9) for name, value in folded.items()
     }
