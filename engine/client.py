@@ -58,8 +58,10 @@ State = Literal["loading", "ready", "dead"]
 class EngineClient:
     """One engine, seen from an API process. All methods are called on one event loop."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, quiet: bool = False) -> None:
+        """A `quiet` one makes no requests, so that it need not be told of those of others."""
         self._transport = transport
+        self._quiet = quiet
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
@@ -92,6 +94,11 @@ class EngineClient:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why the engine has ended, once it has."""
+        return self._death
 
     @property
     def stats(self) -> Stats:
@@ -183,7 +190,7 @@ class EngineClient:
         nonce = next(self._nonces)
         answer = self._pings[nonce] = asyncio.get_running_loop().create_future()
         try:
-            self._transport.send(Ping(nonce))
+            self._transport.send(Ping(nonce, self._quiet))
             await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None

@@ -106,8 +106,10 @@ class Engine:
         """Reports a request of this id as failed; it was never added."""
         self._scheduler.reject(client, request, error)
 
-    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason = "abort") -> None:
-        """Ends requests early, with `reason` as their finish_reason."""
+    def abort(
+        self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason = "abort"
+    ) -> None:
+        """Ends requests early (None: all of the client's), with `reason` as their finish_reason."""
         self._scheduler.abort(client, ids, reason, self._clock())
 
     def abort_all(self) -> None:

@@ -9,6 +9,7 @@
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
     │   │   └── ShareFull    its owner holds as much of the queue as leaves room for others
+    │   ├── ReloadUnderWay   another model is being loaded already
     │   └── Draining         the server is shutting down
     └── EngineUnavailable    no answer can come from the engine
         ├── EngineLoading    the model is still loading
@@ -87,6 +88,12 @@ class ShareFull(QueueFull):
     """The queue has room, but not for more of this owner: others are to find some."""
 
     code = "share_full"
+
+
+class ReloadUnderWay(Refused):
+    """A model is being loaded to take the present one's place; one at a time."""
+
+    code = "reload_under_way"
 
 
 class Draining(Refused):

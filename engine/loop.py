@@ -2,27 +2,32 @@
 
 A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
 from then on it gets one `StepEvents` per step in which it has a part. Where it has none for a
-while, it is told the load that the others make, which decides what it may send.
+while, it is told the load that the others make, which decides what it may send. What a step did
+(batch size, tokens, seconds) is told to one client alone, so that sums over clients count it once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.messages import (
     Abort,
     FinishReason,
     FromEngine,
+    Gone,
     ModelInfo,
     Ping,
     Pong,
     Ready,
     Request,
     Shutdown,
+    Stats,
     StepEvents,
     ToEngine,
 )
@@ -59,7 +64,7 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     def add(self, client: Hashable, request: Request) -> None: ...
     def reject(self, client: Hashable, request: int, error: EngineError) -> None: ...
-    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None: ...
+    def abort(self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason) -> None: ...
     def abort_all(self) -> None: ...
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]: ...
 
@@ -73,6 +78,8 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._clients: set[Hashable] = set()
+        self._quiet: set[Hashable] = set()  # want to know nothing of others
+        self._gone: set[Hashable] = set()  # what may still come from them is late
         self._stopping = False
         self._told_at = 0.0  # when the load was told, by time.monotonic
         for client in clients:
@@ -92,24 +99,32 @@ class EngineLoop:
             self._step()
 
     def _step(self) -> None:
-        sent = self._engine.step(self._take_in)
-        for client, events in sent.items():
+        told = self._engine.step(self._take_in)
+        sent = [client for client in told if client not in self._gone]
+        for number, client in enumerate(sent):
+            events = told[client]
+            if number:
+                events = msgspec.structs.replace(events, stats=events.stats.load())
             self._mailbox.send(client, events)
-        if sent and len(sent) < len(self._clients):
-            self._tell_load(sent)
+        if told and len(sent) < len(self._clients) - len(self._quiet):
+            self._tell_load(next(iter(told.values())).stats.load(), sent)
 
-    def _tell_load(self, sent: Mapping[Hashable, StepEvents]) -> None:
+    def _tell_load(self, load: Stats, sent: Iterable[Hashable]) -> None:
         """Tells those who got nothing in this step; now and then, and before the engine idles."""
         now = time.monotonic()
         if now - self._told_at < LOAD_SECONDS and self._engine.has_work:
             return
         self._told_at = now
-        load = StepEvents(stats=next(iter(sent.values())).stats.load())
-        for client in self._clients - sent.keys():
-            self._mailbox.send(client, load)
+        for client in self._clients - self._quiet - set(sent):
+            self._mailbox.send(client, StepEvents(stats=load))
 
     def _take_in(self, timeout: float = 0.0) -> None:
         for client, message in self._mailbox.receive(timeout):
+            if client in self._gone:
+                continue
+            if isinstance(message, Gone):
+                self._forget(client if message.client is None else message.client.encode())
+                continue
             self._greet(client)
             match message:
                 case Request():
@@ -117,11 +132,19 @@ class EngineLoop:
                 case Abort():
                     self._engine.abort(client, message.ids, message.reason)
                 case Ping():
+                    if message.quiet:
+                        self._quiet.add(client)
                     self._mailbox.send(client, Pong(message.nonce))
                 case Undecodable():
                     self._engine.reject(client, message.request, message.error)
                 case Shutdown():
                     self._stopping = True
+
+    def _forget(self, client: Hashable) -> None:
+        self._gone.add(client)
+        self._clients.discard(client)
+        self._quiet.discard(client)
+        self._engine.abort(client, None, "abort")
 
     def _greet(self, client: Hashable) -> None:
         if client not in self._clients:

@@ -1,6 +1,6 @@
 """What crosses the process boundary: requests in, events out; plain data, encoded by msgspec.
 
-Towards the engine: `Request`, `Abort`, `Ping`, `Shutdown`. From the engine: `Ready` or
+Towards the engine: `Request`, `Abort`, `Ping`, `Gone`, `Shutdown`. From the engine: `Ready` or
 `LoadFailed` once, `Pong`, and one `StepEvents` per round and API process.
 
 Every request that is submitted ends in exactly one `Finished` or `Failed`.
@@ -103,13 +103,20 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks for a `Pong` with the same nonce: the engine's loop is turning."""
 
     nonce: int
+    quiet: bool = False  # the sender has no use for the load, and is not told it
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """A client is no more: what it has in flight is aborted, and it is told nothing."""
+
+    client: str | None = None  # the name of another one than the sender; names are not used again
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Ends the engine; what is in flight ends as aborted."""
 
 
-ToEngine = Request | Abort | Ping | Shutdown
+ToEngine = Request | Abort | Ping | Gone | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -111,9 +111,11 @@ class Scheduler:
         """Reports a request that is not taken as failed."""
         self._outbox.failed(client, request_id, error)
 
-    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason, now: float) -> None:
-        """Ends requests early; those already ended or unknown are ignored."""
-        for request_id in ids:
+    def abort(
+        self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason, now: float
+    ) -> None:
+        """Ends requests early (None: all of the client's), ignoring those ended or unknown."""
+        for request_id in list(self._clients.get(client, ()) if ids is None else ids):
             sequence = self._clients.get(client, {}).get(request_id)
             if sequence is not None:
                 self._finish(sequence, reason, now)

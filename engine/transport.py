@@ -1,4 +1,5 @@
-"""How an EngineClient reaches an engine: in a process of its own, or in a thread of this one."""
+"""How an EngineClient reaches an engine: a process that it starts, one that somebody else runs, or
+a thread of this process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import zmq.asyncio
 from engine.config import EngineConfig
 from engine.errors import EngineDead
 from engine.loop import EngineLoop, SteppedEngine
-from engine.messages import FromEngine, Ping, Shutdown, ToEngine
+from engine.messages import FromEngine, Gone, Ping, Shutdown, ToEngine
 from engine.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ GREETING = Ping(nonce=0)
 STOP_SECONDS = 3.0  # given to a Shutdown, and again to SIGTERM, before the next harder means
 LAST_WORDS_MS = 100  # how long a dead worker's messages may be under way
 MOST_LAST_WORDS = 20  # times LAST_WORDS_MS, should nobody receive them
+LEAVE_MS = 200  # how long a client's last messages may take to leave
+FACTORY: str | None = None  # the worker's engine factory where none is named; tests set it
 
 
 class Transport(Protocol):
@@ -48,25 +51,96 @@ class Transport(Protocol):
         """Ends the engine, by force if need be; returns when it has ended. Idempotent."""
 
 
-class ProcessTransport:
-    """Runs `engine.worker` as a child process and speaks ZeroMQ over a unix socket to it.
+class SocketTransport:
+    """Speaks ZeroMQ over a unix socket to an engine that somebody else runs, and who tells by `end`
+    that it has ended."""
+
+    def __init__(self, address: str = "", name: str = "") -> None:
+        """`name` makes this client known to the engine by it; it is then nobody else's there."""
+        self.address: str | None = address or None  # of the engine, while this is connected
+        self._name = name
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._receiving: asyncio.Future[bytes] | None = None
+        self._dead: EngineDead | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    async def start(self) -> None:
+        self._connect()
+        self.send(GREETING)
+
+    def send(self, message: ToEngine) -> None:
+        if self._dead is not None or self._socket is None:
+            raise self._dead or EngineDead("there is no connection to the engine")
+        # Done when it returns: without a high-water mark a send never has to wait.
+        self._socket.send(self._encoder.encode(message))
+
+    async def receive(self) -> FromEngine:
+        while True:
+            if self._dead is not None or self._socket is None:
+                raise self._dead or EngineDead("there is no connection to the engine")
+            self._receiving = asyncio.ensure_future(self._socket.recv())
+            raw = await self._receiving
+            try:
+                message: FromEngine = self._decoder.decode(raw)
+                return message
+            except msgspec.MsgspecError as error:
+                log.error("dropped a malformed message of the engine: %s", error)
+
+    async def end(self, error: EngineDead) -> None:
+        """The engine has ended: gives its last messages time to arrive, then ends `receive` with
+        the error."""
+        for _ in range(MOST_LAST_WORDS):
+            if self._socket is None or not await self._socket.poll(LAST_WORDS_MS):
+                break
+            await asyncio.sleep(LAST_WORDS_MS / 1000)
+        self._die(error)
+
+    async def close(self) -> None:
+        if self._dead is None and self._socket is not None:
+            self.send(Gone())
+        await self._disconnect()
+
+    def _connect(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        if self._name:
+            self._socket.setsockopt(zmq.IDENTITY, self._name.encode())
+        assert self.address is not None
+        self._socket.connect(self.address)
+
+    async def _disconnect(self) -> None:
+        linger = LEAVE_MS if self._dead is None else 0
+        self._die(EngineDead("the connection to the engine has been closed"))
+        socket, context, self._socket, self._context = self._socket, self._context, None, None
+        self.address = None
+        if socket is not None and context is not None:
+            socket.close(linger=linger)
+            await asyncio.to_thread(context.term)  # returns when what was sent has left
+
+    def _die(self, error: EngineDead) -> None:
+        if self._dead is None:
+            self._dead = error
+        if self._receiving is not None and not self._receiving.done():
+            self._receiving.set_exception(self._dead)
+
+
+class ProcessTransport(SocketTransport):
+    """Runs `engine.worker` as a child process and speaks to it as its first client.
 
     `engine` names the worker's engine factory, "module:function"; tests put a fake there.
     """
 
     def __init__(self, config: EngineConfig, engine: str | None = None) -> None:
+        super().__init__()
         self._config = config
-        self._engine = engine
-        self.address: str | None = None  # the worker's, while there is one
+        self._engine = engine or FACTORY
         self._folder: SocketFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._receiving: asyncio.Future[bytes] | None = None
-        self._dead: EngineDead | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._killed: str | None = None  # why
 
     @property
     def pid(self) -> int | None:
@@ -79,84 +153,59 @@ class ProcessTransport:
         except OSError as error:
             raise EngineDead(f"the engine's socket has no place: {error}") from error
         self.address = address = f"ipc://{self._folder.socket}"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.connect(address)
+        self._connect()
         command = ["-P", "-m", "engine.worker", address]
         command += [msgspec.json.encode(self._config).decode(), "--parent", str(os.getpid())]
         if self._engine is not None:
             command += ["--engine", self._engine]
-        # The worker finds the modules that this process finds, and no others: -P keeps a folder
-        # named `engine` in the working directory from taking the package's place.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdin=asyncio.subprocess.DEVNULL, env=environment
+                sys.executable,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                env=module_environment(),
             )
         except OSError as error:
-            self._release()
             reason = f"{sys.executable}: {error.strerror or error}"
-            raise EngineDead(f"the engine process cannot be started: {reason}") from error
-        self._watcher = asyncio.create_task(self._watch(self._process, self._socket))
+            dead = EngineDead(f"the engine process cannot be started: {reason}")
+            self._die(dead)
+            await self._release()
+            raise dead from error
+        self._watcher = asyncio.create_task(self._watch(self._process))
         self.send(GREETING)
 
-    def send(self, message: ToEngine) -> None:
-        if self._dead is not None or self._socket is None:
-            raise self._dead or EngineDead("the engine process is not started")
-        # Done when it returns: without a high-water mark a send never has to wait.
-        self._socket.send(self._encoder.encode(message))
-
-    async def receive(self) -> FromEngine:
-        while True:
-            if self._dead is not None or self._socket is None:
-                raise self._dead or EngineDead("the engine process is not started")
-            self._receiving = asyncio.ensure_future(self._socket.recv())
-            raw = await self._receiving
-            try:
-                message: FromEngine = self._decoder.decode(raw)
-                return message
-            except msgspec.MsgspecError as error:
-                log.error("dropped a malformed message of the engine: %s", error)
+    def kill(self, reason: str) -> None:
+        """Ends the worker at once; `reason` explains its death."""
+        if self._process is not None and self._process.returncode is None:
+            self._killed = reason
+            self._process.kill()
 
     async def close(self) -> None:
         process, watcher = self._process, self._watcher
-        if process is None or watcher is None:
-            self._release()
-            return
-        with contextlib.suppress(EngineDead):
-            self.send(Shutdown())
-        if not await _ends(watcher):
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+        if process is not None and watcher is not None:
+            with contextlib.suppress(EngineDead):
+                self.send(Shutdown())
             if not await _ends(watcher):
-                log.warning("the engine process does not end; killing it")
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await watcher
-        self._release()
+                    process.terminate()
+                if not await _ends(watcher):
+                    log.warning("the engine process does not end; killing it")
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+                    await watcher
+        await self._release()
 
-    async def _watch(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Waits for the process's end and then ends `receive`."""
         code = await process.wait()
-        for _ in range(MOST_LAST_WORDS):
-            if not await socket.poll(LAST_WORDS_MS):
-                break
-            await asyncio.sleep(LAST_WORDS_MS / 1000)
-        self._dead = EngineDead(f"the engine process has ended ({_describe_exit(code)})")
-        if self._receiving is not None and not self._receiving.done():
-            self._receiving.set_exception(self._dead)
+        reason = self._killed or f"the engine process has ended ({describe_exit(code)})"
+        await self.end(EngineDead(reason))
 
-    def _release(self) -> None:
-        if self._socket is not None and self._context is not None:
-            self._socket.close(linger=0)
-            self._context.term()
+    async def _release(self) -> None:
+        await self._disconnect()
         if self._folder is not None:
             self._folder.remove()
-        self._dead = self._dead or EngineDead("the engine process has been closed")
-        self.address = self._folder = self._socket = self._context = self._process = (
-            self._watcher
-        ) = None
+        self._folder = self._process = self._watcher = None
 
 
 async def _ends(task: asyncio.Task[None]) -> bool:
@@ -165,7 +214,15 @@ async def _ends(task: asyncio.Task[None]) -> bool:
     return bool(done)
 
 
-def _describe_exit(code: int) -> str:
+def module_environment() -> dict[str, str]:
+    """For `python -P -m MODULE`, which then finds the modules that this process finds, and no
+    others: -P keeps a folder named `engine` in the working directory from taking the package's
+    place."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its return code."""
     if code >= 0:
         return f"exit code {code}"
     try:

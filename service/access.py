@@ -14,16 +14,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import messages
-from engine.errors import ConfigError
 from service.errors import ApiError, respond
-from service.keys import ApiKeys, Key, KeyRing, read_secret, single_key
+from service.keys import ApiKeys, Key, KeyRing, load_keys
 from service.scope import KEY_NAME, LEAST_PRIORITY
 from service.settings import Settings
 
 # What tells nothing that is anybody's own.
 OPEN_PATHS = {"/health", "/ready", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
 METRICS_PATH = "/metrics"
-ADMIN = "(admin)"  # the admin key's name in logs; no API key can have it
 BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 # Whose key opens a path.
@@ -39,6 +37,11 @@ class Access:
         self.keys = keys
         self._admin = admin
         self._metrics = metrics
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is anything below /admin."""
+        return self._admin is not None
 
     def level(self, path: str) -> Level:
         """Whose key opens `path`."""
@@ -77,24 +80,7 @@ class Access:
 
 def load_access(settings: Settings) -> Access:
     """What the settings say. Raises ConfigError."""
-    listed, file = settings.api_keys, settings.api_keys_file
-    keys = None
-    if listed is not None or file is not None:
-        keys = ApiKeys(None if listed is None else listed.get_secret_value(), file)
-    admin = None
-    if settings.admin_key is not None and settings.admin_key_file is not None:
-        raise ConfigError("MINSERVE_ADMIN_KEY and --admin-key-file are both given; allowed: one")
-    if settings.admin_key is not None:
-        admin = single_key(settings.admin_key.get_secret_value(), ADMIN, "MINSERVE_ADMIN_KEY")
-    elif settings.admin_key_file is not None:
-        path = settings.admin_key_file
-        admin = single_key(read_secret(path).strip(), ADMIN, str(path))
-    missing = {"open": False, "key": keys is None, "admin": admin is None}
-    if missing[settings.metrics_access]:
-        raise ConfigError(
-            f"--metrics-access is {settings.metrics_access}, but there is no such key; "
-            "give --api-keys-file or --admin-key-file"
-        )
+    keys, admin = load_keys(settings)
     return Access(keys, admin, settings.metrics_access)
 
 

@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import ApiError
 from service.flight import Flight
+from service.lifecycle import get_lifecycle
 from service.runtime import Runtime, get_runtime
-from service.scope import ARRIVED, FLIGHT, KEY_NAME, LEAST_PRIORITY, TRACE
+from service.scope import ARRIVED, FLIGHT, KEY_NAME, LEAST_PRIORITY, RUNTIME, TRACE
 from service.streaming import ClientGone
 
 
@@ -59,14 +60,19 @@ class ReadyRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def admitted(request: Request) -> Response:
+            get_lifecycle(request).check_ready()
             runtime = get_runtime(request)
-            runtime.check_ready()
             self.check_room(request)
             strict = StrictRequest(request.scope, request.receive)
             await strict.read_body(runtime.settings.receive_timeout)
             return await handler(strict)
 
         return admitted
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # What is asked now is answered by this model, whatever takes its place meanwhile.
+        scope[RUNTIME] = scope["app"].state.lifecycle.current
+        await super().handle(scope, receive, send)
 
     def check_room(self, request: Request) -> None:
         """Raises the error that says why no more can be taken."""
@@ -76,12 +82,14 @@ class InferenceRoute(ReadyRoute):
     """A route whose requests are work for the model: flights, until the answer's last byte."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        runtime: Runtime = scope["app"].state.runtime
+        runtime: Runtime | None = scope["app"].state.lifecycle.current
+        if runtime is None:  # which is going to be refused
+            return await super().handle(scope, receive, send)
         owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
         with runtime.flight(scope[ARRIVED], owner, least_priority) as flight:
             scope[FLIGHT] = flight
             flight.trace = scope.get(TRACE)
-            if flight.trace is not None and runtime.state == "ready":
+            if flight.trace is not None:
                 flight.trace.model = runtime.model_name
             await super().handle(scope, receive, send)
 

@@ -15,10 +15,13 @@ from service import errors, otel
 from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.body_limit import BodyLimit
+from service.engines import Engines, OneEngine
+from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
 from service.middleware import INFERENCE_PATHS, Account, RequestIds
 from service.openapi import describe_access
 from service.routes import (
+    admin,
     chat,
     completions,
     generate,
@@ -28,7 +31,6 @@ from service.routes import (
     score,
     tokenize,
 )
-from service.runtime import Runtime
 from service.settings import Settings
 from service.traces import TraceRequests
 
@@ -41,29 +43,28 @@ Log-probabilities are natural logarithms, from the log-softmax of the raw logits
 
 
 def create_app(
-    client: EngineClient,
+    engines: Engines | EngineClient,
     settings: Settings,
     on_failure: Callable[[EngineError], None] | None = None,
 ) -> FastAPI:
-    """The application; its lifespan starts `client` and closes it.
+    """The application; its lifespan starts `engines` (one client stands for itself) and closes
+    them.
 
     `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
-    engine dies: every stream then gets an error frame and /health answers 503. Raises
+    engine has died for good: every stream then gets an error frame and /health answers 503. Raises
     ConfigError for keys and traces that cannot be used.
     """
-    runtime = Runtime(client, settings, on_failure)
+    if isinstance(engines, EngineClient):
+        engines = OneEngine(engines, settings.load_timeout)
+    lifecycle = Lifecycle(engines, settings, on_failure)
     access = load_access(settings)
-    lines = LineWriter(STDOUT)
+    lines = LineWriter(STDOUT, shared=settings.api_workers > 1)
     log = AccessLog(settings.access_log, lines.write)
     exporter = otel.load() if settings.traces == "otlp" else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            await client.start()
-        except EngineError as error:  # the server starts all the same, and tells it like any death
-            runtime.fail(error)
-        tasks = [asyncio.create_task(runtime.live())]
+        tasks = [asyncio.create_task(lifecycle.live())]
         if access.keys is not None:
             tasks.append(asyncio.create_task(access.keys.watch()))
         try:
@@ -73,7 +74,7 @@ def create_app(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-            await client.close()
+            await lifecycle.close()
             lines.close()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
@@ -85,10 +86,12 @@ def create_app(
         redoc_url=None,
         strict_content_type=False,
     )
-    app.state.runtime = runtime
+    app.state.lifecycle = lifecycle
     errors.install(app)
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
+    if access.has_admin:
+        app.include_router(admin.router)
     describe_access(app, access)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -101,7 +104,7 @@ def create_app(
             allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(Account, metrics=runtime.metrics, log=log)
+    app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=INFERENCE_PATHS, take=exporter.take)
     app.add_middleware(RequestIds)

@@ -23,6 +23,7 @@ from engine.errors import (
     InvalidRequest,
     QueueFull,
     Refused,
+    ReloadUnderWay,
     StepFailed,
     TimedOut,
 )
@@ -42,6 +43,7 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     InvalidRequest: (400, INVALID),
     TimedOut: (504, TIMEOUT),
     QueueFull: (429, RATE_LIMIT),
+    ReloadUnderWay: (409, INVALID),
     Draining: (503, UNAVAILABLE),
     Refused: (503, UNAVAILABLE),
     StepFailed: (500, SERVER),

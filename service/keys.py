@@ -23,9 +23,11 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.messages import LEAST_PRIORITY, MOST_PRIORITY
+from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+ADMIN = "(admin)"  # the admin key's name in logs; no API key can have it
 LEAST_LENGTH = 16  # of a key: 96 bits of base64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 KEY = re.compile(rf"[!-+\--~]{{{LEAST_LENGTH},512}}")  # visible ASCII but the comma
@@ -154,3 +156,26 @@ class ApiKeys:
                 if keys.setdefault(digest, key) != key:
                     raise ConfigError(f"{source}: MINSERVE_API_KEYS has the key of {key.name} too")
         return KeyRing(keys)
+
+
+def load_keys(settings: Settings) -> tuple[ApiKeys | None, KeyRing | None]:
+    """The API keys and the admin key that the settings name. Raises ConfigError."""
+    listed, file = settings.api_keys, settings.api_keys_file
+    keys = None
+    if listed is not None or file is not None:
+        keys = ApiKeys(None if listed is None else listed.get_secret_value(), file)
+    admin = None
+    if settings.admin_key is not None and settings.admin_key_file is not None:
+        raise ConfigError("MINSERVE_ADMIN_KEY and --admin-key-file are both given; allowed: one")
+    if settings.admin_key is not None:
+        admin = single_key(settings.admin_key.get_secret_value(), ADMIN, "MINSERVE_ADMIN_KEY")
+    elif settings.admin_key_file is not None:
+        path = settings.admin_key_file
+        admin = single_key(read_secret(path).strip(), ADMIN, str(path))
+    missing = {"open": False, "key": keys is None, "admin": admin is None}
+    if missing[settings.metrics_access]:
+        raise ConfigError(
+            f"--metrics-access is {settings.metrics_access}, but there is no such key; "
+            "give --api-keys-file or --admin-key-file"
+        )
+    return keys, admin

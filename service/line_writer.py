@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 logger = logging.getLogger(__name__)
@@ -22,8 +24,11 @@ CLOSE_SECONDS = 2.0  # for what is left at the end
 class LineWriter:
     """Begins its thread with the first line."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, shared: bool = False) -> None:
+        """`shared`: other processes write there too. Then no write is longer than a pipe takes
+        whole, so that no line is torn."""
         self._descriptor = descriptor
+        self._most_bytes = select.PIPE_BUF if shared else 2**20
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()  # None = the end
         self._thread: threading.Thread | None = None
         self._refused = 0  # lines that found no room; of the caller's thread
@@ -57,16 +62,32 @@ class LineWriter:
             except Empty:
                 pass
             ended = None in lines
-            chosen = [line + b"\n" for line in lines if line is not None]
-            try:
-                self._write_all(b"".join(chosen))
-            except OSError:
-                self._lost += len(chosen)
+            failed = False
+            for chosen in self._batches([line + b"\n" for line in lines if line is not None]):
+                try:
+                    self._write_all(b"".join(chosen))
+                except OSError:
+                    self._lost += len(chosen)
+                    failed = True
+            if failed:
                 continue
             lost = self._lost + self._refused
             if lost > told:
                 logger.warning("warning: %d log lines could not be written", lost - told)
                 told = lost
+
+    def _batches(self, lines: list[bytes]) -> Iterator[list[bytes]]:
+        """Lines that one write takes."""
+        batch: list[bytes] = []
+        size = 0
+        for line in lines:
+            if batch and size + len(line) > self._most_bytes:
+                yield batch
+                batch, size = [], 0
+            batch.append(line)
+            size += len(line)
+        if batch:
+            yield batch
 
     def _write_all(self, data: bytes) -> None:
         while data:

@@ -6,15 +6,16 @@ Every application has a registry of its own. Gauges are read when they are scrap
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from engine.client import EngineClient
 from engine.errors import BY_CODE
-from engine.messages import Finished, FinishReason, ModelInfo, StepEvents
+from engine.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
+from service.samples import RestartsCollector, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (
@@ -34,7 +35,8 @@ CUTS = ("stalled", "late_head")  # why a connection was cut
 class Metrics:
     """The series, and what feeds them."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, load: Callable[[], Stats], restarts: Callable[[], int]) -> None:
+        """What the gauges tell is asked of `load` and `restarts`."""
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -113,8 +115,9 @@ class Metrics:
         )
         self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
         self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
-        self._gauges(client)
+        self._gauges(load)
         self._begin()
+        self.registry.register(RestartsCollector(restarts))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
@@ -122,7 +125,7 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"minserve_{name}", text, labels, registry=self.registry)
 
-    def _gauges(self, client: EngineClient) -> None:
+    def _gauges(self, load: Callable[[], Stats]) -> None:
         for name, text, field in (
             ("requests_running", "Sequences that hold a slot.", "running"),
             ("requests_waiting", "Requests that wait for a slot.", "waiting"),
@@ -135,7 +138,7 @@ class Metrics:
             ("state_slots_total", "State slots.", "slots_total"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
-            gauge.set_function(partial(_stat, client, field))
+            gauge.set_function(partial(_stat, load, field))
         self._most_waiting = Gauge(
             "minserve_requests_waiting_limit",
             "Requests that may wait.",
@@ -149,7 +152,7 @@ class Metrics:
         state = Gauge(
             "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
         )
-        state.labels(tier="device").set_function(lambda: client.stats.state_bytes)
+        state.labels(tier="device").set_function(lambda: load().state_bytes)
 
     def _begin(self) -> None:
         """Labels that are known from the start count from zero, so that rates see the first."""
@@ -247,8 +250,8 @@ class Metrics:
         path: str,
         status: int,
         outcome: str | None,
-        error: str | None,
         seconds: float,
+        error: str | None = None,
     ) -> None:
         """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
         for what is no work for the model, `error` the code of the error that answered it."""
@@ -263,11 +266,11 @@ class Metrics:
             latency = self._score_latency if endpoint == "score" else self._end_to_end
             latency.observe(seconds)
 
-    def render(self) -> bytes:
-        """The text exposition."""
-        return generate_latest(self.registry)
+    def snapshot(self) -> Snapshot:
+        """All series as they are just now."""
+        return Snapshot(self.registry)
 
 
-def _stat(client: EngineClient, field: str) -> float:
-    value: int = getattr(client.stats, field)
+def _stat(load: Callable[[], Stats], field: str) -> float:
+    value: int = getattr(load(), field)
     return value

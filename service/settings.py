@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,12 @@ class Settings(BaseSettings):
     cuda_graphs: bool = True
     deterministic: bool = False
 
+    # The processes (times in seconds).
+    api_workers: int = Field(default=1, ge=1, le=256)  # that share the port
+    engine_restarts: int = Field(default=3, ge=0)  # of an engine that died, within the window
+    restart_window: PositiveFloat = 600.0
+    hang_timeout: float = Field(default=120.0, ge=0)  # without a sign of the engine; 0 = for ever
+
     # The connection.
     tls_certificate: Path | None = None  # PEM, with the chain; None = plain HTTP
     tls_key: Path | None = None  # PEM; None = it is in the certificate's file
@@ -89,6 +96,19 @@ class Settings(BaseSettings):
     receive_timeout: PositiveFloat = 60.0  # for a request's head, and then for its body
     stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
     ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
+
+    def to_json(self) -> bytes:
+        """All of it, secrets too, for another process of this server."""
+        values = self.model_dump(mode="json")
+        for name, value in self:
+            if isinstance(value, SecretStr):
+                values[name] = value.get_secret_value()
+        return json.dumps(values).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Settings:
+        """What `to_json` gave; the environment has no part in it."""
+        return cls(**json.loads(raw))
 
     def engine_config(self) -> EngineConfig:
         """The engine's part. Raises ConfigError."""

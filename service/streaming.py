@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.client import Update
-from engine.errors import EngineError, EngineUnavailable, StepFailed
+from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
 from service.errors import ApiError, from_engine
 from service.flight import Flight
 from service.scope import ERROR_CODE, OUTCOME
@@ -113,7 +113,10 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def ends_all(error: EngineError) -> bool:
-    """The error concerns the engine, not one of its requests."""
+    """The error concerns the engine, or says that it does not take all of what was asked (which it
+    may find out for a part of it only, where several API processes fill one queue)."""
+    if isinstance(error, QueueFull):
+        return True
     return isinstance(error, EngineUnavailable) and not isinstance(error, StepFailed)
 
 
@@ -142,7 +145,7 @@ async def event_chunks(
                 continue
             failed += 1
             if failed == count or ends_all(came):
-                if chunk:
+                if chunk and (served or not isinstance(came, QueueFull)):
                     yield held + chunk
                 raise came
             held += render_error(which, came)

@@ -68,6 +68,16 @@ LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load
 RequestTimeout = Annotated[float | None, Option(help="Seconds, if a request names none [600].")]
 MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may name [3600].")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
+ApiWorkers = Annotated[
+    int | None, Option(help="Processes that share the port, in front of one engine [1].")
+]
+EngineRestarts = Annotated[
+    int | None, Option(help="Of an engine that died, within 10 minutes; 0 = end then, too [3].")
+]
+HangTimeout = Annotated[
+    float | None,
+    Option(help="Seconds after which an engine that does not answer is killed; 0 = never [120]."),
+]
 LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
 
 AccessLog = Annotated[

@@ -21,7 +21,15 @@ TORCH_FREE = [
     "engine.plan",
 ]
 # What the service (its composition root, cli.py, apart) may see of the engine.
-SERVICE_MAY_IMPORT = {"engine.client", "engine.messages", "engine.config", "engine.errors"}
+SERVICE_MAY_IMPORT = {
+    "engine.client",
+    "engine.member",
+    "engine.member_processes",
+    "engine.supervisor",
+    "engine.messages",
+    "engine.config",
+    "engine.errors",
+}
 
 
 def _imports(path: Path) -> set[str]:
@@ -50,6 +58,18 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_the_host_of_several_processes_imports_no_http() -> None:
+    """It passes no request on, and stays small."""
+    code = (
+        "import sys, service.server, service.host; "
+        "print({'uvicorn', 'fastapi', 'starlette', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "set()"
 
 
 def test_service_reaches_the_engine_only_through_its_client() -> None:

@@ -6,26 +6,27 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
-from service.runtime import Runtime, get_runtime
+from service.lifecycle import Lifecycle, get_lifecycle
 from service.schemas.common import ErrorBody
 from service.wire import JSONResponse
 
 router = APIRouter(tags=["operation"])
+CurrentLifecycle = Annotated[Lifecycle, Depends(get_lifecycle)]
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
 
 
 @router.get("/health", responses=UNAVAILABLE)
-async def health(runtime: Annotated[Runtime, Depends(get_runtime)]) -> Response:
-    """200 while the model loads, and afterwards as long as the engine's loop turns."""
-    if runtime.state == "failed":
-        runtime.check_ready()
-    if runtime.state != "loading":
-        await runtime.client.ping(runtime.settings.ping_timeout)
-    return JSONResponse({"status": runtime.state})
+async def health(lifecycle: CurrentLifecycle) -> Response:
+    """200 while a model loads, and afterwards as long as the engine's loop turns."""
+    if lifecycle.state == "failed":
+        lifecycle.check_ready()
+    if lifecycle.state not in ("loading", "restarting"):
+        await lifecycle.ping()
+    return JSONResponse({"status": lifecycle.state})
 
 
 @router.get("/ready", responses=UNAVAILABLE)
-async def ready(runtime: Annotated[Runtime, Depends(get_runtime)]) -> Response:
+async def ready(lifecycle: CurrentLifecycle) -> Response:
     """200 when the model is loaded and the server is not shutting down."""
-    runtime.check_ready()
-    return JSONResponse({"status": runtime.state})
+    lifecycle.check_ready()
+    return JSONResponse({"status": lifecycle.state})

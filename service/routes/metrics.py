@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
+from service.lifecycle import Lifecycle, get_lifecycle
 from service.metrics import CONTENT_TYPE
-from service.runtime import Runtime, get_runtime
 
 router = APIRouter(tags=["operation"])
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(runtime: Annotated[Runtime, Depends(get_runtime)]) -> Response:
-    """All series."""
-    return Response(runtime.metrics.render(), headers={"content-type": CONTENT_TYPE})
+async def metrics(lifecycle: Annotated[Lifecycle, Depends(get_lifecycle)]) -> Response:
+    """All series, those of the server's other processes added."""
+    return Response(await lifecycle.exposition(), headers={"content-type": CONTENT_TYPE})

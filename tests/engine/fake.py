@@ -20,7 +20,10 @@ import random
 import time
 from array import array
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -346,6 +349,28 @@ def slow_engine(config: EngineConfig) -> Engine:
 def cuda_error_engine(config: EngineConfig) -> Engine:
     """An engine whose first step ends in a CUDA error."""
     return Engine(_runner(config, failures=[RuntimeError("CUDA error: device-side assert")]))
+
+
+def folder_engine(config: EngineConfig) -> Engine:
+    """An engine whose model folder tells what befalls it: with a file `broken` it cannot be loaded,
+    with `slow` that takes as many seconds as stand there, and with `fatal` every step ends in a
+    CUDA error. A step takes 2 ms."""
+    folder = Path(config.model)
+    slow, broken = folder / "slow", folder / "broken"
+    if slow.exists():
+        time.sleep(float(slow.read_text()))
+    if broken.exists() or not folder.is_dir():
+        raise CheckpointError(f"{folder.name}: the checkpoint cannot be used")
+    runner = _runner(config, step_seconds=0.002)
+    runner.info = structs.replace(runner.info, name=folder.name, folder=str(folder))
+
+    def start(plan: Plan) -> Any:
+        if (folder / "fatal").exists():
+            raise RuntimeError("CUDA error: device-side assert")
+        return FakeRunner.start(runner, plan)
+
+    runner.start = start  # type: ignore[method-assign]
+    return Engine(runner)
 
 
 def stuck_engine(config: EngineConfig) -> Engine:

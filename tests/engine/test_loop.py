@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.loop import EngineLoop, Undecodable
 from engine.messages import (
     FromEngine,
+    Gone,
     Ping,
     Request,
     SamplingParams,
@@ -84,3 +85,50 @@ def test_the_load_is_without_the_round() -> None:
     stats = Stats(running=1, waiting=2, waiting_tokens=3, pace=0.5, slots_used=4, slots_total=5)
     assert stats.load() == stats
     assert Stats(batch_size=1, prefill_tokens=2, decode_tokens=3, decode_steps=1).load() == Stats()
+
+
+def test_what_a_step_did_is_told_once() -> None:
+    """So that the sums of several processes are right."""
+    script = Script([("a", Ping(0)), ("b", Ping(0))], [("a", ask(0, 20)), ("b", ask(0, 20))])
+    runner = FakeRunner()
+    EngineLoop(Engine(runner), script).run()
+    heard = [one.stats for client in "ab" for one in script.events(client)]
+    assert sum(stats.decode_tokens for stats in heard) == 40
+    assert sum(stats.prefill_tokens for stats in heard) == 6
+    assert sum(stats.batch_size > 0 for stats in heard) == runner.steps
+    assert {stats.slots_total for stats in heard} == {8}  # the load is told to both
+
+
+@pytest.mark.parametrize("told_by", ["itself", "another"])
+def test_a_client_that_is_gone_holds_nothing(told_by: str) -> None:
+    """Its requests end, it is told nothing more, and what it sent before is too late."""
+    gone = (b"b", Gone()) if told_by == "itself" else (b"a", Gone("b"))
+    script = Script(
+        [(b"a", Ping(0)), (b"b", Ping(0))],
+        [(b"a", ask(0, 20)), (b"b", ask(0, 5000)), (b"b", ask(1, 5000))],
+        [],
+        [gone, (b"b", ask(2, 5000))],
+    )
+    runner = FakeRunner(slots=2)
+    EngineLoop(Engine(runner), script).run()
+    assert runner.steps <= 22
+    assert sum(len(one.requests) for one in script.events(b"a")) == 20
+    assert len(script.events(b"b")) <= 3
+    assert script.events(b"a")[-1].stats.waiting == 0
+
+
+def test_the_others_hear_what_a_client_that_is_gone_leaves() -> None:
+    """Also those who have nothing in flight, and where nobody has any more."""
+    script = Script(
+        [(b"a", Ping(0)), (b"b", Ping(0))], [(b"b", ask(0, 5000))], [], [(b"a", Gone("b"))], []
+    )
+    EngineLoop(Engine(FakeRunner()), script).run()
+    assert script.events(b"a")[-1].stats.running == 0
+
+
+def test_a_quiet_client_hears_of_its_own_alone() -> None:
+    script = Script([("a", Ping(0)), ("b", Ping(0, quiet=True))], [("a", ask(0, 20))])
+    runner = FakeRunner()
+    EngineLoop(Engine(runner), script).run()
+    assert len(script.events("a")) == runner.steps == 20
+    assert not script.events("b")

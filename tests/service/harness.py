@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.training.tokenizer import byte_level_tokenizer
 from engine.transport import InlineTransport
 from service.app import create_app
-from service.runtime import Runtime
+from service.lifecycle import Lifecycle
 from service.settings import Settings
 from tests.engine.fake import FakeRunner
 
@@ -35,9 +35,9 @@ class Service:
     engine: Engine
 
     @property
-    def runtime(self) -> Runtime:
-        runtime: Runtime = self.app.state.runtime
-        return runtime
+    def lifecycle(self) -> Lifecycle:
+        lifecycle: Lifecycle = self.app.state.lifecycle
+        return lifecycle
 
     async def post(self, path: str, body: Any, status: int = 200) -> Any:
         response = await self.http.post(path, json=body)
@@ -96,7 +96,7 @@ async def running(
     async with app.router.lifespan_context(app):
         service = Service(app, http_client(app), runner, engine)
         if ready:
-            await until(lambda: service.runtime.state == "ready")
+            await until(lambda: service.lifecycle.state == "ready")
         async with service.http:
             yield service
 

@@ -18,8 +18,8 @@ from service import line_writer
 from service.access_log import AccessLog, Exchange
 from service.line_writer import LineWriter
 from tests.service.harness import Service, fake_runner, running, until
+from tests.service.process import Process, serving
 from tests.service.test_access import ALICE, KEYS, bearer
-from tests.service.test_server import Process, serving
 
 FIELDS = {
     "time", "request_id", "method", "route", "status", "outcome", "seconds", "tokens_in",

@@ -64,7 +64,7 @@ async def test_while_the_model_loads(byte_folder: Path, monkeypatch: pytest.Monk
             assert (await service.http.get("/metrics")).status_code == 200
         finally:
             transports[0].released.set()
-        await until(lambda: service.runtime.state == "ready")
+        await until(lambda: service.lifecycle.state == "ready")
         assert (await service.http.get("/ready")).status_code == 200
         assert (await service.http.get("/health")).json() == {"status": "ready"}
 
@@ -107,7 +107,7 @@ async def test_a_full_queue_is_429_with_retry_after(byte_folder: Path, stream: b
             asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
             for _ in range(2)
         ]
-        stats = lambda: service.runtime.client.stats  # noqa: E731
+        stats = lambda: service.lifecycle.client.stats  # noqa: E731
         await until(lambda: stats().waiting == 1 and stats().slots_used == 1)
         for body in ({"prompts": ["b"]}, {"prompts": ["b", "c"]}):
             response = await service.http.post(GENERATE, json={**body, "stream": stream})
@@ -136,7 +136,7 @@ async def test_a_batch_is_taken_whole_or_refused_whole(
 ) -> None:
     runner = fake_runner(byte_folder, slots=2, max_waiting=1, step_seconds=0.005)
     async with running(runner) as service:
-        stats = lambda: service.runtime.client.stats  # noqa: E731
+        stats = lambda: service.lifecycle.client.stats  # noqa: E731
         await service.post(path, body)
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
         await until(lambda: stats().slots_used == 1)
@@ -188,7 +188,7 @@ async def test_the_engines_own_refusal_is_429_too(
     runner = fake_runner(byte_folder, slots=1, max_waiting=0, step_seconds=0.005)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
-        await until(lambda: service.runtime.client.stats.slots_used == 1)
+        await until(lambda: service.lifecycle.client.stats.slots_used == 1)
         for stream in (False, True):
             body = {"prompts": ["b"], "stream": stream}
             response = await service.http.post(GENERATE, json=body)
@@ -202,9 +202,9 @@ async def test_draining(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, step_seconds=0.002)) as service:
         body = {"prompts": ["a"], "max_tokens": 50, "temperature": 0, "ignore_eos": True}
         held = asyncio.create_task(service.http.post(GENERATE, json={**body, "stream": True}))
-        await until(lambda: service.runtime.flights)
-        drain = asyncio.create_task(service.runtime.drain(timeout=30))
-        await until(lambda: service.runtime.draining)
+        await until(lambda: service.lifecycle.flights)
+        drain = asyncio.create_task(service.lifecycle.drain(timeout=30))
+        await until(lambda: service.lifecycle.draining)
         for response in (
             await service.http.get("/ready"),
             await service.http.post(GENERATE, json=body),
@@ -238,9 +238,9 @@ async def test_a_drain_waits_for_what_is_still_being_read(
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.runtime.flights)
+        await until(lambda: service.lifecycle.flights)
         await asyncio.sleep(0.05)
-        drain = asyncio.create_task(service.runtime.drain(timeout=30))
+        drain = asyncio.create_task(service.lifecycle.drain(timeout=30))
         await asyncio.sleep(0.05)
         assert not drain.done()
         (connection.uploaded if upload else ready).set()
@@ -257,8 +257,8 @@ async def test_what_is_still_being_read_at_the_drains_end_is_refused(byte_folder
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.runtime.flights)
-        await service.runtime.drain(timeout=0.05)
+        await until(lambda: service.lifecycle.flights)
+        await service.lifecycle.drain(timeout=0.05)
         connection.uploaded.set()
         await asyncio.wait_for(held, 10)
         assert connection.sent[0]["status"] == 503
@@ -268,8 +268,8 @@ async def test_what_is_still_being_read_at_the_drains_end_is_refused(byte_folder
 async def test_the_drains_end_cuts_what_is_left(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, step_seconds=0.002)) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
-        await until(lambda: service.runtime.client.stats.running == 1)
-        await service.runtime.drain(timeout=0.05)
+        await until(lambda: service.lifecycle.client.stats.running == 1)
+        await service.lifecycle.drain(timeout=0.05)
         (result,) = (await held).json()["results"]
         assert result["finish_reason"] == "abort"
         assert result["text"]
@@ -290,7 +290,7 @@ async def test_engine_death(byte_folder: Path, monkeypatch: pytest.MonkeyPatch) 
             )
         ]
         plain = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
-        await until(lambda: service.runtime.client.stats.running == 4)
+        await until(lambda: service.lifecycle.client.stats.running == 4)
         seen = runner.steps
         await until(lambda: runner.steps > seen + 5)  # all have tokens: the status is sent
         monkeypatch.setattr(service.engine, "step", die)
@@ -383,12 +383,12 @@ async def test_a_client_that_leaves_aborts_its_requests(
         task = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        stats = lambda: service.runtime.client.stats  # noqa: E731
+        stats = lambda: service.lifecycle.client.stats  # noqa: E731
         await until(lambda: stats().running == 2)
         connection.gone.set()
         await asyncio.wait_for(task, 10)
         await until(lambda: stats().running == 0 and stats().waiting == 0)
-        assert not service.runtime.flights
+        assert not service.lifecycle.flights
         if not body.get("stream"):
             assert connection.sent == []
         text = (await service.http.get("/metrics")).text
@@ -412,3 +412,22 @@ async def test_a_slow_reader_gets_merged_writes_with_one_event_per_token(
     assert frames.pop() == "[DONE]"
     assert [len(frame["token_ids"]) for frame in frames] == [1] * 400
     assert len(chunks) < 50
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_of_which_the_engine_refuses_a_part_is_refused_whole(
+    byte_folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may fill the queue between the first check and the engine's own."""
+    monkeypatch.setattr("service.places.Places.check", lambda *_: None)
+    runner = fake_runner(byte_folder, slots=1, max_waiting=1, step_seconds=0.002)
+    async with running(runner) as service:
+        stats = lambda: service.lifecycle.client.stats  # noqa: E731
+        for path, body in (
+            (GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 50}),
+            (COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 50}),
+        ):
+            response = await service.http.post(path, json={**body, "stream": stream})
+            assert response.status_code == 429, response.text
+            await until(lambda: stats().running == 0 and stats().waiting == 0)
+        await service.refused(SCORE, {"texts": ["ab"] * 3}, None, 429)

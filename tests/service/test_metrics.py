@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
+from prometheus_client import generate_latest
 
-from engine.client import EngineClient
 from engine.errors import BY_CODE
 from engine.messages import Stats
 from service.metrics import SECONDS, STEP_SECONDS, Metrics
@@ -25,6 +24,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "disconnect_release_rounds": ("histogram", ()),
     "disconnect_release_seconds": ("histogram", ()),
     "e2e_request_latency_seconds": ("histogram", ()),
+    "engine_restarts": ("counter", ()),
     "engine_step_seconds": ("histogram", ("phase",)),
     "generation_tokens": ("counter", ()),
     "http_requests": ("counter", ("method", "path", "status")),
@@ -57,7 +57,7 @@ ROW = re.compile(r"\| `(minserve_\w+?)(?:\{(.*?)\})?` \| (\w+) \| (.+) \|")
 
 
 def metrics() -> Metrics:
-    return Metrics(cast(EngineClient, SimpleNamespace(stats=Stats())))
+    return Metrics(Stats, lambda: 0)
 
 
 class Series(NamedTuple):
@@ -98,13 +98,13 @@ def test_readme_has_the_table_of_all_series() -> None:
 def test_buckets_begin_where_small_models_are() -> None:
     assert STEP_SECONDS[0] == 1e-5 and SECONDS[0] == 1e-4
     assert list(STEP_SECONDS) == sorted(STEP_SECONDS)
-    text = metrics().render().decode()
+    text = generate_latest(metrics().registry).decode()
     assert 'minserve_engine_step_seconds_bucket{le="1e-05",phase="decode"} 0.0' in text
     assert 'minserve_inter_token_latency_seconds_bucket{le="1e-05"} 0.0' in text
 
 
 def test_labels_that_are_known_count_from_the_start() -> None:
-    text = metrics().render().decode()
+    text = generate_latest(metrics().registry).decode()
     for line in (
         'minserve_requests_total{endpoint="chat/completions",outcome="refused"} 0.0',
         'minserve_request_success_total{finish_reason="timeout"} 0.0',
@@ -119,11 +119,11 @@ async def test_errors_are_counted_by_their_code(byte_folder: Path) -> None:
         held = asyncio.create_task(
             service.http.post("/v1/generate", json={"prompts": ["a"], **LONG})
         )
-        await until(lambda: service.runtime.client.stats.running == 1)
+        await until(lambda: service.lifecycle.runtime.client.stats.running == 1)
         await service.post("/v1/generate", {"prompts": ["b"]}, 429)
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
-        await until(lambda: service.runtime.client.stats.running == 0)
+        await until(lambda: service.lifecycle.runtime.client.stats.running == 0)
         await service.post("/v1/generate", {}, 400)
         await service.post("/v1/generate", {"prompts": ["a"], "model": "x" * 999}, 404)
         await service.http.post("/v1/generate", content=b"{")
@@ -171,12 +171,12 @@ async def test_a_client_that_leaves_frees_its_slot_within_two_messages(
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.runtime.client.stats.running == 2)
+        await until(lambda: service.lifecycle.runtime.client.stats.running == 2)
         families = await scrape(service)
         assert value(families, "minserve_disconnect_release_seconds_count") == 0
         connection.gone.set()
         await held
-        await until(lambda: service.runtime.client.stats.slots_used == 0)
+        await until(lambda: service.lifecycle.runtime.client.stats.slots_used == 0)
         families = await scrape(service)
         assert value(families, "minserve_disconnect_release_seconds_count") == 2
         bucket = "minserve_disconnect_release_rounds_bucket"

@@ -91,7 +91,7 @@ def test_no_request_breaks_the_server(batch: list[tuple[str, dict[str, Any]]]) -
                         error = response.json()
                         error_message(error, error["error"]["param"])
                     seen.add(response.status_code)
-                assert service.runtime.state == "ready"
+                assert service.lifecycle.state == "ready"
                 return seen
 
     assert asyncio.run(send())

@@ -211,7 +211,7 @@ def test_a_full_queue(tmp_path: Path) -> None:
 
 def test_a_server_that_drains(tmp_path: Path) -> None:
     with listening(serving(tmp_path)) as (url, service), connect(url) as client:
-        service.runtime.draining = True
+        service.lifecycle.draining = True
         with pytest.raises(openai.InternalServerError) as refused:
             client.completions.create(model="fake", prompt="a")
         assert refused.value.status_code == 503

@@ -68,6 +68,7 @@ async def test_metrics(service: Service) -> None:
     assert value(families, "minserve_engine_step_seconds_count", phase="decode") == 3 + 3 + 2
     assert value(families, "minserve_state_slots_total") == 8
     assert value(families, "minserve_requests_running") == 0
+    assert value(families, "minserve_engine_restarts_total") == 0
     assert value(families, "minserve_state_bytes", tier="device") >= 0
     assert value(families, "minserve_model_info", name="fake", cell="mingru") == 1
     outcomes = {"endpoint": "generate", "outcome": "ok"}

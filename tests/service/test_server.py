@@ -3,111 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import sys
-from types import SimpleNamespace
-from engine import transport
-from engine.client import EngineClient
-from engine.transport import ProcessTransport
-from service.server import serve
-from service.settings import Settings
-transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
-EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
-sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL, **OPTIONS)))
-"""
-
-
-class Process:
-    """A server under test; `lines` is what it says, `output` what it prints."""
-
-    def __init__(
-        self,
-        port: int = 0,
-        engine: str = "tests.engine.fake:fake_engine",
-        stall_timeout: float = 60,
-        python: str | None = None,  # that runs the worker
-        **settings: Any,
-    ) -> None:
-        program = PROGRAM.replace("ENGINE", engine).replace("PORT", str(port))
-        program = program.replace("STALL", str(stall_timeout))
-        program = program.replace("PYTHON", repr(python)).replace("OPTIONS", repr(settings))
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,  # a process group of its own
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
-        )
-        self.lines: list[str] = []
-        self.output: list[str] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=pair, daemon=True)
-            for pair in ((self.popen.stderr, self.lines), (self.popen.stdout, self.output))
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, stream: Any, lines: list[str]) -> None:
-        for line in stream:
-            lines.append(line.rstrip())
-
-    def said(self, pattern: str) -> re.Match[str]:
-        """Waits until a line of the log matches."""
-        return self._await(pattern, self.lines)
-
-    def printed(self, pattern: str) -> re.Match[str]:
-        """Waits until a line of the output matches."""
-        return self._await(pattern, self.output)
-
-    def _await(self, pattern: str, lines: list[str]) -> re.Match[str]:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for line in list(lines):
-                if match := re.search(pattern, line):
-                    return match
-            ended = self.popen.poll() is not None
-            if ended and not any(reader.is_alive() for reader in self._readers):
-                break
-            time.sleep(0.01)
-        raise AssertionError(f"never said {pattern!r}: {lines}")
-
-    @property
-    def url(self) -> str:
-        return self.said(r"listening on (https?://\S+)")[1]
-
-    def exit_code(self) -> int:
-        code = self.popen.wait(60)
-        for reader in self._readers:
-            reader.join(10)
-        return code
-
-
-@contextmanager
-def serving(**options: Any) -> Iterator[Process]:
-    process = Process(**options)
-    try:
-        yield process
-    finally:
-        process.popen.kill()
-        process.popen.wait()
+from tests.service.process import Process, children, serving
 
 
 def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
@@ -177,9 +82,9 @@ def test_a_port_in_use_is_one_line_and_code_2() -> None:
 
 
 def test_the_engines_death_ends_streams_with_an_error_and_the_process_with_code_1() -> None:
-    with serving() as process:
+    with serving(engine_restarts=0) as process:
         process.said("ready: fake")
-        (worker,) = _children(process.popen.pid)
+        (worker,) = children(process.popen.pid)
         with httpx.Client(base_url=process.url, timeout=60) as client:
             body = {"prompts": [[97]], "max_tokens": 10**6, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/generate", json=body) as response:
@@ -213,13 +118,6 @@ def no_such_checkpoint(_: object) -> None:
     from engine.errors import CheckpointError
 
     raise CheckpointError("no such checkpoint")
-
-
-def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    if not path.exists():
-        pytest.skip("needs /proc")
-    return [int(child) for child in path.read_text().split()]
 
 
 def test_an_idle_server_stops_at_once() -> None:

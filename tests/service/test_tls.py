@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import ConfigError
 from service.tls import check_tls
-from tests.service.test_server import serving
+from tests.service.process import serving
 
 
 def make(folder: Path, name: str, *options: str) -> tuple[Path, Path]:

@@ -1,0 +1,95 @@
+"""Charge: one engine process in the care of a supervisor: its load, its pulse and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
+from engine.messages import Gone, ModelInfo
+from engine.protocol import Serve
+from engine.transport import ProcessTransport
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0  # between looks at whether it answers
+
+
+class Charge:
+    """`generation` tells it apart from all others that its supervisor started."""
+
+    def __init__(self, generation: int, config: EngineConfig) -> None:
+        self.generation = generation
+        self.config = config
+        self.load_seconds = 0.0
+        self._transport = ProcessTransport(config)
+        self._client = EngineClient(self._transport, quiet=True)
+        self._address = ""
+        self._closing = False
+
+    @property
+    def serves(self) -> bool:
+        """It is loaded and has not ended."""
+        return self._client.state == "ready" and not self._closing
+
+    @property
+    def info(self) -> ModelInfo:
+        """Of the loaded model."""
+        assert self._client.info is not None
+        return self._client.info
+
+    def order(self, restarts: int) -> Serve:
+        """What members are told when it is to serve."""
+        return Serve(self.generation, self._address, self.info, restarts)
+
+    async def load(self, timeout: float) -> None:
+        """Starts the process and returns when the model is loaded. Raises the EngineError that is
+        in the way; EngineDead after `timeout` seconds."""
+        begun = time.monotonic()
+        await self._client.start()
+        self._address = self._transport.address or ""
+        try:
+            await self._client.ready(timeout)
+        except EngineLoading:
+            reason = f"the model did not load within {timeout:g} s (load_timeout)"
+            self._transport.kill(reason)
+            raise EngineDead(reason) from None
+        self.load_seconds = time.monotonic() - begun
+
+    async def death(self, hang_timeout: float) -> EngineError:
+        """Returns when the process has ended, and why. One that has not answered for
+        `hang_timeout` seconds (0: however long) is killed."""
+        look = min(LOOK_SECONDS, hang_timeout)
+        silent = 0.0  # at most `look` a turn: time in which this process stood still is no sign
+        while hang_timeout and self._client.state != "dead":
+            try:
+                await self._client.ping(look)
+            except EngineDead:
+                break
+            except EngineUnavailable:
+                silent += look
+                if silent >= hang_timeout:
+                    reason = f"the engine did not answer for {hang_timeout:g} s and was killed"
+                    self._transport.kill(reason)
+                    break
+                continue
+            silent = 0.0
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._client.wait_dead(), look)
+        await self._client.wait_dead()
+        assert self._client.death is not None
+        return self._client.death
+
+    def forget(self, member: str) -> None:
+        """What this member had in flight is nobody's any more."""
+        with contextlib.suppress(EngineDead):
+            self._transport.send(Gone(member))
+
+    async def close(self) -> None:
+        """Ends the process; what is unfinished is aborted. Idempotent."""
+        self._closing = True
+        await self._client.close()

@@ -1,0 +1,256 @@
+"""Member: an API process's end of a supervisor, and its connections to the engines that it is told
+of. What happens comes as events, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from engine.client import EngineClient
+from engine.errors import EngineDead, EngineError, EngineUnavailable
+from engine.messages import ModelInfo
+from engine.pipe import Pipe, SocketPipe, memory_pipe
+from engine.protocol import (
+    Answer,
+    Collect,
+    Cut,
+    Down,
+    Drain,
+    FromMember,
+    Gather,
+    Left,
+    Reload,
+    Samples,
+    Serve,
+    ToMember,
+    Using,
+    Welcome,
+)
+from engine.supervisor import Supervisor
+from engine.transport import SocketTransport
+
+log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 10.0  # for the supervisor to tell what other members count
+
+
+@dataclass(frozen=True)
+class Serving:
+    """New requests are to go to this engine: say so by `use`."""
+
+    client: EngineClient  # connected
+    generation: int
+    restarts: int = 0  # so far, of engines that died
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The engine has ended, for this reason, which tells when there may be another."""
+
+    error: EngineError
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There is no engine, and will be none."""
+
+    error: EngineError
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The process is to end: after what it has in flight or, `now`, with it."""
+
+    now: bool
+
+
+Event: TypeAlias = Serving | Restarting | Failed | Stop
+
+
+class Member:
+    """All methods are called on one event loop."""
+
+    def __init__(self, pipe: Pipe[ToMember, FromMember]) -> None:
+        self._pipe = pipe
+        self._name = ""
+        self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
+        self._lost: set[int] = set()  # generations of engines that have ended by themselves
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._nonces = itertools.count()
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._collect: Callable[[], bytes] = bytes
+
+    async def start(self, collect: Callable[[], bytes] = bytes) -> None:
+        """Begins to listen. `collect` gives this process's metrics whenever they are asked for."""
+        self._collect = collect
+        await self._pipe.open()
+        self._reader = asyncio.create_task(self._read())
+
+    async def next(self) -> Event:
+        """Waits for what happens next."""
+        return await self._events.get()
+
+    def use(self, generation: int) -> None:
+        """New requests go to this engine now."""
+        self._pipe.send(Using(generation))
+
+    async def leave(self, generation: int) -> None:
+        """Nothing is in flight on this engine, and never will be again."""
+        connection = self._connections.pop(generation, None)
+        if connection is not None:
+            await connection[0].close()
+        self._pipe.send(Left(generation))
+
+    async def reload(self, model: str | None) -> ModelInfo:
+        """As `Supervisor.reload`."""
+        answer = await self._ask(lambda nonce: Reload(nonce, model))
+        if answer.problem is not None:
+            raise answer.problem.error()
+        assert answer.info is not None
+        return answer.info
+
+    async def gather(self, own: bytes) -> list[bytes]:
+        """The metrics of all other processes, those that are no more included; tells `own`, which
+        are this one's. Raises EngineUnavailable."""
+        try:
+            async with asyncio.timeout(GATHER_SECONDS):
+                return (await self._ask(lambda nonce: Gather(nonce, own))).samples
+        except TimeoutError:
+            raise EngineUnavailable("the supervising process does not answer") from None
+
+    def hold(self) -> None:
+        """The server is shutting down: no engine is to be started any more."""
+
+    async def close(self) -> None:
+        """Leaves all engines and the supervisor."""
+        for generation in list(self._connections):
+            await self.leave(generation)
+        self._pipe.close()
+        if self._reader is not None:
+            await asyncio.wait({self._reader}, timeout=1)
+            self._reader.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def _ask(self, question: Callable[[int], FromMember]) -> Answer:
+        if self._reader is None or self._reader.done():
+            raise EngineDead("the supervising process has ended")
+        nonce = next(self._nonces)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[nonce] = answer
+        try:
+            self._pipe.send(question(nonce))
+            return await answer
+        finally:
+            del self._asked[nonce]
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = await self._pipe.receive()
+                try:
+                    await self._take(message)
+                except Exception:
+                    log.exception("an order of the supervisor could not be carried out")
+        except EOFError:
+            error = EngineDead("the supervising process has ended")
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._events.put_nowait(Failed(error))
+
+    async def _take(self, message: ToMember) -> None:
+        match message:
+            case Welcome():
+                self._name = message.name
+            case Serve():
+                await self._connect(message)
+            case Down():
+                self._lose(message)
+            case Collect():
+                self._pipe.send(Samples(message.nonce, self._collect()))
+            case Answer():
+                waiting = self._asked.get(message.nonce)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case Drain() | Cut():
+                self._events.put_nowait(Stop(now=isinstance(message, Cut)))
+
+    async def _connect(self, order: Serve) -> None:
+        transport = SocketTransport(order.address, name=self._name)
+        client = EngineClient(transport)
+        self._connections[order.generation] = client, transport
+        await client.start()
+        self._events.put_nowait(Serving(client, order.generation, order.restarts))
+
+    def _lose(self, message: Down) -> None:
+        error = message.problem.error()
+        connection = self._connections.get(message.generation)
+        if connection is not None and message.generation not in self._lost:
+            self._lost.add(message.generation)
+            self._keep(connection[1].end(EngineDead(error.message)))
+        if message.final:
+            self._events.put_nowait(Failed(error))
+        elif message.current:
+            self._events.put_nowait(Restarting(error))
+
+    def _keep(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class SoleMember(Member):
+    """The one member of a supervisor in the same process, which it runs from its start to its
+    end."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._ruling: asyncio.Task[None] | None = None
+        mine, theirs = memory_pipe()
+        super().__init__(mine)
+        self._theirs = theirs
+
+    async def start(self, collect: Callable[[], bytes] = bytes) -> None:
+        await super().start(collect)
+        self._supervisor.join(self._theirs)
+        self._ruling = asyncio.create_task(self._rule())
+
+    async def gather(self, own: bytes) -> list[bytes]:
+        """There are no others."""
+        return []
+
+    def hold(self) -> None:
+        self._supervisor.hold()
+
+    async def close(self) -> None:
+        if self._ruling is not None:
+            self._ruling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ruling
+        await super().close()
+        await self._supervisor.close()
+
+    async def _rule(self) -> None:
+        try:
+            await self._supervisor.run()
+        except Exception as error:  # nobody would keep the engine, nor know it
+            log.exception("unexpected error of the supervisor")
+            self._events.put_nowait(Failed(EngineDead(f"the supervisor has failed: {error}")))
+
+
+def remote_member(descriptor: int) -> Member:
+    """The member of a supervisor in the process that started this one (`MemberProcesses`), which
+    left the end of a pipe open here."""
+    return Member(SocketPipe(socket.socket(fileno=descriptor), ToMember))

@@ -1,0 +1,101 @@
+"""Pipes between a supervisor and a member: within a process, or over a socket to another one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+In = TypeVar("In", covariant=True)
+Out = TypeVar("Out", contravariant=True)
+LENGTH = struct.Struct("!I")  # of a message, in front of it
+
+
+class Pipe(Protocol[In, Out]):
+    """One end; all methods are called on one event loop."""
+
+    async def open(self) -> None:
+        """Comes first."""
+
+    def send(self, message: Out) -> None:
+        """Never blocks; what is sent to an end that is gone is lost."""
+
+    async def receive(self) -> In:
+        """The next message. Raises EOFError when the other end is gone and all is received."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class MemoryPipe:
+    """An end of a pipe within this process."""
+
+    def __init__(self, inbox: asyncio.Queue[Any], outbox: asyncio.Queue[Any]) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+
+    async def open(self) -> None:
+        """Nothing is closed yet."""
+
+    def send(self, message: Any) -> None:
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> Any:
+        message = await self._inbox.get()
+        if message is None:
+            self._inbox.put_nowait(None)  # for whoever asks again
+            raise EOFError
+        return message
+
+    def close(self) -> None:
+        self._outbox.put_nowait(None)
+        self._inbox.put_nowait(None)
+
+
+def memory_pipe() -> tuple[MemoryPipe, MemoryPipe]:
+    """Both ends."""
+    here: asyncio.Queue[Any] = asyncio.Queue()
+    there: asyncio.Queue[Any] = asyncio.Queue()
+    return MemoryPipe(here, there), MemoryPipe(there, here)
+
+
+class SocketPipe(Generic[In, Out]):
+    """An end of a pipe to another process, over one of a pair of sockets.
+
+    Both ends belong to this project and to one user; what comes is decoded all the same.
+    """
+
+    def __init__(self, handle: socket.socket, incoming: Any) -> None:
+        """Takes the socket over; `incoming` is the type of the messages that come."""
+        self._handle = handle
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._handle)
+
+    def send(self, message: Out) -> None:
+        raw = self._encoder.encode(message)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(LENGTH.pack(len(raw)) + raw)
+
+    async def receive(self) -> In:
+        if self._reader is None:
+            raise EOFError("the pipe is not open")
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            message: In = self._decoder.decode(await self._reader.readexactly(length))
+            return message
+        except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
+            raise EOFError(str(error)) from error
+
+    def close(self) -> None:
+        if self._writer is None:
+            self._handle.close()
+        else:
+            self._writer.close()

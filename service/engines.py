@@ -1,0 +1,70 @@
+"""Engines: where an application's engines come from: a supervisor, in this process or another, or
+one client that the caller made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.client import EngineClient
+from engine.errors import EngineDead, EngineError, EngineLoading, Refused
+from engine.member import Event, Failed, Serving
+from engine.messages import ModelInfo
+
+
+class Engines(Protocol):
+    """What engine.member.Member does; see there. All on one event loop."""
+
+    async def start(self, collect: Callable[[], bytes]) -> None: ...
+    async def next(self) -> Event: ...
+    def use(self, generation: int) -> None: ...
+    async def leave(self, generation: int) -> None: ...
+    async def reload(self, model: str | None) -> ModelInfo: ...
+    async def gather(self, own: bytes) -> list[bytes]: ...
+    def hold(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class OneEngine:
+    """One engine, for tests and measurements: its end is the end."""
+
+    def __init__(self, client: EngineClient, load_timeout: float) -> None:
+        self._client = client
+        self._load_timeout = load_timeout
+        self._serving = False
+
+    async def start(self, collect: Callable[[], bytes]) -> None:
+        await self._client.start()
+
+    async def next(self) -> Event:
+        if self._serving:
+            await self._client.wait_dead()
+            return Failed(EngineDead("the engine has ended"))
+        self._serving = True
+        try:
+            await self._client.ready(self._load_timeout)
+        except EngineLoading:
+            seconds = self._load_timeout
+            error = EngineDead(f"the model did not load within {seconds:g} s (load_timeout)")
+            return Failed(error)
+        except EngineError as error:
+            return Failed(error)
+        return Serving(self._client, generation=1)
+
+    def use(self, generation: int) -> None:
+        """There is no other."""
+
+    async def leave(self, generation: int) -> None:
+        """There is no other to go to."""
+
+    async def reload(self, model: str | None) -> ModelInfo:
+        raise Refused("this server cannot load another model")
+
+    async def gather(self, own: bytes) -> list[bytes]:
+        return []
+
+    def hold(self) -> None:
+        """Nothing is ever started."""
+
+    async def close(self) -> None:
+        await self._client.close()

@@ -1,0 +1,205 @@
+"""Lifecycle: which runtime new requests get, and whether any are taken.
+
+loading -> ready -> draining
+           ready -> restarting -> ready    (the engine died and is started again)
+and from each of them: failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from fastapi import Request
+
+from engine.client import EngineClient
+from engine.errors import Draining, EngineDead, EngineError, EngineLoading
+from engine.member import Failed, Restarting, Serving, Stop
+from engine.messages import Stats
+from service.engines import Engines
+from service.flight import Flight
+from service.metrics import Metrics
+from service.runtime import Runtime
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.02  # between looks at what is in flight
+
+
+class Lifecycle:
+    """`on_failure` is called once when the model cannot be loaded or there is no engine any more;
+    `on_stop` when a supervisor ends this process, with whether at once."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        settings: Settings,
+        on_failure: Callable[[EngineError], None] | None = None,
+    ) -> None:
+        self.engines = engines
+        self.settings = settings
+        self.metrics = Metrics(self.load, lambda: self.restarts)
+        self.metrics.set_limits(settings.max_waiting, settings.max_waiting_tokens)
+        self.failure: EngineError | None = None
+        self.outage: EngineError | None = None  # while the engine is started again
+        self.draining = False
+        self.restarts = 0  # of engines that died
+        self.on_stop: Callable[[bool], None] = lambda now: None
+        self.current: Runtime | None = None  # of new requests
+        self._generations: dict[Runtime, int] = {}  # those that serve or finish what they have
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> Literal["loading", "ready", "restarting", "draining", "failed"]:
+        if self.failure is not None:
+            return "failed"
+        if self.draining:
+            return "draining"
+        if self.outage is not None:
+            return "restarting"
+        return "loading" if self.current is None else "ready"
+
+    def check_ready(self) -> None:
+        """Raises the error that says why no request can be taken now."""
+        if self.failure is not None:
+            raise EngineDead(self.failure.message)
+        if self.draining:
+            raise Draining("the server is shutting down and takes no new requests")
+        if self.outage is not None:
+            raise EngineLoading(
+                f"{self.outage.message}; it is being started again",
+                retry_after=self.outage.retry_after,
+            )
+        if self.current is None:
+            raise EngineLoading("the model is still loading")
+
+    @property
+    def runtime(self) -> Runtime:
+        """Of new requests. Raises EngineLoading."""
+        if self.current is None:
+            raise EngineLoading("the model is still loading")
+        return self.current
+
+    @property
+    def client(self) -> EngineClient:
+        """Of the engine that new requests go to. Raises EngineLoading."""
+        return self.runtime.client
+
+    @property
+    def flights(self) -> set[Flight]:
+        """Every HTTP request for a model that has not ended."""
+        return set().union(*(runtime.flights for runtime in self._generations))
+
+    def load(self) -> Stats:
+        """Of all engines that this process has to do with, together."""
+        known = [one.client.stats for one in self._generations if one.client.state == "ready"]
+        return Stats(
+            running=sum(stats.running for stats in known),
+            waiting=sum(stats.waiting for stats in known),
+            slots_used=sum(stats.slots_used for stats in known),
+            slots_total=sum(stats.slots_total for stats in known),
+            state_bytes=sum(stats.state_bytes for stats in known),
+        )
+
+    async def exposition(self) -> bytes:
+        """Prometheus' text of all processes of this server. Raises EngineUnavailable where they
+        cannot be asked: a part of the counts would read as a reset of them all."""
+        snapshot = self.metrics.snapshot()
+        return snapshot.render(await self.engines.gather(snapshot.pack()))
+
+    async def ping(self) -> None:
+        """Returns when the engine has answered. Raises EngineUnavailable."""
+        if self.current is not None:
+            await self.current.client.ping(self.settings.ping_timeout)
+
+    async def live(self) -> None:
+        """Follows what happens to the engines, until there is none any more or this is
+        cancelled."""
+        try:
+            await self.engines.start(lambda: self.metrics.snapshot().pack())
+            while self.failure is None:
+                match event := await self.engines.next():
+                    case Serving():
+                        await self._take(event)
+                    case Restarting():
+                        self.outage = event.error
+                    case Stop():
+                        self.on_stop(event.now)
+                    case Failed():
+                        self._fail(event.error)
+        except EngineError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("unexpected error while loading")
+            self._fail(EngineDead(f"unexpected error while loading: {error}"))
+
+    async def drain(self, timeout: float) -> None:
+        """Takes nothing new and returns when everything in flight has ended, which after `timeout`
+        seconds is made to end with what it has. A request is in flight from its arrival on."""
+        self.draining = True
+        self.engines.hold()
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.flights and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(LOOK_SECONDS)
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends everything in flight with what it has."""
+        for flight in self.flights:
+            flight.cut()
+
+    async def close(self) -> None:
+        """Leaves all engines."""
+        for task in list(self._tasks):
+            task.cancel()
+        await self.engines.close()
+
+    async def _take(self, event: Serving) -> None:
+        try:
+            runtime = await Runtime.load(event.client, self.settings, self.metrics)
+        except EngineError:
+            if event.client.state == "dead":
+                return  # of which the next event tells
+            raise
+        event.client.on_step(self.metrics.on_step)
+        self.metrics.model_loaded(runtime.model_name, runtime.info)
+        old, self.current = self.current, runtime
+        self._generations[runtime] = event.generation
+        self.outage, self.restarts = None, event.restarts
+        self.engines.use(event.generation)
+        if old is not None:
+            task = asyncio.create_task(self._retire(old))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        info = runtime.info
+        logger.info(
+            "ready: %s (%s parameters) on %s, %s%s%s",
+            runtime.model_name,
+            f"{info.parameters:,}",
+            info.device_name,
+            info.dtype,
+            f", {info.quantization} weights" if info.quantization else "",
+            ", deterministic" if info.deterministic else "",
+        )
+
+    async def _retire(self, runtime: Runtime) -> None:
+        """Gives an engine up when nothing is in flight there any more."""
+        while runtime.flights:
+            await asyncio.sleep(LOOK_SECONDS)
+        await self.engines.leave(self._generations.pop(runtime))
+
+    def _fail(self, error: EngineError) -> None:
+        self.failure = error
+        logger.error("error: %s", error.message)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+
+def get_lifecycle(request: Request) -> Lifecycle:
+    """The application's lifecycle, as a FastAPI dependency."""
+    lifecycle: Lifecycle = request.app.state.lifecycle
+    return lifecycle

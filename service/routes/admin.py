@@ -1,0 +1,63 @@
+"""POST /admin/reload: another model, or the same one again, without a request being dropped."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Response
+
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    EngineError,
+    EngineLoading,
+    Refused,
+)
+from service.admission import ReadyRoute
+from service.errors import SERVER, ApiError
+from service.lifecycle import Lifecycle, get_lifecycle
+from service.schemas.admin import EXAMPLES, ReloadRequest, ReloadResponse
+from service.schemas.common import statuses
+from service.wire import JSONResponse
+
+router = APIRouter(route_class=ReadyRoute, tags=["administration"])
+logger = logging.getLogger(__name__)
+
+
+@router.post("/admin/reload", responses=statuses(ReloadResponse))
+async def reload(
+    lifecycle: Annotated[Lifecycle, Depends(get_lifecycle)],
+    body: Annotated[ReloadRequest | None, Body(openapi_examples=EXAMPLES)] = None,
+) -> Response:
+    """Loads a model beside the one that serves. When it is ready new requests go to it, and the old
+    one ends when it has finished what it has in flight. Where it cannot be loaded, the old one goes
+    on. The answer comes at the end; a client that does not wait for it stops nothing."""
+    model = None if body is None else body.model
+    begun = time.monotonic()
+    try:
+        info = await lifecycle.engines.reload(model)
+    except (Refused, EngineLoading):
+        raise  # nothing was tried
+    except EngineError as error:
+        raise _not_loaded(error) from error
+    seconds = time.monotonic() - begun
+    logger.info("reloaded: %s in %.1f s", info.name, seconds)
+    return JSONResponse(
+        {
+            "model": lifecycle.settings.model_name or info.name,
+            "root": info.name,
+            "fingerprint": info.fingerprint,
+            "seconds": round(seconds, 3),
+        }
+    )
+
+
+def _not_loaded(error: EngineError) -> ApiError:
+    message = f"{error.message}; the model that was there goes on"
+    logger.error("error: the reload failed: %s", message)
+    if isinstance(error, ConfigError | CheckpointError | DeviceError):
+        return ApiError(400, f"model: {message}", param="model", code=error.code)
+    return ApiError(500, message, type=SERVER, code="reload_failed")

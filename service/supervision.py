@@ -1,0 +1,25 @@
+"""The supervisor of a server's engines, as the settings want it."""
+
+from __future__ import annotations
+
+from engine.messages import ModelInfo
+from engine.supervisor import Rules, Supervisor
+from service import samples
+from service.model_text import load_text
+from service.settings import Settings
+
+
+def make_supervisor(settings: Settings) -> Supervisor:
+    """Not started. Raises ConfigError."""
+    rules = Rules(
+        restarts=settings.engine_restarts,
+        window=settings.restart_window,
+        load_timeout=settings.load_timeout,
+        hang_timeout=settings.hang_timeout,
+    )
+    return Supervisor(settings.engine_config(), rules, check=_check_text, fold=samples.fold)
+
+
+async def _check_text(info: ModelInfo) -> None:
+    """Raises CheckpointError where API processes could not make use of the model."""
+    await load_text(info)

@@ -1,0 +1,365 @@
+"""The supervisor's decisions: engines do what a test says, members are ends of memory pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine import member_processes
+from engine import supervisor as supervisor_module
+from engine.config import EngineConfig
+from engine.errors import (
+    CheckpointError,
+    Draining,
+    EngineDead,
+    EngineError,
+    EngineLoading,
+    ReloadUnderWay,
+)
+from engine.member_processes import Command, MemberProcesses
+from engine.messages import ModelInfo
+from engine.pipe import MemoryPipe, memory_pipe
+from engine.protocol import Collect, Down, Gather, Left, Samples, Serve, Using, Welcome
+from engine.supervisor import Rules, Supervisor
+from tests.engine.fake import FakeRunner
+
+
+class Charge:
+    """An engine that loads when it is let, and dies when it is told to."""
+
+    all: list[Charge]
+
+    def __init__(self, generation: int, config: EngineConfig) -> None:
+        self.generation, self.config = generation, config
+        self.info = FakeRunner().info
+        self.load_seconds = 7.0
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.dead: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        self.closed = False
+        self.forgotten: list[str] = []
+        Charge.all.append(self)
+
+    @property
+    def serves(self) -> bool:
+        return self.loaded.done() and not self.dead.done() and not self.closed
+
+    def order(self, restarts: int) -> Serve:
+        return Serve(self.generation, f"ipc://{self.generation}", self.info, restarts)
+
+    async def load(self, timeout: float) -> None:
+        await asyncio.shield(self.loaded)
+
+    async def death(self, hang_timeout: float) -> EngineError:
+        return await asyncio.shield(self.dead)
+
+    def forget(self, member: str) -> None:
+        self.forgotten.append(member)
+
+    async def close(self) -> None:
+        self.closed = True
+        if not self.dead.done():
+            self.dead.set_result(EngineDead("it was closed"))
+
+    def die(self, reason: str = "killed") -> None:
+        self.dead.set_result(EngineDead(reason))
+
+
+class Engines:
+    """The engines of one supervisor, and its members' ends of their pipes."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+
+    def join(self) -> MemoryPipe:
+        mine, theirs = memory_pipe()
+        self.supervisor.join(theirs)
+        return mine
+
+    async def load(self, number: int, error: EngineError | None = None) -> Charge:
+        """Lets the engine of this number load, once it was begun."""
+        await until(lambda: len(Charge.all) > number)
+        engine = Charge.all[number]
+        if error is None:
+            engine.loaded.set_result(None)
+        else:
+            engine.loaded.set_exception(error)
+        await settle()
+        return engine
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def told(pipe: MemoryPipe) -> list[Any]:
+    """What has come, but for the welcome."""
+    messages = []
+    while not pipe._inbox.empty():
+        messages.append(pipe._inbox.get_nowait())
+    return [one for one in messages if not isinstance(one, Welcome)]
+
+
+@contextlib.asynccontextmanager
+async def ruling(
+    monkeypatch: pytest.MonkeyPatch, check: Any = None, fold: Any = None, **rules: Any
+) -> AsyncIterator[tuple[Engines, asyncio.Task[EngineError]]]:
+    monkeypatch.setattr(supervisor_module, "Charge", Charge)
+    Charge.all = []
+    supervisor = Supervisor(EngineConfig(model="one"), Rules(**rules), check=check, fold=fold)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield Engines(supervisor), task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await supervisor.close()
+        assert all(engine.closed or not engine.loaded.done() for engine in Charge.all)
+
+
+async def test_members_are_told_of_the_engine_whenever_they_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch) as (engines, _):
+        early = engines.join()
+        await settle()
+        assert told(early) == []
+        await engines.load(0)
+        late = engines.join()
+        for member in (early, late):
+            (order,) = told(member)
+            assert (order.generation, order.restarts) == (1, 0)
+
+
+async def test_a_first_engine_that_cannot_be_loaded_is_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch) as (engines, task):
+        member = engines.join()
+        await engines.load(0, CheckpointError("no weights"))
+        assert isinstance(await task, CheckpointError)
+        (down,) = told(member)
+        assert down.final and isinstance(down.problem.error(), CheckpointError)
+        assert len(Charge.all) == 1
+
+
+async def test_members_hear_of_a_death_and_of_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch, restarts=1) as (engines, task):
+        member = engines.join()
+        (await engines.load(0)).die()
+        await engines.load(1)
+        first, *downs, second = told(member)
+        assert (first.generation, second.generation, second.restarts) == (1, 2, 1)
+        assert downs and all(
+            (down.generation, down.current, down.final) == (1, True, False) for down in downs
+        )
+        assert downs[-1].problem.retry_after == 7  # as long as the load took
+        Charge.all[1].die("killed again")
+        assert "killed again, after 1 restart" in (await task).message
+        assert told(member)[-1].final
+
+
+async def test_an_old_engine_ends_when_every_member_has_left_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch) as (engines, _):
+        members = [engines.join() for _ in range(3)]
+        old = await engines.load(0)
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        new = await engines.load(1)
+        assert (old.config.model, new.config.model) == ("one", "two")
+        assert not reload.done()
+        for member in members:
+            member.send(Using(2))
+        assert isinstance(await reload, ModelInfo)
+        members[0].send(Left(1))
+        members[1].send(Left(1))
+        await settle()
+        assert not old.closed
+        members[2].close()  # gone is gone
+        await until(lambda: old.closed)
+        assert new.forgotten == ["member-2"] and not new.closed
+        new.die()
+        again = await engines.load(2)
+        assert again.config.model == "two"
+
+
+async def test_a_reload_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfit: list[str] = []
+
+    async def check(info: ModelInfo) -> None:
+        if unfit:
+            raise CheckpointError(unfit[0])
+
+    async with ruling(monkeypatch, check=check) as (engines, _):
+        member = engines.join()
+        with pytest.raises(EngineLoading):
+            await engines.supervisor.reload(None)
+        old = await engines.load(0)
+        told(member)
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        await settle()
+        with pytest.raises(ReloadUnderWay):
+            await engines.supervisor.reload(None)
+        await engines.load(1, CheckpointError("no such folder"))
+        with pytest.raises(CheckpointError, match="no such folder"):
+            await reload
+        unfit.append("no tokenizer")
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        third = await engines.load(2)
+        with pytest.raises(CheckpointError, match="no tokenizer"):
+            await reload
+        assert third.closed and old.serves and told(member) == []
+        old.die()
+        unfit.clear()
+        assert (await engines.load(3)).config.model == "one"
+
+
+async def test_an_engine_that_dies_as_another_takes_its_place_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both in one turn of the loop, in either order: what members have there must end."""
+    for death_first in (True, False):
+        async with ruling(monkeypatch) as (engines, _):
+            member = engines.join()
+            old = await engines.load(0)
+            reload = asyncio.create_task(engines.supervisor.reload("two"))
+            await until(lambda: len(Charge.all) == 2)
+            await settle()
+            told(member)
+            if death_first:
+                old.die()
+                Charge.all[1].loaded.set_result(None)
+            else:
+                Charge.all[1].loaded.set_result(None)
+                old.die()
+            member.send(Using(2))
+            await reload
+            await settle()
+            messages = told(member)
+            assert {one.generation for one in messages if isinstance(one, Down)} == {1}
+            assert [one.generation for one in messages if isinstance(one, Serve)] == [2]
+            # Whoever reads them in order ends up with the new engine.
+            last = next(
+                one
+                for one in reversed(messages)
+                if isinstance(one, Serve) or (isinstance(one, Down) and one.current)
+            )
+            assert isinstance(last, Serve)
+            assert len(Charge.all) == 2  # nothing was started besides
+
+
+async def test_a_death_during_a_reload_waits_for_what_is_being_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory may not suffice for a third engine."""
+    for fails in (False, True):
+        async with ruling(monkeypatch) as (engines, _):
+            (await engines.load(0)).die()
+            await engines.load(1)
+            reload = asyncio.create_task(engines.supervisor.reload("two"))
+            await until(lambda: len(Charge.all) == 3)
+            Charge.all[1].die()
+            await asyncio.sleep(0.05)
+            assert len(Charge.all) == 3
+            await engines.load(2, CheckpointError("no such folder") if fails else None)
+            await asyncio.gather(reload, return_exceptions=True)
+            if not fails:
+                assert Charge.all[2].serves and len(Charge.all) == 3
+            else:
+                assert (await engines.load(3)).config.model == "one"
+
+
+async def test_while_it_shuts_down_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch) as (engines, task):
+        old = await engines.load(0)
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        await until(lambda: len(Charge.all) == 2)
+        engines.supervisor.hold()
+        with pytest.raises(Draining):
+            await reload
+        assert Charge.all[1].closed and old.serves
+        with pytest.raises(Draining):
+            await engines.supervisor.reload(None)
+        old.die()
+        assert "killed" in (await task).message
+        assert len(Charge.all) == 2
+
+
+async def test_what_members_count_is_gathered_and_never_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.members.COLLECT_SECONDS", 0.2)
+
+    def fold(samples: list[bytes]) -> bytes:
+        return b"+".join(samples)
+
+    async with ruling(monkeypatch, fold=fold) as (engines, _):
+        asker, other, silent = (engines.join() for _ in range(3))
+        told(asker)
+
+        async def ask(nonce: int, own: bytes) -> list[bytes]:
+            asker.send(Gather(nonce, own))
+            answer = await asker.receive()
+            assert answer.nonce == nonce
+            return sorted(answer.samples)
+
+        async def answer(samples: bytes) -> None:
+            while not isinstance(collect := await other.receive(), Collect):
+                pass
+            other.send(Samples(collect.nonce, samples))
+
+        asking = asyncio.create_task(ask(1, b"mine"))
+        await answer(b"other 1")
+        assert await asking == [b"other 1"]  # the silent one is not waited for
+        asking = asyncio.create_task(ask(2, b"mine"))
+        assert await asking == [b"other 1"]  # as it told last
+        other.close()
+        silent.close()
+        await settle()
+        assert await ask(3, b"mine") == [b"other 1"]  # though it is no more
+        asker.close()
+        last = engines.join()
+        await settle()
+        told(last)
+        last.send(Gather(1, b""))
+        assert (await last.receive()).samples == [b"other 1+mine"]
+
+
+async def test_a_process_that_ends_again_and_again_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(member_processes, "LONGEST_WAIT", 0.01)
+    supervisor = Supervisor(EngineConfig(), Rules())
+    command = Command("no.such.module", (), b"", ())
+    processes = MemberProcesses(supervisor, [command, command], hang=0)
+    await asyncio.wait_for(processes.keep(), 60)
+    assert "ends again and again (exit code 1)" in caplog.text
+    await asyncio.wait_for(processes.finish(5), 60)
+    await supervisor.close()
+
+
+async def test_a_process_that_cannot_be_started_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(member_processes, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    supervisor = Supervisor(EngineConfig(), Rules())
+    processes = MemberProcesses(supervisor, [Command("x", (), b"", ())], hang=0)
+    await asyncio.wait_for(processes.keep(), 60)
+    assert "/no/such/python: No such file" in caplog.text
+    await processes.finish(5)
+    await supervisor.close()
