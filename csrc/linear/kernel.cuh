@@ -16,10 +16,6 @@
 namespace minserve {
 namespace cuda {
 
-constexpr int kStep = 64;       // inputs a stage: rows of 128 bytes
-constexpr int kBlockRows = 64;  // rows of a warpgroup's product
-constexpr int kGroupThreads = 128;
-
 // kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
 // blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
 template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
