@@ -106,9 +106,11 @@ __device__ __forceinline__ unsigned rank_in_cluster() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// At the barrier of another block that lies where `barrier` does in this one.
+// At the barrier of any block that lies where `barrier` does in this one. Orders what this thread
+// did in its own block's shared memory, and no more: a release to the cluster would wait for all of
+// its accesses to memory.
 __device__ __forceinline__ void arrive_at_block(std::uint64_t& barrier, unsigned rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                    address_in_block(shared_address(&barrier), rank))
                : "memory");
 }

@@ -1,10 +1,11 @@
 // out [tokens, channels] = epilogue(W x) for Hopper, many tokens: as kernel.cuh, in large tiles.
 //
 // A block stays on its multiprocessor and takes tiles in turn. One thread feeds a ring of stages in
-// shared memory, kStep inputs of the tile's rows and tokens each; sets of warpgroups multiply, one
-// tile each in turn, so that one set multiplies while another finishes its tile. What is staged
-// while a tile is finished lies in stages of the same ring, which come after the tile's own: the
-// thread that feeds the ring leaves them out, or puts the residual stream there.
+// shared memory, kStep inputs of the tile's rows and tokens each; a set of warpgroups multiplies.
+// What is staged while a tile is finished lies in stages of the same ring, which come after the
+// tile's own: the thread that feeds the ring leaves them out, or puts the residual stream there.
+// Or two sets take tiles in turn, and one multiplies while the other finishes its tile; staged is
+// then beside the ring, which goes on meanwhile.
 //
 // What a multiprocessor can ask of the L2 cache is the first limit (about 39 bytes a cycle of the
 // 64 that a tile of 128 by 128 needs), so tiles are large, or blocks of a cluster that have
@@ -31,6 +32,7 @@ struct WideShape {
   static constexpr bool kStepping = kGates > 1;
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
   static_assert(kShare == 1 || kParts == 1, "a cluster shares tokens or inputs");
+  static_assert(kSets == 1 || (kSets == 2 && kParts == 1), "a part has one tile");
   static_assert(kTokens % (16 * kParts) == 0 && kTokens % (8 * kShare) == 0, "whole squares");
   static constexpr int kSetThreads = kGroups * kGroupThreads;
   static constexpr int kComputing = kSets * kSetThreads;
@@ -60,7 +62,8 @@ struct WideShape {
   static constexpr int kSumsBytes = kRows * kTokens * 4;
   static constexpr int kPieceBytes = kSumsBytes / kParts;
   static constexpr int kExchange = kParts == 1 ? 0 : kSumsBytes + kPieceBytes * (kParts - 1);
-  static constexpr int kSide = kParts == 1 ? 0 : kAllBlocks * kStagedBytes;
+  static constexpr bool kBeside = kParts > 1 || kSets > 1;
+  static constexpr int kSide = kBeside ? kAllBlocks * kStagedBytes : 0;
   static constexpr int kFit = ((kResident == 1   ? 221
                                 : kResident == 2 ? 107
                                                  : 70) *
@@ -69,7 +72,7 @@ struct WideShape {
                               kStageBytes;
   static constexpr int kStages = kFit > 10 ? 10 : kFit;
   static_assert(kStages >= 3, "a ring");
-  static_assert(kParts > 1 || kStages >= kStagesToFinish, "room to finish a tile");
+  static_assert(kBeside || kStages >= kStagesToFinish, "room to finish a tile");
   static constexpr int kRing =
       kStages * kStageBytes > kExchange ? kStages * kStageBytes : (kExchange + 1023) / 1024 * 1024;
   static constexpr int kShared = kRing + kSide + 1024;
@@ -112,8 +115,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   unsigned char* side = ring + S::kRing;
-  __shared__ std::uint64_t full[S::kStages], empty[S::kStages], ready[2], taken[2], received,
-      beside;
+  __shared__ std::uint64_t full[S::kStages], empty[S::kStages], ready[2], taken[2], multiplied[2],
+      received, beside;
   __shared__ float scale[2][S::kTokens];
   __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -127,6 +130,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     for (int i = 0; i < 2; ++i) {
       init_barrier(ready[i], 32);
       init_barrier(taken[i], S::kGroups * 4);
+      init_barrier(multiplied[i], S::kGroups * 4);
     }
     init_barrier(received, 1);
     init_barrier(beside, 1);
@@ -142,7 +146,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   const int count = (part + 1) * steps / S::kParts - begin;
   const bool residual = !S::kStepping && args.epilogue == Epilogue::residual;
   const bool logits = !S::kStepping && args.epilogue == Epilogue::logits;
-  const int finishing = S::kParts > 1 || logits ? 0 : S::kStagesToFinish;
+  const int finishing = S::kBeside || logits ? 0 : S::kStagesToFinish;
   constexpr int kTileRows = S::kChannels * S::kShare;
   const Walk walk{static_cast<int>((args.channels + kTileRows - 1) / kTileRows),
                   static_cast<int>((args.tokens + S::kTokens - 1) / S::kTokens)};
@@ -235,7 +239,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         int channel, first_token;
         find(tile, channel, first_token);
         const int half = turn % 2;
-        if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
+        if constexpr (S::kSets == 2) {  // of the tile before: staged has one place
+          if (turn > 0) wait_barrier(taken[1 - half], (turn - 1) / 2 % 2);
+        } else {
+          if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
+        }
         for (int n = lane; n < S::kFinish; n += 32) {
           const std::int64_t token = first_token + part * S::kFinish + n;
           float sum = 0.0f;
@@ -248,7 +256,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
           scale[half][n] = args.squares ? rsqrtf(sum / args.width + args.eps) : 1.0f;
           if (S::kStepping) slots[half][n] = token < args.tokens ? args.slots[token] : -1;
         }
-        arrive(ready[half]);
+        if (S::kSets == 2 && residual && lane == 0) {
+          arrive_expecting(ready[half], S::kSide);
+          for (int block = 0; block < S::kAllBlocks; ++block) {
+            copy_box(side + block * S::kStagedBytes, side_map, channel + block * kBlockRows,
+                     first_token, ready[half]);
+          }
+        } else {
+          arrive(ready[half]);
+        }
         if (S::kStepping) {
           __syncwarp();
           constexpr int kLines = S::kChannels * 4 / 128;
@@ -289,6 +305,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
          tile += S::kSets * stride, turn += S::kSets) {
       At at(turn * (count + finishing));
       int last = 0;
+      // One set at a time asks for products. (And a parity names one turn of the ring only while
+      // no set is ahead of the other.)
+      if (S::kSets == 2 && turn > 0) wait_barrier(multiplied[1 - set], (turn - 1) / 2 % 2);
 #pragma unroll 1
       for (int n = 0; n < count; ++n, ++at) {
         wait_barrier(full[at.slot], at.turn % 2);
@@ -313,6 +332,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         }
         last = at.slot;
       }
+      if (S::kSets == 2 && lane == 0) arrive(multiplied[set]);
       wait_products<0>();
       release(last);
 
@@ -320,7 +340,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       find(tile, first_channel, first_token);
       const int half = turn % 2;
       const auto staged = [&](int block) -> unsigned char* {
-        if (S::kParts > 1) return side + block * S::kStagedBytes;
+        if (S::kBeside) return side + block * S::kStagedBytes;
         int slot = at.slot + block / S::kBlocksOfStage;
         if (slot >= S::kStages) slot -= S::kStages;
         return ring + slot * S::kStageBytes + block % S::kBlocksOfStage * S::kStagedBytes;
