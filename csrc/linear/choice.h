@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "wide_form.h"
+
 namespace minserve {
 
 enum class Form {
@@ -23,11 +25,13 @@ enum class Form {
   wide_128,  // a warpgroup for each 64 rows, two in all, or one for each gate
   wide_128_deep,
   wide_256,
+  wide,  // one of kWideForms
 };
 
 struct Choice {
   Form form;
-  int parts;  // blocks that take a part of the inputs each
+  int parts;     // blocks that take a part of the inputs each
+  int wide = 0;  // which of kWideForms
 };
 
 class Chooser {
@@ -37,6 +41,8 @@ class Chooser {
 
   Choice choose() const {
     if (tokens_ <= 32) return few();
+    if (tokens_ > 64)
+      return {Form::wide, 1, WideCall{channels_, inputs_, gates_, tokens_}.choose()};
     const bool head = gates_ == 1 && tiles(64) >= kTwoWaves;
     const std::int64_t blocks = tiles(gates_ > 1 ? 64 : 128) * pieces(128);
     if (head) {

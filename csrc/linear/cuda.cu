@@ -5,6 +5,7 @@
 #include "kernel.cuh"
 #include "launch.h"
 #include "tensor_map.cuh"
+#include "wide.h"
 
 namespace minserve {
 namespace cuda {
@@ -76,6 +77,8 @@ void launch_linear(const LinearArgs& args, const void* weight, const void* input
       return launch(LinearShape<T, kGates, 1, kGroups, 128, true>());
     case Form::wide_256:
       return launch(LinearShape<T, kGates, 1, kGroups, kGates == 3 ? 128 : 256, true>());
+    case Form::wide:
+      return linear_wide(choice.wide, args, weight, input, kGates, dtype, device, stream);
   }
 }
 
