@@ -108,19 +108,20 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def("lm_logits(Tensor hidden, Tensor weights, Tensor plan) -> Tensor");
   // Linear maps on Hopper (there alone) with their neighbours folded in. x is the residual stream
   // times the norm's weight, squares the sums of squares [inputs / 64, tokens] that its RMS norm
-  // divides by. W x (+ bias), its exact GELU, or in fp32
+  // divides by. W x (+ bias), its exact GELU, or in fp32. fixed_order: sums in an order that
+  // follows from the weight's shape alone
   m.def(
       "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
-      "bool gelu=False, bool logits=False) -> Tensor");
+      "bool gelu=False, bool logits=False, bool fixed_order=False) -> Tensor");
   // gates of a cell and its step; state rows are read and overwritten
   m.def(
       "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
-      "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
-      "Tensor");
+      "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True, "
+      "bool fixed_order=False) -> Tensor");
   // x += W y (+ bias); x times the next norm's weight, and its squares (both empty without)
   m.def(
-      "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight) "
-      "-> (Tensor scaled, Tensor squares)");
+      "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight, "
+      "bool fixed_order=False) -> (Tensor scaled, Tensor squares)");
   // rows of an embedding table: x, and for the first norm as linear_residual_
   m.def(
       "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight) -> "

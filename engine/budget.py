@@ -4,12 +4,13 @@ The sequence that was admitted first gets half of the budget, the others the res
 first; what they leave goes to the first again.
 
 Chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at its
-marks, from which the count begins anew.
+marks, from which the count begins anew. Where all marks are such multiples too (`whole_chunks`),
+they change nothing of where the scans combine carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engine.config import SCAN_CHUNK
 from engine.sequence import Sequence
@@ -32,6 +33,11 @@ def share_budget(reading: Collection[Sequence], budget: int) -> list[tuple[Seque
             break
     taken = sum(length for _, length in shares)
     return [(first, _chunk_length(first, budget - taken, budget)), *shares]
+
+
+def whole_chunks(marks: Iterable[int]) -> list[int]:
+    """The marks rounded down to multiples of SCAN_CHUNK, rising; none at 0."""
+    return sorted({mark // SCAN_CHUNK * SCAN_CHUNK for mark in marks} - {0})
 
 
 def _chunk_length(sequence: Sequence, available: int, budget: int) -> int:

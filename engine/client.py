@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +21,6 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import (
     BY_CODE,
-    Draining,
     EngineDead,
     EngineError,
     EngineLoading,
@@ -39,7 +39,6 @@ from engine.messages import (
     Pong,
     Ready,
     Request,
-    Shutdown,
     Stats,
     StepEvents,
     TokenLogprobs,
@@ -48,7 +47,11 @@ from engine.transport import ProcessTransport, Transport
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "draining", "dead"]
+# What of the engine's messages is handled at most before others on the event loop get a turn.
+TURN_MESSAGES = 64
+TURN_SECONDS = 0.004
+
+State = Literal["loading", "ready", "dead"]
 
 
 @dataclass(slots=True)
@@ -150,6 +153,7 @@ class EngineClient:
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
+        self._others = 0  # requests of other processes, as of the latest stats
         self._ids = itertools.count()
         self._nonces = itertools.count(1)
         self._deliveries: dict[int, Delivery] = {}
@@ -177,8 +181,15 @@ class EngineClient:
 
     @property
     def stats(self) -> Stats:
-        """Of the latest step in which this process had a part."""
+        """Of the latest step in which this process had a part; the load in them is at most a
+        tenth of a second old."""
         return self._stats
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the engine holds: this process's own, and other processes' as of the
+        latest stats."""
+        return len(self._deliveries) + self._others
 
     async def start(self) -> None:
         """Starts the engine; it loads its model in the background. Raises EngineDead."""
@@ -215,15 +226,13 @@ class EngineClient:
     def submit(self, request: Request) -> Delivery:
         """Sends a request; never blocks. Its id comes from `new_id`.
 
-        Raises EngineLoading, Draining or EngineDead, and InvalidRequest for a value that
+        Raises EngineLoading or EngineDead, and InvalidRequest for a value that
         cannot be sent. Every other refusal is raised by the Delivery.
         """
         if self._death is not None:
             raise EngineDead(self._death.message)
         if self._state == "loading":
             raise EngineLoading("the model is still loading")
-        if self._state == "draining":
-            raise Draining("the server is shutting down")
         if request.id in self._deliveries:
             raise ValueError(f"request id {request.id} is in flight already")
         try:
@@ -261,22 +270,14 @@ class EngineClient:
         finally:
             del self._pings[nonce]
 
-    async def close(self, drain_timeout: float = 0) -> None:
-        """Ends the engine; with `drain_timeout`, lets it finish what is in flight for so long.
-
-        Whatever is unfinished then fails with EngineDead. Idempotent.
-        """
+    async def close(self) -> None:
+        """Ends the engine; what is unfinished ends as aborted, or fails with EngineDead.
+        Idempotent."""
         if self._closing is None:
-            if self._state == "ready" and drain_timeout > 0:
-                self._state = "draining"
-            self._closing = asyncio.create_task(self._close(drain_timeout))
+            self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _close(self, drain_timeout: float) -> None:
-        if self._state == "draining":
-            with contextlib.suppress(EngineDead, TimeoutError):
-                self._transport.send(Shutdown(drain=True))
-                await asyncio.wait_for(self._dead.wait(), drain_timeout)
+    async def _close(self) -> None:
         await self._transport.close()
         if self._reader is not None:
             # The engine's last messages are in; the reader comes to its end by itself.
@@ -287,14 +288,23 @@ class EngineClient:
     # What the engine says.
 
     async def _read(self) -> None:
+        # A transport that has messages gives them without a pause: others on the loop must get
+        # their turn. Between two turns, updates of a request merge.
+        messages, seconds = 0, 0.0
         try:
             while True:
                 message = await self._transport.receive()
+                begun = time.perf_counter()
                 try:
                     self._handle(message)
                 except Exception:
                     # One bad callback must not cut off every other request.
                     log.exception("a message of the engine could not be handled")
+                messages += 1
+                seconds += time.perf_counter() - begun
+                if messages >= TURN_MESSAGES or seconds >= TURN_SECONDS:
+                    messages, seconds = 0, 0.0
+                    await asyncio.sleep(0)
         except EngineError as error:
             self._die(error)
         except Exception as error:
@@ -347,6 +357,8 @@ class EngineClient:
             if delivery is not None:
                 delivery.fail(from_failed(failed))
                 touched[failed.request] = delivery
+        # What this process has sent may not be in the stats yet, so that this errs towards fewer.
+        self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
         for delivery in touched.values():
             delivery.wake()
         for listener in self._listeners:

@@ -205,6 +205,8 @@ class EngineConfig:
     share_slots: int = 64  # rows of the state pool for shared prefixes
     threads: int | None = None  # CPU threads of the engine; None = what the container may use
     cuda_graphs: bool = True
+    # A sequence's logits are the same bits in any company and wherever its prompt is split.
+    deterministic: bool = False
 
     @property
     def quantization(self) -> Quantization | None:
@@ -252,3 +254,17 @@ class EngineConfig:
                 value,
                 "an integer of at least 1",
             )
+        _check(
+            isinstance(self.deterministic, bool),
+            "deterministic",
+            self.deterministic,
+            "true or false",
+        )
+        _check(
+            not self.deterministic
+            or self.max_step_tokens is None
+            or self.max_step_tokens >= SCAN_CHUNK,
+            "max_step_tokens",
+            self.max_step_tokens,
+            f"at least {SCAN_CHUNK} with deterministic: prompts are split at its multiples",
+        )

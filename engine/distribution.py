@@ -2,7 +2,8 @@
 
 Logits are fp32 [rows, vocab]; nothing here waits for the device. A row's result depends on that row
 alone, bit for bit: every step is element by element, or a sum of integers, which has no rounding
-and so no order. For this the weights that a token is drawn by are fixed-point numbers (`_weights`).
+and so no order, or a sum in an order of its own (`ops.target_logprobs`). For this the weights that
+a token is drawn by are fixed-point numbers (`_weights`).
 
 Draws invert the cumulative distribution with one uniform number per row. Gumbel noise would do
 without the cumulative sum, but needs a hash and two logarithms per vocabulary entry.
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from engine import ops
 
 # The most likely token weighs 2**38, so a vocabulary of 2**24 sums to less than 2**63. Tokens less
 # than 2**-38 times as likely as the best are never drawn.
@@ -141,13 +144,17 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     """Natural log-probabilities of tokens [rows] int64, and of the `top` best of each row."""
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    best, best_ids = greedy(logits)
+    # The best token's own is minus the logarithm of the sum of all exp(logit - best): summed by one
+    # operator wherever a log-probability is asked for, since torch's order may depend on the rows.
+    minus_log, _ = ops.target_logprobs(logits, best_ids)
+    chosen = (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - best) + minus_log
     top_ids = tokens.new_empty(len(tokens), 0)
+    top_logits = logits.new_empty(len(tokens), 0)
     if top:
-        _, top_ids = ranked(logits, top)
-    _, best = greedy(logits)
-    return Logprobs(chosen, best == tokens, top_ids, logprobs.gather(-1, top_ids))
+        top_logits, top_ids = ranked(logits, top)
+    top_logprobs = (top_logits - best.unsqueeze(-1)) + minus_log.unsqueeze(-1)
+    return Logprobs(chosen, best_ids == tokens, top_ids, top_logprobs)
 
 
 def _weights(logits: Tensor) -> Tensor:

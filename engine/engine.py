@@ -76,6 +76,7 @@ class Engine:
             max_waiting=config.max_waiting,
             state_bytes=info.state_bytes,
             most_steps=runner.most_steps,
+            with_whole_chunks=config.deterministic,
         )
         self._round: _Round | None = None  # under way
 
@@ -111,10 +112,6 @@ class Engine:
     def abort_all(self) -> None:
         """Ends every request early."""
         self._scheduler.abort_all(self._clock())
-
-    def drain(self) -> None:
-        """From now on new requests are refused; those in flight are served."""
-        self._scheduler.drain()
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
         """Completes a round and returns what there is to tell, by client; the next round may be

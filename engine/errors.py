@@ -5,9 +5,10 @@
     ├── CheckpointError      a checkpoint that is missing, truncated or contradicts its config
     ├── DeviceError          the device asked for cannot be used; says the mend
     ├── InvalidRequest       one request's parameters are wrong; names the parameter
+    ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
-    │   └── Draining         the engine is shutting down
+    │   └── Draining         the server is shutting down
     └── EngineUnavailable    no answer can come from the engine
         ├── EngineLoading    the model is still loading
         ├── EngineDead       the engine process has ended
@@ -63,6 +64,12 @@ class InvalidRequest(EngineError, ValueError):
     code = "invalid_request"
 
 
+class TimedOut(EngineError):
+    """The request's time was over before it was done; a part of its answer is not an answer."""
+
+    code = "timeout"
+
+
 class Refused(EngineError):
     """The request was not taken; nothing of it was done."""
 
@@ -76,7 +83,7 @@ class QueueFull(Refused):
 
 
 class Draining(Refused):
-    """The engine finishes what it has and takes nothing new."""
+    """The server finishes what it has and takes nothing new."""
 
     code = "draining"
 

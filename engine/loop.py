@@ -1,12 +1,14 @@
 """EngineLoop: serves an engine to its clients, message by message: inbox -> step -> outbox.
 
 A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
-from then on it gets one `StepEvents` per step in which it has a part.
+from then on it gets one `StepEvents` per step in which it has a part. Where it has none for a
+while, it is told the load that the others make, which decides what it may send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +28,7 @@ from engine.messages import (
 )
 
 IDLE_SECONDS = 1.0  # an idle loop looks around this often
+LOAD_SECONDS = 0.1  # how old the load may be that a client without requests knows of
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ class SteppedEngine(Protocol):
     def reject(self, client: Hashable, request: int, error: EngineError) -> None: ...
     def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None: ...
     def abort_all(self) -> None: ...
-    def drain(self) -> None: ...
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]: ...
 
 
@@ -71,8 +73,8 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._clients: set[Hashable] = set()
-        self._draining = False
         self._stopping = False
+        self._told_at = 0.0  # when the load was told, by time.monotonic
         for client in clients:
             self._greet(client)
 
@@ -83,15 +85,28 @@ class EngineLoop:
                 self._step()
             else:
                 self._take_in(IDLE_SECONDS)
-            if self._engine.broken or (self._draining and not self._engine.has_work):
+            if self._engine.broken:
                 break
         self._engine.abort_all()
         if self._engine.has_work:
             self._step()
 
     def _step(self) -> None:
-        for client, events in self._engine.step(self._take_in).items():
+        sent = self._engine.step(self._take_in)
+        for client, events in sent.items():
             self._mailbox.send(client, events)
+        if sent and len(sent) < len(self._clients):
+            self._tell_load(sent)
+
+    def _tell_load(self, sent: Mapping[Hashable, StepEvents]) -> None:
+        """Tells those who got nothing in this step; now and then, and before the engine idles."""
+        now = time.monotonic()
+        if now - self._told_at < LOAD_SECONDS and self._engine.has_work:
+            return
+        self._told_at = now
+        load = StepEvents(stats=next(iter(sent.values())).stats.load())
+        for client in self._clients - sent.keys():
+            self._mailbox.send(client, load)
 
     def _take_in(self, timeout: float = 0.0) -> None:
         for client, message in self._mailbox.receive(timeout):
@@ -105,9 +120,6 @@ class EngineLoop:
                     self._mailbox.send(client, Pong(message.nonce))
                 case Undecodable():
                     self._engine.reject(client, message.request, message.error)
-                case Shutdown(drain=True):
-                    self._draining = True
-                    self._engine.drain()
                 case Shutdown():
                     self._stopping = True
 

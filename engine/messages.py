@@ -94,9 +94,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Ends the engine: at once, or with `drain` when everything in flight has finished."""
-
-    drain: bool = False
+    """Ends the engine; what is in flight ends as aborted."""
 
 
 ToEngine = Request | Abort | Ping | Shutdown
@@ -120,11 +118,11 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time in the engine went, in seconds."""
+    """Where a request's time in the engine went, in seconds; None for what it did not come to."""
 
-    queue: float = 0.0  # from arrival until its first step
-    prefill: float = 0.0  # from its first step until its first token
-    decode: float = 0.0  # from its first token until its last
+    queue: float = 0.0  # from arrival until its first step, or until it ended without one
+    prefill: float | None = None  # from its first step until its prompt was read
+    decode: float | None = None  # from its first token until its last
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -167,6 +165,7 @@ class Stats(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    pace: float = 0.0  # mean seconds from one request's leaving the queue to the next's; 0: unknown
     slots_used: int = 0
     slots_total: int = 0
     state_bytes: int = 0  # held in device memory by sequences and shared prefixes
@@ -174,9 +173,22 @@ class Stats(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0  # prompt tokens read in the round
     decode_tokens: int = 0  # tokens generated in the round
     prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0  # of one decode step; a round may take several
+    decode_steps: int = 0  # a round may take several, or none
+    decode_seconds: float = 0.0  # of one of them
     prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the round
     prefix_hits_tokens: int = 0  # those of them that a shared state already covered
+
+    def load(self) -> Stats:
+        """The load alone, for those who had no part in the round."""
+        return Stats(
+            running=self.running,
+            waiting=self.waiting,
+            waiting_tokens=self.waiting_tokens,
+            pace=self.pace,
+            slots_used=self.slots_used,
+            slots_total=self.slots_total,
+            state_bytes=self.state_bytes,
+        )
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -217,6 +229,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str
     dtype: str
     quantization: str | None = None  # of the matrices
+    deterministic: bool = False  # a sequence's logits do not depend on its company
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from engine.sequence import ID_BYTES
+from engine.sequence import ID_BYTES, Prefix, prefixes
 from engine.slots import SlotAllocator
 
 
@@ -27,7 +27,7 @@ class Hit:
 
 
 class SharedPrefixes:
-    """Prefixes are packed token ids (`messages.pack_ids`) and compared byte for byte.
+    """Which prefixes are kept, and who reads those that are not yet.
 
     A prefix goes through `claim` (pending), `reserve` (a row is chosen, the copy planned) and
     `keep` (the copy stands); `drop_reader` withdraws all that a reader has not yet kept.
@@ -35,11 +35,11 @@ class SharedPrefixes:
 
     def __init__(self, rows: int, first_row: int) -> None:
         self._rows = SlotAllocator(rows, first_row)
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._lengths: Counter[int] = Counter()  # in bytes, of the kept prefixes
-        self._reserved: dict[bytes, int] = {}
-        self._readers: dict[bytes, int] = {}  # pending prefix -> its reader's key
-        self._claims: dict[int, set[bytes]] = {}  # reader's key -> its pending prefixes
+        self._kept: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
+        self._lengths: Counter[int] = Counter()  # of the kept prefixes
+        self._reserved: dict[Prefix, int] = {}
+        self._readers: dict[Prefix, int] = {}  # pending prefix -> its reader's key
+        self._claims: dict[int, set[Prefix]] = {}  # reader's key -> its pending prefixes
 
     @property
     def rows_used(self) -> int:
@@ -48,31 +48,30 @@ class SharedPrefixes:
 
     def find(self, prompt: bytes, limit: int) -> Hit | None:
         """The longest kept prefix of `prompt` of at most `limit` tokens."""
-        for length in sorted(self._lengths, reverse=True):
-            if length > limit * ID_BYTES or length > len(prompt):
-                continue
-            prefix = prompt[:length]
+        limit = min(limit, len(prompt) // ID_BYTES)
+        lengths = [length for length in self._lengths if length <= limit]
+        for prefix in reversed(prefixes(prompt, lengths).values()):
             row = self._kept.get(prefix)
             if row is not None:
                 self._kept.move_to_end(prefix)
-                return Hit(row, length // ID_BYTES)
+                return Hit(row, prefix.length)
         return None
 
-    def is_known(self, prefix: bytes) -> bool:
+    def is_known(self, prefix: Prefix) -> bool:
         """Whether it is kept or pending, and so needs no further reader."""
         return prefix in self._kept or prefix in self._readers
 
-    def is_pending(self, prefix: bytes) -> bool:
+    def is_pending(self, prefix: Prefix) -> bool:
         """Whether a running sequence is reading it just now."""
         return prefix in self._readers
 
-    def claim(self, prefix: bytes, reader: int) -> None:
+    def claim(self, prefix: Prefix, reader: int) -> None:
         """Makes `reader` the one that reads a prefix that is not yet known."""
         if self._rows.count:
             self._readers[prefix] = reader
             self._claims.setdefault(reader, set()).add(prefix)
 
-    def reserve(self, prefix: bytes, reader: int) -> int | None:
+    def reserve(self, prefix: Prefix, reader: int) -> int | None:
         """A row for the state of a prefix that `reader` claimed, now that it passes it.
 
         None when the claim is another's, or every row is the target of a copy of this very step.
@@ -88,7 +87,7 @@ class SharedPrefixes:
         self._reserved[prefix] = self._rows.take()
         return self._reserved[prefix]
 
-    def keep(self, prefix: bytes, reader: int) -> None:
+    def keep(self, prefix: Prefix, reader: int) -> None:
         """The reader has passed the prefix: it is kept if it had a row, else no longer pending."""
         if self._readers.get(prefix) != reader:
             return
@@ -96,9 +95,9 @@ class SharedPrefixes:
         row = self._reserved.pop(prefix, None)
         if row is not None:
             self._kept[prefix] = row
-            self._lengths[len(prefix)] += 1
+            self._lengths[prefix.length] += 1
 
-    def drop_reader(self, reader: int) -> set[bytes]:
+    def drop_reader(self, reader: int) -> set[Prefix]:
         """The reader has ended. Returns what is no longer pending: another has to read it."""
         dropped = set(self._claims.get(reader, ()))
         for prefix in dropped:
@@ -108,14 +107,14 @@ class SharedPrefixes:
                 self._rows.give_back(row)
         return dropped
 
-    def _withdraw(self, prefix: bytes, reader: int) -> None:
+    def _withdraw(self, prefix: Prefix, reader: int) -> None:
         del self._readers[prefix]
         claims = self._claims[reader]
         claims.remove(prefix)
         if not claims:
             del self._claims[reader]
 
-    def _forget_length(self, prefix: bytes) -> None:
-        self._lengths[len(prefix)] -= 1
-        if not self._lengths[len(prefix)]:
-            del self._lengths[len(prefix)]
+    def _forget_length(self, prefix: Prefix) -> None:
+        self._lengths[prefix.length] -= 1
+        if not self._lengths[prefix.length]:
+            del self._lengths[prefix.length]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint, device
+from engine.columns import Parameters
 from engine.config import DtypeName, EngineConfig
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
@@ -33,6 +34,7 @@ from engine.plan import (
     Scored,
     StepResult,
 )
+from engine.prompts import PromptStep, Read
 from engine.sampler import Draws, Sampler
 from engine.scoring import score, to_messages, to_scored
 from engine.sequence import is_plain
@@ -45,6 +47,7 @@ class _Results(NamedTuple):
     host."""
 
     draws: Draws | None
+    first: Tensor | None  # drawn on the device for the chunks with `sample`: PromptStep's `drawn`
     scores: Logprobs | None
 
 
@@ -85,7 +88,7 @@ class Runner:
             self.config.quantization,
         )
         parameters = sum(weight.numel() for weight in model.parameters())
-        self._model = serving_model(model, self._device)
+        self._model = serving_model(model, self._device, deterministic=self.config.deterministic)
         self._pool = StatePool(
             self.model_config,
             self.config.max_slots + self.config.share_slots,
@@ -94,9 +97,10 @@ class Runner:
         )
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
         self._sampler = Sampler(vocab_size, eos_token_id, self._device)
-        self._decoding = DecodeState(
-            self._step, self.config.max_slots, vocab_size, eos_token_id, self._device
-        )
+        slots = self.config.max_slots
+        self._parameters = Parameters(slots, vocab_size, eos_token_id)
+        self._decoding = DecodeState(self._step, slots, self._parameters, self._device)
+        self._prompts = PromptStep(self._model, self._pool.state, self._parameters, self._device)
         self._logits_step = LogitsStep(self._step, self._device)
         self.info = self._describe(folder, parameters)
 
@@ -121,6 +125,7 @@ class Runner:
             device_name=device.describe(self._device),
             dtype=self.config.dtype,
             quantization=self.model_config.quantization,
+            deterministic=self.config.deterministic,
         )
 
     @torch.inference_mode()
@@ -128,10 +133,13 @@ class Runner:
         """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
         what libraries do at first use."""
         if self._device.type == "cuda" and self.config.cuda_graphs:
-            pool = torch.cuda.graph_pool_handle()
-            sizes = buckets(self.config.max_slots)
-            self._decoding.capture(sizes, pool)
-            self._logits_step.capture(sizes, self.model_config.vocab_size, pool)
+            # One pool: graphs run one after another, and none leaves results in it.
+            pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
+            slots, most_tokens = self.config.max_slots, self.config.max_step_tokens
+            assert most_tokens is not None
+            self._prompts.capture(most_tokens, slots, vocab_size, pool)
+            self._decoding.capture(buckets(slots), pool)
+            self._logits_step.capture(buckets(slots), vocab_size, pool)
         everything = SamplingParams(
             top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
         )
@@ -172,11 +180,16 @@ class Runner:
             self._sampler.release(key)
         self._admit(plan.admit)
         begin = _Mark(self._device)
-        logits, scores = self._prefill(plan.prefill)
-        chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
+        hidden, logits, first = self._read(plan)
+        scores = None
+        if hidden is not None:
+            scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
+        if first is not None:
+            logits = None  # they have served their purpose
         draws = round = None
         if plan.plain:
             if logits is not None:
+                chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
                 draws = self._sampler.sample(chunks, [0] * len(chunks), logits)
             middle = _Mark(self._device)
             if plan.decode:
@@ -186,13 +199,15 @@ class Runner:
             draws = self._draw(plan, logits)
         self._pool.copy([copy.source for copy in plan.after], [copy.target for copy in plan.after])
         end = _Mark(self._device)
-        results = self._fetch(_Results(draws, scores))
+        results = self._fetch(_Results(draws, first, scores))
         return Pending(plan, results, round, begin, middle, end, _Mark(self._device))
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
-        plan, (draws, scores), round, begin, middle, end, done = pending
+        plan, (draws, first, scores), round, begin, middle, end, done = pending
         done.wait()
+        if first is not None:
+            draws = Draws(first, first >= 0, None)
         scored = [] if scores is None else to_scored(plan.prefill, scores)
         drawn, spoiled = (None, []) if round is None else to_drawn(round)
         if not plan.decode:
@@ -210,29 +225,19 @@ class Runner:
         for admission in admissions:
             if admission.request.sampling.max_tokens > 0:
                 self._sampler.admit(admission.key, admission.request)
-        self._decoding.admit(admissions)
+        self._parameters.admit(admissions)
         self._pool.reset([one.slot for one in admissions if one.source is None])
         forked = [(one.source, one.slot) for one in admissions if one.source is not None]
         self._pool.copy([source for source, _ in forked], [slot for _, slot in forked])
 
-    def _prefill(self, chunks: Sequence[PrefillChunk]) -> tuple[Tensor | None, Logprobs | None]:
-        """Reads every chunk: logits [chunks with `sample`, vocab], and the targets' scores."""
-        if not chunks:
-            return None, None
-        tokens, ends = array("i"), array("i", [0])
-        for chunk in chunks:
-            tokens.extend(chunk.tokens)
-            ends.append(len(tokens))
-        hidden = self._model.prefill(
-            self._upload(tokens),
-            self._upload(ends),
-            self._pool.state,
-            self._upload([chunk.slot for chunk in chunks]),
-        )  # [tokens, d_model]
-        scores = score(self._model.logits, self.model_config.vocab_size, hidden, chunks)
-        last = [end - 1 for chunk, end in zip(chunks, ends[1:], strict=True) if chunk.sample]
-        logits = self._model.logits(hidden[self._upload(last)]) if last else None
-        return logits, scores
+    def _read(self, plan: Plan) -> Read:
+        """Reads every chunk; the device draws for them where the host has no part in it."""
+        if not plan.prefill:
+            return Read(None, None, None)
+        slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
+        # In a plan that is not plain, chunks and rows go through the sampler together.
+        alone = plan.plain or not plan.decode
+        return self._prompts(plan.prefill, draw=alone and self._parameters.all_plain(slots))
 
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         return self._model.step(tokens, self._pool.state, slots)
@@ -250,21 +255,20 @@ class Runner:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._sampler.sample(keys, positions, logits)
 
-    def _upload(self, values: Sequence[int]) -> Tensor:
-        return device.upload(values, torch.int32, self._device)
-
     def _fetch(self, results: _Results) -> _Results:
         """The results in host memory, once the device is done."""
         if self._device.type == "cpu":
             return results
-        draws, scores = results
+        draws, first, scores = results
         if draws is not None:
             logprobs = None if draws.logprobs is None else _to_host(draws.logprobs)
             tokens = draws.tokens.to("cpu", non_blocking=True)
             draws = Draws(tokens, draws.finite.to("cpu", non_blocking=True), logprobs)
         if scores is not None:
             scores = _to_host(scores)
-        return _Results(draws, scores)
+        if first is not None:
+            first = first.to("cpu", non_blocking=True)
+        return _Results(draws, first, scores)
 
     def _sampled(self, plan: Plan, draws: Draws | None) -> list[Sampled]:
         if draws is None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine import distribution
+from engine import distribution, ops
 from engine.device import upload
 from engine.distribution import Logprobs
 from engine.messages import Request, SamplingParams, unpack_ids
@@ -27,7 +27,7 @@ MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long bef
 class Draws(NamedTuple):
     """One drawn token per row, on the device."""
 
-    tokens: Tensor  # [rows] int64; meaningless where not finite
+    tokens: Tensor  # [rows] int64 or int32; meaningless where not finite
     finite: Tensor  # [rows] bool: the row's logits held no NaN and no +infinity
     logprobs: Logprobs | None  # of the rows that `Sampler.logprob_rows` names
 
@@ -172,6 +172,8 @@ class Sampler:
     def _draw(
         self, drawn: _Drawn, topped: _Topped | None, logits: Tensor, best: Tensor, at: Tensor
     ) -> Tensor:
+        if self.device.type == "cpu":
+            return _draw_on_cpu(drawn, topped, logits[drawn.rows], at[drawn.rows])
         # With the best at 0, no temperature can overflow to +infinity.
         scaled = (logits[drawn.rows] - best[drawn.rows].unsqueeze(-1)) / drawn.temperature
         if topped is not None:
@@ -282,6 +284,27 @@ class Sampler:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return upload(values, dtype, self.device)
+
+
+def _draw_on_cpu(drawn: _Drawn, topped: _Topped | None, logits: Tensor, at: Tensor) -> Tensor:
+    """The tokens of logits [d, vocab] at positions at [d], by the operator that draws for a batch
+    without the host: who else is in a batch decides which of the two draws, and torch's exp on a
+    CPU is not the operator's, so that now and then they would draw different tokens."""
+    rows = len(logits)
+    top_k = torch.zeros(rows, dtype=torch.int32)
+    top_p = torch.ones(rows, dtype=torch.float64)
+    if topped is not None:
+        top_k[topped.rows] = topped.top_k.squeeze(-1).int()
+        top_p[topped.rows] = topped.top_p.squeeze(-1)
+    min_p = torch.zeros(rows) if drawn.min_p is None else drawn.min_p.squeeze(-1)
+    tokens, slots, remaining, cursor = torch.zeros(4, rows, dtype=torch.int32)
+    out = torch.zeros(1, rows, dtype=torch.int32)
+    stop_ids = torch.zeros(rows, 0, dtype=torch.int32)
+    ops.draw_(
+        logits, tokens, slots, at, remaining, cursor, out,
+        drawn.temperature.squeeze(-1), top_k, top_p, min_p, drawn.streams, stop_ids,
+    )  # fmt: skip
+    return out[0].long().clamp(min=0)  # -1 where the logits are not finite
 
 
 class _TokenTable:

@@ -6,26 +6,27 @@ request is admitted as soon as a slot is free, in order of arrival. While no pro
 and every request is plain (`Plan`), a round takes several decode steps, and the next one can be
 planned before its results are known.
 
-Prompt chunks (`budget`) end at the request's share_at marks, whether or not a state is kept there,
-so that a sequence computes the same bits on a hit as on a miss.
+Prompt chunks (`budget`) end at the request's share_at marks, kept or not, so that a sequence
+computes the same bits on a hit as on a miss; with whole chunks, no mark changes a bit of any.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Hashable, Iterable
 
 import msgspec
 
-from engine.budget import share_budget
-from engine.errors import Draining, EngineError, QueueFull, StepFailed
+from engine.budget import share_budget, whole_chunks
+from engine.errors import EngineError, QueueFull, StepFailed
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
 from engine.rounds import Rounds
-from engine.sequence import ID_BYTES, Sequence
+from engine.sequence import ID_BYTES, Prefix, Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -55,12 +56,14 @@ class Scheduler:
         max_waiting: int,
         state_bytes: int,
         most_steps: int = 1,
+        with_whole_chunks: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._max_step_tokens = max_step_tokens
         self._max_waiting = max_waiting
         self._state_bytes = state_bytes
+        self._with_whole_chunks = with_whole_chunks
         self._slots = SlotAllocator(slots)
         self._prefixes = SharedPrefixes(share_slots, first_row=slots)
         self._waiting = WaitingQueue()
@@ -93,6 +96,8 @@ class Scheduler:
             self.reject(client, request.id, error)
             return
         sequence = Sequence(self._next_key, client, request, self._eos_token_id, now)
+        if self._with_whole_chunks:
+            sequence.marks = whole_chunks(sequence.marks)
         self._next_key += 1
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
@@ -115,10 +120,6 @@ class Scheduler:
         for sequence in self._in_flight():
             self._finish(sequence, "abort", now)
 
-    def drain(self) -> None:
-        """From now on new requests are refused; those in flight are served."""
-        self.refuse(Draining("the engine is shutting down; send the request elsewhere"))
-
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""
         self._refusal = error
@@ -131,7 +132,7 @@ class Scheduler:
             seconds = self._waiting.retry_after()
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting already; "
-                f"there may be room in {seconds:.1f} seconds",
+                f"try again in {max(1, math.ceil(seconds))} s",
                 retry_after=seconds,
             )
 
@@ -203,6 +204,7 @@ class Scheduler:
             prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
             decode_tokens=tokens,
             prefill_seconds=result.prefill_seconds,
+            decode_steps=plan.steps if plan.decode else 0,
             decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
                 len(admission.request.prompt) // ID_BYTES for admission in plan.admit
@@ -239,6 +241,7 @@ class Scheduler:
             running=self._slots.used - len(self._rounds.leaving),
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
+            pace=self._waiting.pace or 0.0,
             slots_used=self._slots.used,
             slots_total=self._slots.count,
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
@@ -289,7 +292,7 @@ class Scheduler:
         free = self._slots.free or self._rounds.leaving
         return bool(free) and self._waiting.first() is not None
 
-    def _awaited(self, sequence: Sequence, prefixes: dict[int, bytes]) -> bytes | None:
+    def _awaited(self, sequence: Sequence, prefixes: dict[int, Prefix]) -> Prefix | None:
         """The longest prefix that it could start from, were it not still being read."""
         for mark, prefix in reversed(prefixes.items()):
             if mark <= sequence.cacheable_tokens and self._prefixes.is_pending(prefix):

@@ -7,7 +7,9 @@ is neither delivered nor counted, so that completion_tokens is the number of del
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from hashlib import blake2b
+from typing import NamedTuple
 
 from engine.messages import (
     Finished,
@@ -21,6 +23,25 @@ from engine.messages import (
 
 ID_BYTES = 4  # of one token in Request.prompt
 MOST_STOP_IDS = 8  # that the device looks for by itself
+
+
+class Prefix(NamedTuple):
+    """The first `length` tokens of a prompt, known by their digest: 32 bytes, however long it is,
+    and nobody finds two texts of the same one."""
+
+    length: int
+    digest: bytes
+
+
+def prefixes(prompt: bytes, lengths: Iterable[int]) -> dict[int, Prefix]:
+    """The prefixes of a packed prompt by length, shortest first; reads the prompt once."""
+    text, sofar, read = memoryview(prompt), blake2b(digest_size=32), 0
+    found = {}
+    for length in sorted(set(lengths)):
+        sofar.update(text[read : length * ID_BYTES])
+        read = length * ID_BYTES
+        found[length] = Prefix(length, sofar.copy().digest())
+    return found
 
 
 def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
@@ -52,6 +73,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_prefixes",
         "anchor",
         "arrived_at",
         "cached_tokens",
@@ -85,6 +107,7 @@ class Sequence:
         self.request = request
         self.prompt_tokens = len(request.prompt) // ID_BYTES
         self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
+        self._prefixes: dict[int, Prefix] | None = None  # by mark, once they are needed
         self.max_tokens = request.sampling.max_tokens
         self.min_tokens = request.sampling.min_tokens
         self.stop_ids = stop_ids(request.sampling, eos_token_id)
@@ -121,9 +144,11 @@ class Sequence:
         limit = self.prompt_tokens - 1
         return min(limit, self.request.score_from - 1) if self.request.score else limit
 
-    def prefix(self, length: int) -> bytes:
-        """The first `length` prompt tokens, packed."""
-        return self.request.prompt[: length * ID_BYTES]
+    def prefix(self, mark: int) -> Prefix:
+        """What the prompt holds before one of the request's share_at marks."""
+        if self._prefixes is None:
+            self._prefixes = prefixes(self.request.prompt, self.request.share_at)
+        return self._prefixes[mark]
 
     def prompt_slice(self, start: int, stop: int) -> array[int]:
         """Prompt tokens `start` to `stop`, unpacked."""
@@ -185,15 +210,19 @@ class Sequence:
     def finished(self, reason: FinishReason, now: float) -> Finished:
         """The terminal event."""
         started = now if self.started_at is None else self.started_at
-        first = now if self.first_token_at is None else self.first_token_at
-        decode = 0.0 if self.first_token_at is None else self.last_token_at - first
+        prefill = decode = None
+        if self.first_token_at is not None:
+            prefill = self.first_token_at - started
+            decode = self.last_token_at - self.first_token_at
+        elif self.position == self.prompt_tokens:  # nothing to generate, or it ended at once
+            prefill = now - started
         return Finished(
             request=self.request.id,
             reason=reason,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.drawn,
-            timing=Timing(queue=started - self.arrived_at, prefill=first - started, decode=decode),
+            timing=Timing(started - self.arrived_at, prefill, decode),
             tokens=self.tokens,
             logprobs=self.logprobs,
         )

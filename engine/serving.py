@@ -2,6 +2,9 @@
 
 LM says what the model computes, and its own methods compute it. An implementation that fuses or
 prepacks for one kind of device takes its weights from an LM and has these same methods.
+
+Some of them read a sequence to the same bits in any company (`--deterministic`): PackedLM always,
+HopperLM on request. The libraries that LM's own methods call do not.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.lm import LM
@@ -18,14 +22,16 @@ from engine.models.packed import PackedLM, can_pack
 
 
 class ServingModel(Protocol):
-    """Reads tokens into `state`, in place. No method waits for the device or changes a row whose
-    slot is negative; `step` can be captured in a CUDA graph."""
+    """Reads tokens into `state`, in place. No method waits for the device, looks at indices on the
+    host or changes a row whose slot is negative, so `prefill`, `step` and `logits` can be captured
+    in a CUDA graph on a GPU."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
         """Packed prompts: tokens int32 [tokens], cu_seqlens int32 [sequences + 1], slots int32
-        [sequences] -> hidden states [tokens, d_model] for `logits`."""
+        [sequences] -> hidden states [tokens, d_model] for `logits`. Sequences may be empty; tokens
+        beyond the last one are padding, which no state sees."""
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """One token of every sequence: tokens int32 [batch], slots int32 [batch]
@@ -59,13 +65,23 @@ class PlainModel:
         return self._model.initial_state_rows()
 
 
-def serving_model(model: LM, device: torch.device) -> ServingModel:
+def serving_model(model: LM, device: torch.device, *, deterministic: bool = False) -> ServingModel:
     """The quickest implementation of `model`, whose weights are on `device`.
 
-    It may take them out of `model`, which then is of no more use.
+    It may take them out of `model`, which then is of no more use. With `deterministic`, what it
+    gives for a row or a sequence depends on that alone, bit for bit, and not on the others of a
+    call; pieces of a prompt end at multiples of SCAN_CHUNK. Raises ConfigError where there is no
+    such implementation.
     """
     if can_pack(model):
         return PackedLM(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
-        return hopper.HopperLM(model)
+        return hopper.HopperLM(model, deterministic=deterministic)
+    if deterministic:
+        raise ConfigError(
+            "deterministic is not possible for this model and device; allowed: float32 or bfloat16 "
+            "weights on a CPU, also quantised to int8, or unquantised bfloat16 weights on a Hopper "
+            f"GPU with kernels built for it (90a), {hopper.WIDTHS}",
+            param="deterministic",
+        )
     return PlainModel(model)

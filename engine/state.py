@@ -6,14 +6,14 @@ whatever the weights are: a bf16 state loses 2 to 20 % over a long text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.device import available_memory, upload
-from engine.errors import ConfigError, InvalidRequest
+from engine.errors import ConfigError
 from engine.models.cell import ModelState
 
 
@@ -76,48 +76,13 @@ class StatePool:
         if not sources:
             return
         source, target = self._index(sources), self._index(targets)
-        for tensor in self._tensors().values():
+        for tensor in self._tensors():
             tensor[:, target] = tensor[:, source]
-
-    def snapshot(self, row: int) -> dict[str, Tensor]:
-        """A copy of one row in host memory: cell [layers, inner], and with convolutions
-        conv [layers, conv_kernel - 1, d_model]. Waits for the device."""
-        self._check_row(row)
-        return {
-            name: tensor[:, row].to("cpu", copy=True) for name, tensor in self._tensors().items()
-        }
-
-    def restore(self, row: int, snapshot: Mapping[str, Tensor]) -> None:
-        """Puts `row` at a snapshot of the same model, bit for bit.
-
-        Raises InvalidRequest for names, shapes, types or values that no snapshot has; the row is
-        then left as it was.
-        """
-        self._check_row(row)
-        own = self._tensors()
-        if snapshot.keys() != own.keys():
-            raise InvalidRequest(
-                f"a state holds {sorted(own)}, and this one {sorted(snapshot)}", param="state"
-            )
-        for name, tensor in own.items():
-            given, shape = snapshot[name], tensor[:, row].shape
-            if given.shape != shape or given.dtype != torch.float32:
-                raise InvalidRequest(
-                    f"state {name!r} must be float32 {list(shape)}, "
-                    f"not {str(given.dtype).removeprefix('torch.')} {list(given.shape)}",
-                    param="state",
-                )
-            if not bool(given.isfinite().all()):
-                raise InvalidRequest(f"state {name!r} is not finite", param="state")
-        for name, tensor in own.items():
-            tensor[:, row] = snapshot[name].to(self.device)
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of a state pool of {self.rows}")
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {"cell": self.state.cell}
-        if self.state.conv is not None:
-            tensors["conv"] = self.state.conv
-        return tensors
+    def _tensors(self) -> list[Tensor]:
+        conv = self.state.conv
+        return [self.state.cell] if conv is None else [self.state.cell, conv]

@@ -7,14 +7,11 @@ import contextlib
 import logging
 import os
 import queue
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -25,6 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead
 from engine.loop import EngineLoop, SteppedEngine
 from engine.messages import FromEngine, Ping, Shutdown, ToEngine
+from engine.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ GREETING = Ping(nonce=0)
 STOP_SECONDS = 3.0  # given to a Shutdown, and again to SIGTERM, before the next harder means
 LAST_WORDS_MS = 100  # how long a dead worker's messages may be under way
 MOST_LAST_WORDS = 20  # times LAST_WORDS_MS, should nobody receive them
-LONGEST_SOCKET_PATH = 100  # bytes; sockaddr_un holds 108
 
 
 class Transport(Protocol):
@@ -61,7 +58,7 @@ class ProcessTransport:
         self._config = config
         self._engine = engine
         self.address: str | None = None  # the worker's, while there is one
-        self._folder: str | None = None  # private to this user: it holds the socket
+        self._folder: SocketFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -77,7 +74,11 @@ class ProcessTransport:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        self.address = address = self._make_address()
+        try:
+            self._folder = SocketFolder()
+        except OSError as error:
+            raise EngineDead(f"the engine's socket has no place: {error}") from error
+        self.address = address = f"ipc://{self._folder.socket}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
@@ -95,7 +96,8 @@ class ProcessTransport:
             )
         except OSError as error:
             self._release()
-            raise EngineDead(f"the engine process cannot be started: {error}") from error
+            reason = f"{sys.executable}: {error.strerror or error}"
+            raise EngineDead(f"the engine process cannot be started: {reason}") from error
         self._watcher = asyncio.create_task(self._watch(self._process, self._socket))
         self.send(GREETING)
 
@@ -145,19 +147,12 @@ class ProcessTransport:
         if self._receiving is not None and not self._receiving.done():
             self._receiving.set_exception(self._dead)
 
-    def _make_address(self) -> str:
-        self._folder = tempfile.mkdtemp(prefix="minserve-")
-        if len(self._folder.encode()) > LONGEST_SOCKET_PATH - len("/engine"):
-            os.rmdir(self._folder)
-            self._folder = tempfile.mkdtemp(prefix="minserve-", dir="/tmp")
-        return f"ipc://{Path(self._folder) / 'engine'}"
-
     def _release(self) -> None:
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=0)
             self._context.term()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         self._dead = self._dead or EngineDead("the engine process has been closed")
         self.address = self._folder = self._socket = self._context = self._process = (
             self._watcher

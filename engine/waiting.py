@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from engine.sequence import Sequence
+from engine.sequence import Prefix, Sequence
 
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
@@ -20,10 +20,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._ready: OrderedDict[int, Sequence] = OrderedDict()  # by key, which is arrival order
-        self._held: dict[bytes, dict[int, Sequence]] = {}  # by the pending prefix
-        self._held_on: dict[int, bytes] = {}
+        self._held: dict[Prefix, dict[int, Sequence]] = {}  # by the pending prefix
+        self._held_on: dict[int, Prefix] = {}
         self.tokens = 0  # prompt tokens of all of them
-        self._pace: float | None = None  # mean seconds from one departure to the next
+        self.pace: float | None = None  # mean seconds from one departure to the next
         self._paced_at = 0.0  # the latest departure, or when the queue was last empty
         self._refused = 0  # since that departure
 
@@ -41,13 +41,13 @@ class WaitingQueue:
         """The first sequence that is not held."""
         return next(iter(self._ready.values()), None)
 
-    def hold(self, sequence: Sequence, prefix: bytes) -> None:
+    def hold(self, sequence: Sequence, prefix: Prefix) -> None:
         """Passes a sequence over until `prefix` is resumed."""
         del self._ready[sequence.key]
         self._held.setdefault(prefix, {})[sequence.key] = sequence
         self._held_on[sequence.key] = prefix
 
-    def resume(self, prefix: bytes) -> None:
+    def resume(self, prefix: Prefix) -> None:
         """Those held on `prefix` are back where their arrival puts them."""
         held = self._held.pop(prefix, None)
         if held is None:
@@ -72,8 +72,8 @@ class WaitingQueue:
         if count == 0:
             return
         seconds = (now - self._paced_at) / count
-        old = seconds if self._pace is None else self._pace
-        self._pace = old + PACE_WEIGHT * (seconds - old)
+        old = seconds if self.pace is None else self.pace
+        self.pace = old + PACE_WEIGHT * (seconds - old)
         self._paced_at = now
         self._refused = 0
 
@@ -84,5 +84,5 @@ class WaitingQueue:
         sent further back, so that not all of them return at once.
         """
         self._refused += 1
-        pace = UNKNOWN_RETRY_SECONDS if self._pace is None else self._pace
+        pace = UNKNOWN_RETRY_SECONDS if self.pace is None else self.pace
         return min(self._refused * pace, MOST_RETRY_SECONDS)

@@ -194,7 +194,11 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.json.decode(options.config, type=EngineConfig)
-    mailbox = ZmqMailbox(options.address, options.parent)
+    try:
+        mailbox = ZmqMailbox(options.address, options.parent)
+    except zmq.ZMQError as error:
+        log.error("cannot listen on %s: %s", options.address, error)
+        return 2
     try:
         return serve(mailbox, config, _factory(options.engine))
     finally:

@@ -4,6 +4,7 @@
     python -m loadtest.engine --device cpu --models 6.3m 113m --dtype bfloat16 float32
     python -m loadtest.engine --models 1.3b --cell minlstm --batch 1 64 1024 --only decode gemm
     python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
+    python -m loadtest.engine --deterministic --only decode prefill  # and what it costs
 
 Models: 6.3m, 113m and 1.3b with random weights, bundled names, checkpoint folders. Decoding:
 milliseconds a step and tokens/s of the runner (from a plan to ids on the host, sampling included),
@@ -23,6 +24,7 @@ Parts to choose by --only: decode (greedy), sampled, engine, prefill, gemm (bare
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,6 +76,11 @@ def _options() -> argparse.ArgumentParser:
         choices=["none", "int8", "fp8"],
         default=["none"],
         help="weights as they are and quantised; `none` first gives what the others are set beside",
+    )
+    options.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="each model a second time, deterministic, beside its default",
     )
     options.add_argument("--batch", type=_count, nargs="+", help="sequences that decode together")
     options.add_argument("--prefill", "--prompt", type=_count, nargs="+", help="prompt lengths")
@@ -142,7 +149,8 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
         "peer": asked.peer,
     }
     jobs = list(_jobs(args, kind))
-    shares = _shares(args.budget_seconds, len(jobs) * len(args.quantize))
+    kinds = len(args.quantize) * (2 if args.deterministic else 1)
+    shares = _shares(args.budget_seconds, len(jobs) * kinds)
     for name, cell, dtype in jobs:
         with subject(name, cell, device, dtype) as one:
             for figures in _each_kind(args, asked, one, dtype, device, rate, shares):
@@ -198,9 +206,12 @@ def _each_kind(
     rate: float,
     shares: Iterator[Budget],
 ) -> Iterator[ModelFigures]:
-    """The figures of a model as it is and quantised, in the order asked for."""
+    """The figures of a model as it is and quantised, in the order asked for, each as it is by
+    default and deterministic."""
     plain: ModelFigures | None = None
-    for name in args.quantize:
+    default: ModelFigures | None = None
+    hows = (False, True) if args.deterministic else (False,)
+    for name, deterministic in itertools.product(args.quantize, hows):
         quantization = None if name == "none" else name
         figures = ModelFigures(
             name=one.name,
@@ -212,13 +223,15 @@ def _each_kind(
             work=work(one.config, checkpoint.DTYPES[dtype], quantization),
             read_rate=rate,
             step_tokens=0,
+            deterministic=deterministic,
         )
         try:
-            _run(args, asked, one, figures, device, next(shares), plain)
+            known = default if deterministic else plain
+            _run(args, asked, one, figures, device, next(shares), known)
         except Exception as failure:  # a model that does not load or fit ends no other's figures
             figures.remarks.append(f"not measured: {reason(failure)}")
-        if quantization is None:
-            plain = figures
+        default = default if deterministic else figures
+        plain = plain if quantization or deterministic else figures
         yield figures
         release_memory(device)
 
@@ -230,7 +243,7 @@ def _run(
     figures: ModelFigures,
     device: torch.device,
     budget: Budget,
-    plain: ModelFigures | None,
+    known: ModelFigures | None,
 ) -> None:
     """Loads the model as `figures` say and measures it."""
     free = available_memory(device)
@@ -248,10 +261,11 @@ def _run(
         max_slots=max(batches),
         share_slots=0,
         threads=args.threads,
+        deterministic=figures.deterministic,
     )
     runner = load(config, batches)
     figures.step_tokens = runner.config.max_step_tokens or 1
-    measure(figures, runner, one.model, asked, budget, known=plain)
+    measure(figures, runner, one.model, asked, budget, known=known)
 
 
 if __name__ == "__main__":

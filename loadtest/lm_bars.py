@@ -2,7 +2,8 @@
 
 GPU: tokens/s of the runner in bf16 with minGRU cells, but never more than 90 % of what the model's
 bare GEMM sequence reaches in the same run; sampling, the whole engine and quantised weights against
-the runner of the same run. CPU: shares of the measured read bandwidth, and multiples of PyTorch.
+the runner of the same run. CPU: shares of the measured read bandwidth, and multiples of PyTorch. A
+deterministic model: a share of its default in the same run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ ENGINE_BATCH = 1024
 SAMPLING_COST = {"1.3b": 1.05}
 SAMPLING_COST_ELSEWHERE = 1.15
 QUANTISED_13B = 1.6  # times bf16 at batch 1
+
+DETERMINISTIC = 0.9  # of the default
 
 CPU_READ = {None: 0.85, "int8": 0.75}  # 113m at batch 1
 CPU_TIMES_PEER = {("113m", 16): 1.3, ("113m", 64): 1.3, ("6.3m", 1): 3.2}
@@ -81,8 +84,23 @@ def checks(models: Sequence[ModelFigures]) -> list[Check]:
             found.append(
                 Check(figures.label, what, gap.worst_gap, gap.tolerance, "times", at_most=True)
             )
+        if figures.deterministic:
+            found += _of_default(figures)
+            continue
         found += _gpu(figures, models) if figures.device == "cuda" else _cpu(figures)
     return found
+
+
+def _of_default(figures: ModelFigures) -> Iterator[Check]:
+    for row in figures.decode:
+        if row.greedy and row.default:
+            what, share = f"of the default, batch {row.batch}", row.default / row.greedy
+            yield Check(figures.label, what, share, DETERMINISTIC, "share")
+    for prompt in figures.prefill:
+        if prompt.seconds and prompt.default:
+            what = f"of the default, prefill of {prompt.tokens:,}"
+            share = prompt.default / prompt.seconds
+            yield Check(figures.label, what, share, DETERMINISTIC, "share")
 
 
 def _gpu(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Check]:
@@ -145,7 +163,8 @@ def _times_unquantised(figures: ModelFigures, models: Sequence[ModelFigures]) ->
     for other in models:
         same = (other.name, other.cell, other.dtype) == (figures.name, figures.cell, figures.dtype)
         ours, plain = figures.at_batch(1), other.at_batch(1)
-        if not same or other.quantization is not None or ours is None or plain is None:
+        unlike = other.quantization is not None or other.deterministic or not same
+        if unlike or ours is None or plain is None:
             continue
         if other.dtype == "bfloat16" and ours.greedy and plain.greedy:
             times = plain.greedy / ours.greedy

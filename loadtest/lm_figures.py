@@ -23,6 +23,7 @@ class Decode:
     engine: float | None = None  # the whole engine, greedy
     peer: float | None = None  # the same model in plain PyTorch, greedy
     gemm: float | None = None  # the bare matrix products
+    default: float | None = None  # `greedy` of the same model where it is not deterministic
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -36,6 +37,7 @@ class Prefill:
     peer: float | None = None
     min_lm: float | None = None  # minGRU-pytorch, fp32
     gemm: float | None = None  # the bare matrix products, read in pieces as the runner does
+    default: float | None = None  # `seconds` of the same model where it is not deterministic
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -68,6 +70,7 @@ class ModelFigures:
     work: Work
     read_rate: float  # bytes per second
     step_tokens: int  # prompt tokens that the runner reads at once
+    deterministic: bool = False
     decode: list[Decode] = field(default_factory=list)
     prefill: list[Prefill] = field(default_factory=list)
     agreement: Agreement | None = None
@@ -75,7 +78,8 @@ class ModelFigures:
 
     @property
     def label(self) -> str:
-        return ", ".join(filter(None, (self.name, self.dtype, self.quantization)))
+        how = "deterministic" if self.deterministic else None
+        return ", ".join(filter(None, (self.name, self.dtype, self.quantization, how)))
 
     @property
     def gemm_rate(self) -> float | None:

@@ -108,7 +108,8 @@ def measure(
     known: ModelFigures | None = None,
 ) -> None:
     """Fills `figures` of a warm runner. `model` has the same weights, unquantised. `known` are
-    figures of the same model with other weights, whose limits and peers are taken over."""
+    figures of the same model with other weights, or where it is not deterministic, whose limits and
+    peers are taken over."""
     device = torch.device(runner.info.device)
     rows = _Rows(budget, device)
     figures.decode = [Decode(batch) for batch in asked.batches if batch <= runner.info.slots]
@@ -199,10 +200,14 @@ def _take_over(figures: ModelFigures, known: ModelFigures) -> None:
         other = known.at_batch(row.batch)
         if other is not None:
             row.gemm, row.peer = other.gemm, other.peer
+            row.default = other.greedy if figures.deterministic else None
     prompts = {row.tokens: row for row in known.prefill}
     for prompt in figures.prefill:
-        same = prompts[prompt.tokens]
+        same = prompts.get(prompt.tokens)
+        if same is None:  # its model did not load
+            continue
         prompt.gemm, prompt.peer, prompt.min_lm = same.gemm, same.peer, same.min_lm
+        prompt.default = same.seconds if figures.deterministic else None
 
 
 def _agreement(figures: ModelFigures, runner: Runner, model: LM) -> Agreement | None:

@@ -52,7 +52,8 @@ def engine_png(path: Path, data: dict[str, Any]) -> None:
 
 
 def _label(model: dict[str, Any]) -> str:
-    return ", ".join(filter(None, (model["name"], model["dtype"], model["quantization"])))
+    how = "deterministic" if model.get("deterministic") else None
+    return ", ".join(filter(None, (model["name"], model["dtype"], model["quantization"], how)))
 
 
 def _roofline(axis: Any, models: Rows, data: dict[str, Any]) -> None:

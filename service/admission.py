@@ -1,8 +1,7 @@
 """Admission: what is decided before a request costs anything.
 
 Refusals (loading, draining, queue full) come before the body is read; then the body must be JSON
-to the letter. The engine's own bound on its queue stays the authority; the check here refuses what
-the latest step has shown to be hopeless.
+to the letter. From its arrival on a request is a flight, which a drain waits for.
 """
 
 from __future__ import annotations
@@ -13,28 +12,12 @@ from typing import Any
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
-from engine.errors import QueueFull
 from service.errors import ApiError
+from service.flight import Flight
+from service.middleware import ARRIVED
 from service.runtime import Runtime, get_runtime
-
-# States turn over in fractions of a second: trying again soon is right.
-RETRY_AFTER = 1.0
-
-
-def check_admission(runtime: Runtime, requests: int = 1) -> None:
-    """Raises EngineLoading, Draining, EngineDead, or QueueFull where `requests` more would not
-    find room."""
-    runtime.check_ready()
-    stats = runtime.client.stats
-    free = runtime.info.slots - stats.slots_used
-    room = runtime.settings.max_waiting - stats.waiting + max(free, 0)
-    if room < 1 or (requests > room and stats.waiting > 0):
-        raise QueueFull(
-            f"the queue is full: {stats.waiting} requests wait "
-            f"and at most {runtime.settings.max_waiting} may",
-            retry_after=RETRY_AFTER,
-        )
 
 
 class StrictRequest(Request):
@@ -50,14 +33,31 @@ class StrictRequest(Request):
             ) from error
 
 
+FLIGHT = "minserve.flight"
+
+
 class InferenceRoute(APIRoute):
-    """A route whose requests are work for the model."""
+    """A route whose requests are work for the model: flights, until the answer's last byte."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        runtime: Runtime = scope["app"].state.runtime
+        with runtime.flight(scope[ARRIVED]) as flight:
+            scope[FLIGHT] = flight
+            await super().handle(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def admitted(request: Request) -> Response:
-            check_admission(get_runtime(request))
+            runtime = get_runtime(request)
+            runtime.check_ready()
+            runtime.places.check(1)
             return await handler(StrictRequest(request.scope, request.receive))
 
         return admitted
+
+
+def get_flight(request: Request) -> Flight:
+    """The request's flight, as a FastAPI dependency."""
+    flight: Flight = request.scope[FLIGHT]
+    return flight

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.client import Update
 from engine.messages import FinishReason, TokenLogprobs
-from service.stop import StopMatcher
+from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Tokenizer
 
 # Stands for the logarithm of zero, which JSON cannot hold.
@@ -36,7 +36,7 @@ class Answer:
     """What has been generated for one prompt. Without a tokenizer all text is empty."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str] = ()
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: StopStrings | None = None
     ) -> None:
         self._decoder = tokenizer.decoder(after=prompt) if tokenizer else None
         self._stop = StopMatcher(stop) if stop else None

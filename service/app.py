@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from engine.client import EngineClient
 from engine.errors import EngineError
 from service import errors
-from service.middleware import BodyLimit, HttpMetrics, RequestIds
+from service.body_limit import BodyLimit
+from service.middleware import HttpMetrics, RequestIds
 from service.routes import completions, generate, health, metrics, models, score
 from service.runtime import Runtime
 from service.settings import Settings
@@ -29,14 +30,17 @@ def create_app(
 ) -> FastAPI:
     """The application; its lifespan starts `client` and closes it.
 
-    `on_failure` is called when the model cannot be loaded or the engine dies: every stream then
-    gets an error frame and /health answers 503.
+    `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
+    engine dies: every stream then gets an error frame and /health answers 503.
     """
     runtime = Runtime(client, settings, on_failure)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await client.start()
+        try:
+            await client.start()
+        except EngineError as error:  # the server starts all the same, and tells it like any death
+            runtime.fail(error)
         life = asyncio.create_task(runtime.live())
         try:
             yield

@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -55,6 +55,7 @@ def serve(
     share_slots: options.ShareSlots = None,
     threads: options.Threads = None,
     cuda_graphs: options.CudaGraphs = None,
+    deterministic: options.ServedDeterministic = None,
     max_tokens: options.MaxTokens = None,
     max_prompts: options.MaxPrompts = None,
     max_body_bytes: options.MaxBodyBytes = None,
@@ -99,6 +100,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = EngineConfig.quantize,
+    deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
     """Writes what a model says after a prompt, as it comes. Needs no server."""
@@ -112,15 +114,10 @@ def generate(
     text = "".join(terminal_text.text_pieces(Path("-"))) if prompt == "-" else prompt
     if not all(stop or []):
         raise ConfigError("--stop is ''; allowed: a text of at least one character", param="stop")
-    config = EngineConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        quantize=quantize,
-        threads=threads,
-        max_slots=1,
-        share_slots=0,
+    asked = EngineConfig(
+        device=device, dtype=dtype, quantize=quantize, deterministic=deterministic, threads=threads
     )
+    config = replace(asked, model=model, max_slots=1, share_slots=0)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -154,6 +151,7 @@ def score(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = EngineConfig.quantize,
+    deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
     """Tells how well a model predicts a text, read once from its beginning to its end."""
@@ -161,11 +159,12 @@ def score(
 
     from engine.checkpoint import load_config, load_model, resolve
     from engine.device import resolve_device, resolve_dtype, usable_cpus
+    from engine.serving import serving_model
     from engine.training.evaluation import CarriedLoss
 
     folder = resolve(model)
     asked = EngineConfig(
-        model=model, device=device, dtype=dtype, quantize=quantize, threads=threads
+        device=device, dtype=dtype, quantize=quantize, deterministic=deterministic, threads=threads
     )
     place = resolve_device(asked.device)
     torch.set_num_threads(asked.threads or usable_cpus())
@@ -174,7 +173,8 @@ def score(
     total = None if str(file) == "-" else file.stat().st_size
     compute = cast(DtypeName, resolve_dtype(asked.dtype, place, stored.dtype))
     lm, _ = load_model(folder, place, compute, asked.quantization)
-    carried = CarriedLoss(lm, place)
+    state = lm.new_state(1)
+    carried = CarriedLoss(serving_model(lm, place, deterministic=asked.deterministic), state)
     read = unscored = 0  # bytes
     with terminal.progress("scoring", total) as progress:
         for piece in terminal_text.text_pieces(file):
@@ -184,8 +184,9 @@ def score(
             read += len(piece.encode())
             if ids:
                 carried.feed(torch.frombuffer(ids, dtype=torch.int32))
-            progress.to(read, f"{carried.loss.per_token:.4f} nats per token")
-    loss = carried.loss
+            so_far = carried.loss
+            progress.to(read, f"{so_far.per_token:.4f} nats per token" if so_far.tokens else None)
+    loss = carried.finish()
     if loss.tokens == 0:
         raise ConfigError(f"{file}: nothing to score: the text has less than two tokens")
     figures = {

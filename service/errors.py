@@ -24,6 +24,7 @@ from engine.errors import (
     QueueFull,
     Refused,
     StepFailed,
+    TimedOut,
 )
 from service.wire import JSONResponse
 
@@ -33,10 +34,12 @@ INVALID = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 UNAVAILABLE = "service_unavailable_error"
 SERVER = "server_error"
+TIMEOUT = "timeout_error"
 
 # The most derived class of an error that stands here decides its status and type.
 ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     InvalidRequest: (400, INVALID),
+    TimedOut: (504, TIMEOUT),
     QueueFull: (429, RATE_LIMIT),
     Draining: (503, UNAVAILABLE),
     Refused: (503, UNAVAILABLE),

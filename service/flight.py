@@ -1,18 +1,19 @@
-"""Flight: the engine requests of one HTTP request. Whatever ends the HTTP request ends them too."""
+"""Flight: one HTTP request for the model, from its arrival to its last byte, and what it asks of
+the engine. Whatever ends the HTTP request ends its engine requests too."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from engine.client import Delivery, EngineClient, Update
-from engine.errors import EngineError
-from engine.messages import FinishReason, Request, pack_ids
+from engine.errors import Draining, EngineError
+from engine.messages import FinishReason, Request
 from service.metrics import Metrics
+from service.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +24,26 @@ Arrival = tuple[int, Update | EngineError]
 class Flight:
     """A context manager; on leaving it, requests that have not ended are aborted."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, aloft: set[Flight]) -> None:
-        """`aloft` holds the flights under way."""
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        places: Places,
+        aloft: set[Flight],
+        arrived: float,
+    ) -> None:
+        """`aloft` holds the flights under way; the request's headers came at `arrived`, by
+        time.perf_counter."""
         self._client = client
         self._metrics = metrics
+        self._places = places
+        self._reserved = 0  # places that are not used yet
         self._aloft = aloft
         self._open: set[int] = set()  # ids of requests that have not ended
         self._deliveries: list[Delivery] = []
-        self._started = time.perf_counter()
+        self._arrived = arrived
+        self._before_engine = 0.0  # seconds from the arrival until the latest submit
+        self._cut = False
 
     def __enter__(self) -> Flight:
         self._aloft.add(self)
@@ -38,13 +51,29 @@ class Flight:
 
     def __exit__(self, *_: object) -> None:
         self._aloft.discard(self)
+        self._release(self._reserved)
         self.abort()
         self._open.clear()
 
-    def submit(self, prompt: array[int], **fields: Any) -> None:
-        """`fields` are those of messages.Request. Raises EngineUnavailable, Draining."""
-        request = Request(id=self._client.new_id(), prompt=pack_ids(prompt), **fields)
+    def reserve(self, requests: int) -> None:
+        """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
+        than the engine can hold."""
+        self._places.reserve(requests)
+        self._reserved += requests
+
+    def _release(self, requests: int) -> None:
+        self._reserved -= requests
+        self._places.release(requests)
+
+    def submit(self, prompt: bytes, **fields: Any) -> None:
+        """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of
+        messages.Request. Raises EngineUnavailable, Draining."""
+        if self._cut:
+            raise Draining("the server shut down before the request was read")
+        self._before_engine = time.perf_counter() - self._arrived
+        request = Request(id=self._client.new_id(), prompt=prompt, **fields)
         self._deliveries.append(self._client.submit(request))
+        self._release(1)
         self._open.add(request.id)
 
     def abort(self, which: Sequence[int] | None = None, reason: FinishReason = "abort") -> None:
@@ -53,6 +82,11 @@ class Flight:
         ids = [delivery.id for delivery in chosen if delivery.id in self._open]
         if ids:
             self._client.abort(ids, reason)
+
+    def cut(self) -> None:
+        """Ends all requests with what they have, and makes no more."""
+        self._cut = True
+        self.abort()
 
     async def arrivals(self) -> AsyncIterator[list[Arrival]]:
         """All that arrives, several requests' updates at once where they came together, until
@@ -98,12 +132,15 @@ class Flight:
             yield which, EngineError("internal error")
 
     def _observe(self, update: Update, last: float | None) -> float | None:
-        """Times a stream's tokens; `last` is when the tokens before came."""
-        if not update.tokens or (update.finished is not None and update.finished.tokens):
+        """Times a request's tokens; `last` is when the tokens before came."""
+        if not update.tokens:
+            return last
+        if update.finished is not None and update.finished.tokens:  # gathered in the engine
+            self._metrics.gathered(update.finished, self._before_engine)
             return last
         now = time.perf_counter()
         if last is None:
-            self._metrics.first_token(now - self._started)
+            self._metrics.first_token(now - self._arrived)
         else:
             self._metrics.next_tokens(now - last, len(update.tokens))
         return now

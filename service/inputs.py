@@ -6,16 +6,18 @@ limits; schemas check all that a value alone can tell.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.messages import ModelInfo, SamplingParams
 from service.errors import ApiError, invalid
 from service.settings import Settings
-from service.tokenizer import Tokenizer
+from service.stop import StopStrings
+from service.tokenizer import THREAD_CHARACTERS, Tokenizer
 
 
 def check_count(param: str, count: int, limit: int, unit: str) -> None:
@@ -97,21 +99,29 @@ def sampling_params(
     return params
 
 
-def stop_strings(
-    stop: str | list[str] | None, settings: Settings, tokenizer: Tokenizer | None
-) -> list[str]:
-    """The stop strings as a list. Raises ApiError 400 beyond the server's limits, and where there
-    is no text to find them in."""
-    stops = [stop] if isinstance(stop, str) else stop or []
-    check_count("stop", len(stops), settings.max_stop, "stop strings")
-    for text in stops:
-        check_count("stop", len(text), settings.max_stop_length, "characters in a stop string")
-    if stops and tokenizer is None:
+async def read_stops(
+    stops: Sequence[str | list[str] | None], settings: Settings, tokenizer: Tokenizer | None
+) -> list[StopStrings | None]:
+    """The stop strings of each prompt; equal ones share their tables. Raises ApiError 400 beyond
+    the server's limits, and where there is no text to find them in."""
+    lists = [(stop,) if isinstance(stop, str) else tuple(stop or ()) for stop in stops]
+    distinct = set(lists) - {()}
+    for texts in distinct:
+        check_count("stop", len(texts), settings.max_stop, "stop strings")
+        for text in texts:
+            check_count("stop", len(text), settings.max_stop_length, "characters in a stop string")
+    if distinct and tokenizer is None:
         raise invalid(
             "stop",
             "the model has no tokenizer.json, so there is no text to stop; use stop_token_ids",
         )
-    return stops
+    long = sum(len(text) for texts in distinct for text in texts) > THREAD_CHARACTERS
+
+    def build() -> dict[tuple[str, ...], StopStrings]:
+        return {texts: StopStrings(texts) for texts in distinct}
+
+    tables = await asyncio.to_thread(build) if long else build()
+    return [tables.get(texts) for texts in lists]
 
 
 def _check_most(param: str, value: int, limit: int) -> None:

@@ -29,8 +29,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival until its first token "
-            "(in the engine, where it is not streamed).",
+            "From an HTTP request's arrival until its first token; "
+            "where it is not streamed, until the engine had it.",
         )
         self._between_tokens = self._histogram(
             "inter_token_latency_seconds",
@@ -46,10 +46,11 @@ class Metrics:
             "From an HTTP request's arrival until its last byte: score.",
         )
         self._queue = self._histogram(
-            "request_queue_time_seconds", "From arrival in the engine until the first step."
+            "request_queue_time_seconds",
+            "From arrival in the engine until the first step, or until the end without one.",
         )
         self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From the first step until the first token."
+            "request_prefill_time_seconds", "From the first step until the prompt was read."
         )
         self._decode = self._histogram(
             "request_decode_time_seconds", "From the first token until the last."
@@ -58,15 +59,16 @@ class Metrics:
             "request_prompt_tokens", "Prompt tokens of a request.", TOKENS
         )
         self._answer_lengths = self._histogram(
-            "request_generation_tokens", "Generated tokens of a request.", TOKENS
+            "request_generation_tokens", "Generated tokens of a request (not of scores).", TOKENS
         )
-        self._step = Histogram(
+        steps = Histogram(
             "minserve_engine_step_seconds",
-            "Time of an engine step.",
+            "Time of an engine step: what it spent on prompts, and on decoding.",
             ["phase"],
             buckets=SECONDS,
             registry=self.registry,
         )
+        self._prefill_step, self._decode_step = map(steps.labels, ("prefill", "decode"))
         self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -115,6 +117,7 @@ class Metrics:
                 "cell": info.cell,
                 "dtype": info.dtype,
                 "quantization": info.quantization or "none",
+                "deterministic": str(info.deterministic).lower(),
                 "device": info.device,
                 "device_name": info.device_name,
             }
@@ -126,10 +129,11 @@ class Metrics:
         if stats.batch_size:
             self._batch.observe(stats.batch_size)
         if stats.prefill_tokens:
-            self._step.labels(phase="prefill").observe(stats.prefill_seconds)
+            self._prefill_step.observe(stats.prefill_seconds)
             self._prompt_tokens.inc(stats.prefill_tokens)
-        if stats.decode_tokens:
-            self._step.labels(phase="decode").observe(stats.decode_seconds)
+        for _ in range(stats.decode_steps):
+            self._decode_step.observe(stats.decode_seconds)
+        if stats.decode_tokens:  # a prompt's step draws the answer's first one
             self._answer_tokens.inc(stats.decode_tokens)
         if stats.prefix_queries_tokens:
             self._prefix_queries.inc(stats.prefix_queries_tokens)
@@ -141,14 +145,23 @@ class Metrics:
         timing = finished.timing
         self._success.labels(finish_reason=finished.reason).inc()
         self._prompt_lengths.observe(finished.prompt_tokens)
-        self._answer_lengths.observe(finished.completion_tokens)
+        if finished.completion_tokens or finished.reason != "length":  # not a score
+            self._answer_lengths.observe(finished.completion_tokens)
         self._queue.observe(timing.queue)
-        self._prefill.observe(timing.prefill)
-        self._decode.observe(timing.decode)
-        if finished.tokens:  # gathered in the engine: nothing else sees its first token
-            self._first_token.observe(timing.queue + timing.prefill)
-            if finished.completion_tokens > 1:
-                self._between_tokens.observe(timing.decode / (finished.completion_tokens - 1))
+        if timing.prefill is not None:
+            self._prefill.observe(timing.prefill)
+        if timing.decode is not None:
+            self._decode.observe(timing.decode)
+
+    def gathered(self, finished: Finished, before: float) -> None:
+        """A request whose tokens the engine gathered, `before` seconds after whose arrival the
+        engine had it: nothing else tells of its first token."""
+        timing = finished.timing
+        if timing.prefill is None or timing.decode is None:
+            return
+        self._first_token.observe(before + timing.queue + timing.prefill)
+        if finished.completion_tokens > 1:
+            self._between_tokens.observe(timing.decode / (finished.completion_tokens - 1))
 
     def first_token(self, seconds: float) -> None:
         """A stream's first token, `seconds` after the request's arrival."""

@@ -1,4 +1,4 @@
-"""What wraps every request, as plain ASGI: request ids, HTTP metrics and the body's size limit."""
+"""What wraps every request, as plain ASGI: request ids and HTTP metrics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ApiError
 from service.metrics import Metrics
 from service.streaming import OUTCOME, ClientGone
-from service.wire import JSONResponse
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions"}
 REQUEST_ID = "minserve.request_id"
+ARRIVED = "minserve.arrived"  # by time.perf_counter
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
@@ -52,7 +51,7 @@ class HttpMetrics:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         status = 500
-        start = time.perf_counter()
+        scope[ARRIVED] = start = time.perf_counter()
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -80,40 +79,3 @@ def _outcome(status: int) -> str:
     if status == CLIENT_CLOSED:
         return "cancelled"
     return "ok" if status < 400 else "invalid" if status < 500 else "error"
-
-
-class BodyLimit:
-    """Answers 413 to a body over `max_bytes`: at once where its length is announced, else as soon
-    as more has come."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and (len(announced) > 18 or int(announced) > self.max_bytes):
-            error = self._error()
-            response = JSONResponse(error.body, error.status_code, dict(error.headers or {}))
-            return await response(scope, receive, send)
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.max_bytes:
-                raise self._error()
-            return message
-
-        await self.app(scope, counted, send)
-
-    def _error(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the body is too large; allowed: up to {self.max_bytes} bytes",
-            code="body_too_large",
-            headers={"Connection": "close"},  # the rest of the body is not read
-        )

@@ -19,6 +19,7 @@ from engine.errors import Draining, EngineDead, EngineError, EngineLoading
 from engine.messages import ModelInfo
 from service.flight import Flight
 from service.metrics import Metrics
+from service.places import Places
 from service.settings import Settings
 from service.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ class Runtime:
         self.draining = False
         self.loaded_at = 0  # seconds since 1970
         self.flights: set[Flight] = set()
+        self.places = Places(client, lambda: self.info.slots + settings.max_waiting)
         self._info: ModelInfo | None = None
         self._on_failure = on_failure
 
@@ -49,7 +51,7 @@ class Runtime:
     def state(self) -> Literal["loading", "ready", "draining", "failed"]:
         if self.failure is not None or self.client.state == "dead":
             return "failed"
-        if self.draining or self.client.state == "draining":
+        if self.draining:
             return "draining"
         return "loading" if self._info is None else "ready"
 
@@ -76,12 +78,14 @@ class Runtime:
         """What clients call the model."""
         return self.settings.model_name or self.info.name
 
-    def flight(self) -> Flight:
-        """A place for one HTTP request's engine requests (a context manager)."""
-        return Flight(self.client, self.metrics, self.flights)
+    def flight(self, arrived: float) -> Flight:
+        """One HTTP request that arrived then, by time.perf_counter (a context manager)."""
+        return Flight(self.client, self.metrics, self.places, self.flights, arrived)
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""
+        if self.failure is not None:
+            return
         try:
             info = await self.client.ready(self.settings.load_timeout)
             folder = Path(info.folder)
@@ -91,25 +95,27 @@ class Runtime:
             self.loaded_at = int(time.time())
             self._info = info
             logger.info(
-                "ready: %s (%s parameters) on %s, %s%s",
+                "ready: %s (%s parameters) on %s, %s%s%s",
                 self.model_name,
                 f"{info.parameters:,}",
                 info.device_name,
                 info.dtype,
                 f", {info.quantization} weights" if info.quantization else "",
+                ", deterministic" if info.deterministic else "",
             )
             await self.client.wait_dead()
             raise EngineDead("the engine has ended")
         except EngineLoading:
             seconds = self.settings.load_timeout
-            self._fail(EngineDead(f"the model did not load within {seconds:g} s (load_timeout)"))
+            self.fail(EngineDead(f"the model did not load within {seconds:g} s (load_timeout)"))
         except EngineError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:
             logger.exception("unexpected error while loading")
-            self._fail(EngineDead(f"unexpected error while loading: {error}"))
+            self.fail(EngineDead(f"unexpected error while loading: {error}"))
 
-    def _fail(self, error: EngineError) -> None:
+    def fail(self, error: EngineError) -> None:
+        """There is no engine, for this reason."""
         self.failure = error
         logger.error("error: %s", error.message)
         if self._on_failure is not None:
@@ -117,7 +123,7 @@ class Runtime:
 
     async def drain(self, timeout: float) -> None:
         """Takes nothing new and returns when everything in flight has ended, which after `timeout`
-        seconds is made to end with what it has."""
+        seconds is made to end with what it has. A request is in flight from its arrival on."""
         self.draining = True
         deadline = asyncio.get_running_loop().time() + timeout
         while self.flights and asyncio.get_running_loop().time() < deadline:
@@ -127,7 +133,7 @@ class Runtime:
     def cut(self) -> None:
         """Ends everything in flight with what it has."""
         for flight in list(self.flights):
-            flight.abort()
+            flight.cut()
 
 
 def get_runtime(request: Request) -> Runtime:

@@ -22,6 +22,7 @@ from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from service.app import create_app
 from service.runtime import Runtime
 from service.settings import Settings
+from service.stalled import MeteredProtocol, cut_stalled
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,12 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        timeout = self._runtime.settings.stall_timeout
+        watch = asyncio.create_task(cut_stalled(self.server_state.connections, timeout))
+        try:
+            await super().serve(sockets)
+        finally:
+            watch.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in a signal handler, so it only leaves a note for the event loop."""
@@ -107,6 +113,7 @@ def listen(host: str, port: int) -> socket.socket:
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=MeteredProtocol,
         log_config=None,
         log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=settings.log_level == "debug",

@@ -36,13 +36,16 @@ class Settings(BaseSettings):
     share_slots: int = 64
     threads: int | None = None
     cuda_graphs: bool = True
+    deterministic: bool = False
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20
     max_prompts: PositiveInt = 1024  # prompts, texts or continuations
     max_n: PositiveInt = 128  # samples of one prompt
+    max_prompt_tokens: PositiveInt = 2**24  # of all prompts, once per sample and continuation
     max_tokens: PositiveInt = 1_000_000  # generated for one prompt
     max_logprobs: int = Field(default=20, ge=0)
+    max_reports: PositiveInt = 2**20  # log-probabilities that one answer may hold
     max_stop: PositiveInt = 16  # stop strings of one prompt
     max_stop_length: PositiveInt = 1024  # characters
     max_stop_token_ids: PositiveInt = 128
@@ -53,7 +56,7 @@ class Settings(BaseSettings):
     request_timeout: PositiveFloat = 600.0  # where the request names none
     max_request_timeout: PositiveFloat = 3600.0
     drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
-    stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its stream for so long
+    stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
     ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
 
     def engine_config(self) -> EngineConfig:
@@ -69,4 +72,5 @@ class Settings(BaseSettings):
             share_slots=self.share_slots,
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,
+            deterministic=self.deterministic,
         )

@@ -1,4 +1,4 @@
-"""StopMatcher: ends a text before the first stop string, wherever tokens cut it.
+"""Stop strings: a text ends before the first of them, wherever tokens cut it.
 
 One Knuth-Morris-Pratt automaton per stop string reads character by character, so that the outcome
 depends on the text alone and each character costs the same, whatever the stop strings are.
@@ -6,17 +6,26 @@ depends on the text alone and each character costs the same, whatever the stop s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+
+
+class StopStrings:
+    """Stop strings with their tables: built once, read by the matcher of every text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are not empty strings."""
+        self.stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
+        self.failures = [_failure_function(stop) for stop in self.stops]
 
 
 class StopMatcher:
     """Passes text on up to the first stop string, and holds back the longest suffix that could
     begin one. The first stop string to be complete wins; of two that end together, the longer."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failure_function(stop) for stop in self._stops]
+    def __init__(self, strings: StopStrings) -> None:
+        self._stops = strings.stops
+        self._failures = strings.failures
         self._matched = [0] * len(self._stops)  # characters of each that the text ends with
         self._held = ""
         self.stopped = False
@@ -55,9 +64,9 @@ class StopMatcher:
         return 0
 
 
-def _failure_function(word: str) -> list[int]:
+def _failure_function(word: str) -> array[int]:
     """For each prefix, the length of its longest proper suffix that is also its prefix."""
-    failure = [0] * len(word)
+    failure = array("i", bytes(4 * len(word)))
     length = 0
     for position in range(1, len(word)):
         while length and word[position] != word[length]:

@@ -33,25 +33,19 @@ class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-async def unless_client_leaves(
-    receive: Receive,
-    work: Coroutine[Any, Any, T],
-    stalled: Coroutine[Any, Any, None] | None = None,
-) -> T:
-    """The result of `work`, which is cancelled when the client disconnects, or `stalled` returns:
-    then raises ClientGone. The request's body must have been read."""
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects: then raises
+    ClientGone. The request's body must have been read."""
     task = asyncio.ensure_future(work)
-    watchers = {asyncio.ensure_future(_disconnect(receive))}
-    if stalled is not None:
-        watchers.add(asyncio.ensure_future(stalled))
+    watcher = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({task, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, *watchers):
-            each.cancel()
+        task.cancel()
+        watcher.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
 
@@ -62,15 +56,12 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends chunks of server-sent events as they come.
-
-    A client that reads nothing for `stall_timeout` seconds (up to twice that, as one timer looks
-    at the whole stream) is cut off; while a write waits, `chunks` is not asked for more.
-    """
+    """Sends chunks of server-sent events as they come; while a write waits for its reader, `chunks`
+    is not asked for more."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], stall_timeout: float) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         # Proxies must pass events on as they come.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         self.status_code = 200
@@ -79,13 +70,10 @@ class EventStream(Response):
         self.init_headers(headers)
         del self.headers["content-length"]
         self._chunks = chunks
-        self._stall_timeout = stall_timeout
-        self._writes = 0  # begun
-        self._writing = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_client_leaves(receive, self._send_all(scope, send), self._stalled())
+            await unless_client_leaves(receive, self._send_all(scope, send))
         except ClientGone:
             scope[OUTCOME] = "cancelled"
             raise
@@ -111,17 +99,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, chunk: bytes) -> None:
-        self._writes += 1
-        self._writing = True
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self._writing = False
-
-    async def _stalled(self) -> None:
-        """Returns when one write has waited for the whole time between two looks."""
-        seen = -1
-        while not (self._writing and self._writes == seen):
-            seen = self._writes
-            await asyncio.sleep(self._stall_timeout)
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -141,14 +119,15 @@ def ends_all(error: EngineError) -> bool:
 async def event_chunks(
     flight: Flight,
     count: int,
-    render: Callable[[int, Update], bytes],
+    render: Callable[[int, Update], bytes | Coroutine[Any, Any, bytes]],
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[], bytes],
 ) -> AsyncIterator[bytes]:
     """The events of a flight of `count` requests, those that came together in one chunk.
 
     A request that fails gets an event of its own (`render_error`) where others are served; where
-    none is left to serve, its error ends the stream. `last` is rendered before [DONE].
+    none is left to serve, its error ends the stream. `last` is rendered before [DONE]. `render`
+    gives a coroutine for what is better rendered beside the event loop.
     """
     failed = 0
     served = False
@@ -157,7 +136,8 @@ async def event_chunks(
         chunk = b""
         for which, came in batch:
             if not isinstance(came, EngineError):
-                chunk += render(which, came)
+                rendered = render(which, came)
+                chunk += rendered if isinstance(rendered, bytes) else await rendered
                 continue
             failed += 1
             if failed == count or ends_all(came):

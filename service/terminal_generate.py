@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from engine.client import EngineClient
 from engine.errors import InvalidRequest
 from engine.messages import Request, SamplingParams, pack_ids
-from service.stop import StopMatcher
+from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Tokenizer
 
 
@@ -29,7 +29,7 @@ async def generate_text(
         if not ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
         request = Request(id=client.new_id(), prompt=pack_ids(ids), sampling=sampling)
-        decoder, matcher = tokenizer.decoder(after=ids), StopMatcher(stops)
+        decoder, matcher = tokenizer.decoder(after=ids), StopMatcher(StopStrings(stops))
         async for update in client.submit(request):
             write(matcher.feed("".join(map(decoder.feed, update.tokens))))
             if matcher.stopped:

@@ -32,6 +32,9 @@ Dtype = Annotated[
     Option(help='"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else as stored.'),
 ]
 Quantize = Annotated[str, Option(help='Of the weights, at load: "none", "int8" or "fp8".')]
+Deterministic = Annotated[
+    bool, Option("--deterministic", help="The same bits whatever else is read beside a text.")
+]
 Threads = Annotated[int | None, Option(help="CPU threads; default: as many as may be used.")]
 
 # serve: None leaves a setting to its environment variable or its default
@@ -50,7 +53,10 @@ MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256]."
 MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
 MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
 ShareSlots = Annotated[int | None, Option(help="States kept of shared prefixes [64].")]
-CudaGraphs = Annotated[bool | None, Option(help="Replay decode steps as graphs [yes].")]
+CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts as graphs [yes].")]
+ServedDeterministic = Annotated[
+    bool | None, Option(help="A text's logits do not depend on its company, bit for bit [no].")
+]
 MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate.")]
 MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request.")]
 MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]

@@ -26,6 +26,7 @@ THREAD_CHARACTERS = 32_768
 # Tokens of the prompt that prime a decoder: enough to hold one character's first bytes, and for
 # decoders that treat the first token of a text in their own way.
 PRIMING_TOKENS = 8
+MOST_HELD = 3  # bytes of a character that lacks its last
 
 
 class Decoder(Protocol):
@@ -95,13 +96,22 @@ class Tokenizer:
 
     def decoder(self, after: Sequence[int] = ()) -> Decoder:
         """A decoder of what follows the tokens `after`, whose own text it does not repeat."""
-        decoder: Decoder
-        if self._bytes is not None:
-            decoder = _ByteDecoder(self._bytes)
-        else:
-            decoder = _LibraryDecoder(self._library)
+        if self._bytes is None:
+            return self._library_decoder(after)
+        decoder = _ByteDecoder(self._bytes)
         for token in after[-PRIMING_TOKENS:]:
             decoder.feed(token)
+        return decoder
+
+    def _library_decoder(self, after: Sequence[int]) -> _LibraryDecoder:
+        for first in range(-PRIMING_TOKENS, -PRIMING_TOKENS + MOST_HELD + 1):
+            decoder = _LibraryDecoder(self._library)
+            for token in after[first:]:
+                decoder.feed(token)
+            # More are held where the first of them are the end of a character: the library then
+            # makes nothing of all the bytes that follow.
+            if len(decoder.held) <= MOST_HELD:
+                break
         return decoder
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -109,6 +119,14 @@ class Tokenizer:
         if self._bytes is not None:
             return b"".join(map(self._token_bytes, tokens)).decode(errors="replace")
         return self._library.decode(list(tokens), skip_special_tokens=True)
+
+    def decode_open(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, which goes on: without the bytes at its end that do not make a
+        character yet. `decoder(after=tokens)` begins with these."""
+        if self._bytes is not None:
+            return self.decode(tokens).removesuffix(self.decoder(after=tokens).flush())
+        held = len(self._library_decoder(tokens).held)
+        return self.decode(tokens[: len(tokens) - held])
 
     def count_bytes(self, tokens: Iterable[int]) -> int:
         """UTF-8 bytes of the tokens' text."""
@@ -198,17 +216,17 @@ class _LibraryDecoder:
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []  # tokens whose text has not come yet
+        self.held: list[int] = []  # tokens whose text has not come yet
 
     def feed(self, token: int) -> str:
-        self._held.append(token)
+        self.held.append(token)
         text: str | None = self._stream.step(self._library, token)
         if text is None:
             return ""
-        self._held.clear()
+        self.held.clear()
         return text
 
     def flush(self) -> str:
-        text = self._library.decode(self._held, skip_special_tokens=True)
-        self._held.clear()
+        text = self._library.decode(self.held, skip_special_tokens=True)
+        self.held.clear()
         return text

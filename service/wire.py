@@ -1,15 +1,21 @@
-"""JSON and server-sent events as bytes."""
+"""JSON and server-sent events as bytes; large answers are rendered beside the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
 # Numbers that are not finite become null: JSON has no word for them.
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+# Answers of more tokens would hold the event loop up for milliseconds.
+TOKENS_AT_ONCE = 2048
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,3 +34,8 @@ class JSONResponse(Response):
         self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None
     ) -> None:
         super().__init__(encode(content), status_code, headers)
+
+
+async def render(tokens: int, work: Callable[[], T]) -> T:
+    """What `work` renders of so many tokens; on a thread where they are many."""
+    return work() if tokens <= TOKENS_AT_ONCE else await asyncio.to_thread(work)

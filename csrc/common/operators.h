@@ -52,13 +52,13 @@ Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan
 
 #ifdef MINSERVE_CUDA
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                  const MaybeTensor& bias, bool gelu, bool logits);
+                  const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order);
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
-                   bool linear_candidate, bool normalize_gates);
+                   bool linear_candidate, bool normalize_gates, bool fixed_order);
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
-                                           const MaybeTensor& norm_weight);
+                                           const MaybeTensor& norm_weight, bool fixed_order);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight);
 #endif

@@ -43,6 +43,9 @@ struct LinearArgs {
   std::int64_t state_stride = 0, num_slots = 0;
   const std::int32_t* slots = nullptr;  // [tokens]
   bool linear_candidate = false, normalize_gates = true;
+
+  bool fixed_order = false;  // sums in an order that the number of tokens has no part in
+  int turns = 1;             // parts of the inputs that a block takes one after another
 };
 
 struct EmbedArgs {

@@ -6,6 +6,9 @@
 // exchanged as the copy engine does it. The residual stream is already there and is added before.
 // From there the copy engine takes them, or threads, which finish four channels or eight of a token
 // at a time. Logits go straight to memory: 8 neighbours of 4 bytes are a sector.
+//
+// Sums are finished by the operations of epilogue.cuh in their order, so that the form has no part
+// in the bits of what is written.
 #pragma once
 
 #include "epilogue.cuh"
@@ -23,8 +26,7 @@ struct Tile {
   const float* scale;      // of this tile's tokens
   const int* slots;
   int first_token, first_channel;
-  int group;    // of the set
-  int barrier;  // of this group in the block, from 0
+  int group;
 
   static constexpr int kTokens = S::kFinish, kBlocks = S::kBlocks;
   static constexpr int kUnitThreads = S::kUnitBlocks * kGroupThreads;
@@ -87,7 +89,7 @@ struct Tile {
 
  private:
   __device__ __forceinline__ void meet_unit() const {
-    meet(1 + barrier / S::kUnitBlocks, kUnitThreads);
+    meet(1 + group / S::kUnitBlocks, kUnitThreads);
   }
 
   template <bool kAdding, class Staged, class F>
@@ -112,7 +114,8 @@ struct Tile {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float* two = &sums[block][4 * (j + square) + 2 * half];
-            float low = two[0] * factor.x + bias[half], high = two[1] * factor.y + bias[half];
+            float low = two[0] * factor.x + bias[half];
+            float high = two[1] * factor.y + bias[half];
             unsigned& word = words[square * 2 + half];
             if (kAdding) {
               low += number_of(&word, 0, T{});
@@ -174,20 +177,20 @@ struct Tile {
         x.load(reinterpret_cast<const T*>(from));
         if (real) x.store(static_cast<T*>(args.x) + at);
         if (!args.scaled) continue;
-        float sum = 0.0f, y[kOct];
+        float sums[2] = {}, y[kOct];  // in the order of write_residual(): of quads
 #pragma unroll
         for (int i = 0; i < kOct; ++i) {
-          sum += x[i] * x[i];
+          sums[i / kQuad] += x[i] * x[i];
           y[i] = x[i] * weight[i];
         }
         scaled.set(y);
         if (real) scaled.store(static_cast<T*>(args.scaled) + at);
 #pragma unroll
         for (int distance = 4; distance > 0; distance /= 2) {
-          sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+          for (float& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
         }
         if (real && chunk == 0) {
-          args.squares_out[channel / kSquareRows * args.tokens + token] = sum;
+          args.squares_out[channel / kSquareRows * args.tokens + token] = sums[0] + sums[1];
         }
       }
     }

@@ -51,18 +51,6 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int c
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
       : "memory");
 }
-// The same for all blocks of a cluster that `blocks` has a bit for: to the same place of each,
-// whose own barrier counts the bytes.
-__device__ __forceinline__ void copy_box_to_blocks(void* to, const CUtensorMap& map, int column,
-                                                   int row, std::uint64_t& barrier,
-                                                   unsigned blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)),
-      "h"(static_cast<unsigned short>(blocks))
-      : "memory");
-}
 // From shared memory to a box of `map`; what lies outside the matrix is left out.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int row,
                                           const void* from) {
@@ -100,19 +88,6 @@ __device__ __forceinline__ std::uint32_t address_in_block(std::uint32_t address,
   std::uint32_t other;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(address), "r"(rank));
   return other;
-}
-__device__ __forceinline__ unsigned rank_in_cluster() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// At the barrier of any block that lies where `barrier` does in this one. Orders what this thread
-// did in its own block's shared memory, and no more: a release to the cluster would wait for all of
-// its accesses to memory.
-__device__ __forceinline__ void arrive_at_block(std::uint64_t& barrier, unsigned rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                   address_in_block(shared_address(&barrier), rank))
-               : "memory");
 }
 // Shared memory of this block to that of another, whose barrier counts the bytes.
 __device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const void* from,
@@ -172,6 +147,12 @@ __device__ __forceinline__ void commit_products() {
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from reading sums before the wait for them: to it they were there already.
+template <int kSums>
+__device__ __forceinline__ void sums_are_there(float (&sums)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // A tile in shared memory whose rows are 128 bytes of inputs, swizzled as copy_box() leaves them

@@ -6,7 +6,8 @@
 // are asked for before that kernel has ended.
 //
 // Where there are too few tiles for the GPU, the blocks of a cluster take a part of the inputs
-// each, sum it from zero and send every other one its share of the tokens, who adds up in order.
+// each, sum it from zero and send every other one its share of the tokens, who adds up in order. Or
+// one block takes these parts in turn and adds them up in the same order: the same bits.
 #pragma once
 
 #include "epilogue.cuh"
@@ -18,11 +19,12 @@ namespace cuda {
 
 // kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
 // blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
-template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
+template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false,
+          bool kTurns_ = false>
 struct LinearShape {
   using Type = T;
   static constexpr int kGates = kGates_, kBlocks = kBlocks_, kGroups = kGroups_, kTokens = kTokens_;
-  static constexpr bool kStepping = kGates > 1;
+  static constexpr bool kStepping = kGates > 1, kTurns = kTurns_;
   static_assert(kBlocks * kGroups % kGates == 0, "a block of rows has all gates of its channels");
   static constexpr int kComputing = kGroups * kGroupThreads;
   // One warp copies, one prepares; with the others, all finish sums.
@@ -43,7 +45,7 @@ struct LinearShape {
   static constexpr int kRing =
       ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
       1024;
-  static constexpr int kMinBlocks = kDeep || kGroups == 3                          ? 1
+  static constexpr int kMinBlocks = kDeep                                          ? 1
                                     : kGates == 1 && kGroups == 1 && kTokens <= 16 ? 3
                                                                                    : 2;
   // With parts, what they are sent lies behind the ring.
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int begin = part * steps / parts, count = (part + 1) * steps / parts - begin;
 
   float sums[S::kBlocks][S::kTokens / 2];
+  [[maybe_unused]] float totals[S::kTurns ? S::kBlocks : 1][S::kTurns ? S::kTokens / 2 : 1] = {};
   if (warp == S::kComputing / 32) {
     if (lane == 0) {
       prefetch_map(weight_map);
@@ -161,6 +164,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     const auto release = [&](int n) {
       if (lane == 0) arrive(empty[n % S::kStages]);
     };
+    int first = 0, turn = 1, end = S::kTurns ? steps / args.turns : count;  // of the turn
     for (int n = 0; n < count; ++n) {
       const int at = n % S::kStages;
       wait_barrier(full[at], n / S::kStages % 2);
@@ -173,13 +177,27 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
             describe_tile(stage + (group * S::kBlocks + block) * S::kTileBytes);
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
-          Product<T, S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
+          Product<T, S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k,
+                                      n > first || k > 0);
         }
       }
       commit_products();
-      if (n > 0) {
+      if (n > first) {
         wait_products<1>();
         release(n - 1);
+      }
+      if constexpr (S::kTurns) {
+        if (n + 1 < end) continue;
+        wait_products<0>();
+        release(n);
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block) {
+          sums_are_there(sums[block]);
+#pragma unroll
+          for (int i = 0; i < S::kTokens / 2; ++i) totals[block][i] += sums[block][i];
+        }
+        first = end;
+        end = ++turn * steps / args.turns;
       }
     }
     wait_products<0>();
@@ -188,6 +206,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   // The ring becomes [tokens][rows] of this block's sums.
   __syncthreads();
   float* staged = reinterpret_cast<float*>(ring);
+  const auto finished = [&](int block, int i) {
+    if constexpr (S::kTurns) {
+      return totals[block][i];
+    } else {
+      return sums[block][i];
+    }
+  };
   if (warp < S::kComputing / 32) {
     const int row = warp / 4 * S::kBlocks * kBlockRows + warp % 4 * 16 + lane / 4;
 #pragma unroll
@@ -197,8 +222,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
         float* to = staged + (8 * j + lane % 4 * 2 + odd) * S::kSumRows + row;
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block) {
-          to[block * kBlockRows] = sums[block][4 * j + odd];
-          to[block * kBlockRows + 8] = sums[block][4 * j + 2 + odd];
+          to[block * kBlockRows] = finished(block, 4 * j + odd);
+          to[block * kBlockRows + 8] = finished(block, 4 * j + 2 + odd);
         }
       }
     }

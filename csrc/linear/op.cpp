@@ -121,13 +121,14 @@ Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const May
 }  // namespace
 
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                  const MaybeTensor& bias, bool gelu, bool logits) {
+                  const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order) {
   const Maps maps("linear_map", x, "x", weight);
   maps.check.require(!(gelu && logits), "gelu and logits exclude each other");
   LinearArgs args = maps.args(gelu     ? Epilogue::gelu
                               : logits ? Epilogue::logits
                                        : Epilogue::plain,
                               x, weight, 1, bias);
+  args.fixed_order = fixed_order;
   maps.normed(args, squares, eps);
   Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels},
                                         logits ? ScalarType::Float : x.scalar_type());
@@ -138,7 +139,7 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
 
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
-                   bool linear_candidate, bool normalize_gates) {
+                   bool linear_candidate, bool normalize_gates, bool fixed_order) {
   const Maps maps("linear_step", x, "x", weight);
   maps.check.require(state.dim() == 2, "state must be [num_slots, channels], got ",
                      describe(state));
@@ -152,6 +153,7 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
   maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
                      "rows of state must be aligned to 16 bytes");
   LinearArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
+  args.fixed_order = fixed_order;
   maps.normed(args, squares, eps);
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
@@ -169,13 +171,14 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
 
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
-                                           const MaybeTensor& norm_weight) {
+                                           const MaybeTensor& norm_weight, bool fixed_order) {
   const Maps maps("linear_residual_", y, "y", weight);
   LinearArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
   maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
   maps.check.require(x.is_contiguous(), "x is changed in place, so it must be contiguous");
   maps.aligned(x, "x", kVectorAlignment);
   maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
+  args.fixed_order = fixed_order;
   args.x = x.mutable_data_ptr();
   const Norm norm = prepare_norm(args, maps, y, norm_weight);
   maps.run(args, y, weight, 1);

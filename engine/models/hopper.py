@@ -23,10 +23,14 @@ from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
-# Where a layer has so many weights, products of more rows than that are quicker in the library:
-# measured at layers of 2, 9 and 52 million weights.
-_MOST_ROWS = {30_000_000: 192, 4_000_000: 512}
-_MOST_TOKENS = 1024  # of prompts
+# Steps of more rows than that are as quick with products of the library where a layer has that
+# many weights: larger ones have tiles enough, smaller ones gain more by fewer kernels. Measured at
+# layers of 2, 7 and 52 million weights.
+_MOST_ROWS = 768
+_BETWEEN = range(4_000_000, 30_000_000)
+
+#: What `supports` asks of a model's widths, in words.
+WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
@@ -51,11 +55,14 @@ def supports(model: LM) -> bool:
 
 
 class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Long prompts, and steps of many rows
-    where its layers are not small, are read by `model` itself."""
+    """A ServingModel of `model`, which `supports` says yes to. Steps of many rows, where its layers
+    are neither small nor large, and the logits of prompts come from `model` itself, whose products
+    the library sums in an order that the number of rows has a part in. With `deterministic` nothing
+    does: a row's bits depend on that row alone."""
 
-    def __init__(self, model: LM) -> None:
+    def __init__(self, model: LM, *, deterministic: bool = False) -> None:
         self._model = model
+        self._fixed_order = deterministic
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._linear_candidate = model.config.candidate == "linear"
@@ -69,32 +76,33 @@ class HopperLM:
             bias = torch.cat([bias, bias.new_zeros(extra)])
         self._head_bias = None if bias is None else bias.detach().to(self._head.dtype)
         weights = sum(weight.numel() for weight in self._layers[0].parameters())
-        limits = (most for least, most in _MOST_ROWS.items() if weights >= least)
-        self._most_rows = next(limits, None)
+        self._most_rows = None if deterministic or weights not in _BETWEEN else _MOST_ROWS
 
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As LM.prefill; few tokens take half as many kernels."""
-        if len(tokens) > (self._most_rows or _MOST_TOKENS):
-            return self._model.prefill(tokens, cu_seqlens, state, slots)
+        """As LM.prefill, in half as many kernels."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
             return conv_scan(x, conv.weight, conv.bias, cu_seqlens, state.conv[index], slots)
 
         def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
-            pre = linear_map(scaled, squares, self._eps, cell.gates.weight, cell.gates.bias)
+            gates = cell.gates
+            pre = self._map(scaled, squares, gates.weight, gates.bias)
             return cell.recur(pre, state.cell[index], cu_seqlens, slots)
 
         scaled, squares = self._read(tokens, convolve, recur)
-        mean = squares.sum(0, dtype=torch.float32) / scaled.shape[1]  # [tokens]
+        total = _sum_in_pairs(squares) if self._fixed_order else squares.sum(0)  # [tokens]
+        mean = total / scaled.shape[1]
         hidden: Tensor = (scaled * (mean + self._eps).rsqrt().unsqueeze(-1)).to(scaled.dtype)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As LM.logits."""
+        if self._fixed_order:
+            return self._head_of(hidden, None)
         return self._model.logits(hidden)
 
     def initial_state_rows(self) -> Tensor:
@@ -123,10 +131,25 @@ class HopperLM:
                 slots,
                 self._linear_candidate,
                 self._model.config.normalize_gates,
+                self._fixed_order,
             )
 
         scaled, squares = self._read(tokens, convolve, recur)
-        logits = linear_map(scaled, squares, self._eps, self._head, self._head_bias, logits=True)
+        return self._head_of(scaled, squares)
+
+    def _map(
+        self, x: Tensor, squares: Tensor | None, weight: Tensor, bias: Tensor | None, **how: bool
+    ) -> Tensor:
+        fixed = self._fixed_order
+        return linear_map(x, squares, self._eps, weight, bias, fixed_order=fixed, **how)
+
+    def _add(
+        self, y: Tensor, module: nn.Linear, x: Tensor, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order)
+
+    def _head_of(self, x: Tensor, squares: Tensor | None) -> Tensor:
+        logits = self._map(x, squares, self._head, self._head_bias, logits=True)
         return logits[:, : self._vocabulary]
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> tuple[Tensor, Tensor]:
@@ -136,19 +159,19 @@ class HopperLM:
         x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
-                mix = layer.conv.pointwise
+                mix = cast("nn.Linear", layer.conv.pointwise)
                 y = convolve(index, layer.conv, x)
                 norm = layer.cell_norm.weight
-                scaled, squares = linear_residual_(y, mix.weight, mix.bias, x, norm)
+                scaled, squares = self._add(y, mix, x, norm)
             h = recur(index, layer.cell, scaled, squares)
             norm = self._norm_after_cell(index)
             out = cast("nn.Linear", layer.cell.out)  # supports() has seen to it
-            scaled, squares = linear_residual_(h, out.weight, out.bias, x, norm)
+            scaled, squares = self._add(h, out, x, norm)
             if layer.mlp is not None:
-                mlp = layer.mlp
-                y = linear_map(scaled, squares, self._eps, mlp.up.weight, mlp.up.bias, gelu=True)
+                up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
+                y = self._map(scaled, squares, up.weight, up.bias, gelu=True)
                 norm = self._norm_after_layer(index)
-                scaled, squares = linear_residual_(y, mlp.down.weight, mlp.down.bias, x, norm)
+                scaled, squares = self._add(y, down, x, norm)
         return scaled, squares
 
     def _norm_after_cell(self, index: int) -> Tensor | None:
@@ -161,3 +184,12 @@ class HopperLM:
             return self._model.norm.weight
         following = self._layers[index + 1]
         return None if following.conv is not None else following.cell_norm.weight
+
+
+def _sum_in_pairs(rows: Tensor) -> Tensor:
+    """The sum of rows [n, tokens], n at least 1: [tokens]. A sum by torch would add them up in an
+    order that the number of tokens has a part in."""
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = torch.cat((rows[:half] + rows[half : 2 * half], rows[2 * half :]))
+    return rows[0]

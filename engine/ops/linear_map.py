@@ -27,6 +27,7 @@ def linear_map(
     bias: Tensor | None = None,
     gelu: bool = False,
     logits: bool = False,
+    fixed_order: bool = False,
 ) -> Tensor:
     """y = W x, divided by the norm, plus bias.
 
@@ -41,15 +42,18 @@ def linear_map(
         bias: [rows].
         gelu: exact GELU of y.
         logits: y in float32.
+        fixed_order: every row has the bits that it has alone; takes longer now and then.
 
     Returns:
         [tokens, rows], in x's dtype or float32. Sums are float32; their order depends on the number
-        of tokens, and on nothing else of the batch.
+        of tokens unless `fixed_order`, and on nothing else of the batch.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    y: Tensor = torch.ops.minserve.linear_map(x, squares, eps, weight, bias, gelu, logits)
+    y: Tensor = torch.ops.minserve.linear_map(
+        x, squares, eps, weight, bias, gelu, logits, fixed_order
+    )
     return y
 
 
@@ -85,6 +89,7 @@ def _fake(
     bias: Tensor | None = None,
     gelu: bool = False,
     logits: bool = False,
+    fixed_order: bool = False,
 ) -> Tensor:
     dtype = torch.float32 if logits else x.dtype
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)

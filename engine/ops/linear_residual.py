@@ -8,7 +8,12 @@ from engine.ops.linear_map import SQUARE_ROWS, scaled_product
 
 
 def linear_residual_(
-    y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, norm_weight: Tensor | None
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Adds W y (+ bias) to the residual stream.
 
@@ -18,6 +23,7 @@ def linear_residual_(
         bias: [channels].
         x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.
         norm_weight: [channels], of the norm that comes next; None: none does.
+        fixed_order: as of `linear_map`.
 
     Returns:
         x * norm_weight [tokens, channels] in x's dtype, and float32 [channels / 64, tokens], the
@@ -26,7 +32,9 @@ def linear_residual_(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    scaled, squares = torch.ops.minserve.linear_residual_(y, weight, bias, x, norm_weight)
+    scaled, squares = torch.ops.minserve.linear_residual_(
+        y, weight, bias, x, norm_weight, fixed_order
+    )
     return scaled, squares
 
 
@@ -45,7 +53,12 @@ def norm_inputs(x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _fake(
-    y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, norm_weight: Tensor | None
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, channels = x.shape
     rows = tokens if norm_weight is not None else 0

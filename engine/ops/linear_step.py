@@ -25,6 +25,7 @@ def linear_step(
     slots: Tensor,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
+    fixed_order: bool = False,
 ) -> Tensor:
     """One step of every row of a batch.
 
@@ -36,6 +37,7 @@ def linear_step(
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named
             twice.
+        fixed_order: as of `linear_map`.
 
     Returns:
         h [batch, channels] in x's dtype.
@@ -45,7 +47,7 @@ def linear_step(
             NotImplementedError on the CPU.
     """
     h: Tensor = torch.ops.minserve.linear_step(
-        x, squares, eps, weight, bias, state, slots, linear_candidate, normalize_gates
+        x, squares, eps, weight, bias, state, slots, linear_candidate, normalize_gates, fixed_order
     )
     return h
 
@@ -78,6 +80,7 @@ def _fake(
     slots: Tensor,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
+    fixed_order: bool = False,
 ) -> Tensor:
     return x.new_empty((x.shape[0], state.shape[1]))
 

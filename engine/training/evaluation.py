@@ -10,14 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine import ops
+from engine.models.cell import ModelState
 from engine.models.lm import LM
 
-CHUNK = 1024  # tokens that the carried loss reads at once: bounds its memory
+# Tokens that the carried loss reads at once: bounds its memory. A multiple of SCAN_CHUNK, as the
+# pieces are in which a server reads.
+CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,30 @@ def windows_loss(model: LM, ids: Tensor, *, window: int, batch: int) -> Loss:
     return Loss(float(total), max(0, ids.numel() - 1))
 
 
-class CarriedLoss:
-    """Reads a text piece by piece through the serving path, with one sequence's state.
+class Reader(Protocol):
+    """What reads prompts: an LM or a ServingModel, which has these methods too."""
 
-    The first token of the text is read but not scored. `loss` is what is known so far.
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class CarriedLoss:
+    """Reads a text through the serving path, CHUNK tokens at a time wherever it was cut into
+    pieces, with one sequence's state.
+
+    The first token of the text is read but not scored. `loss` is what is known so far: `finish`
+    reads what is left of a chunk. `state` is of one sequence that has read nothing yet.
     """
 
-    def __init__(self, model: LM, device: torch.device) -> None:
+    def __init__(self, model: Reader, state: ModelState) -> None:
         self._model = model
-        self._state = model.new_state(1)
-        self._slots = torch.zeros(1, dtype=torch.int32, device=device)
-        self._device = device
-        self._last = torch.empty(0, dtype=torch.int32, device=device)
+        self._state = state
+        self._device = state.cell.device
+        self._slots = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._unread = torch.empty(0, dtype=torch.int32, device=self._device)
         self._nats = 0.0
         self._tokens = 0
 
@@ -79,23 +96,34 @@ class CarriedLoss:
     def loss(self) -> Loss:
         return Loss(self._nats, self._tokens)
 
-    @torch.inference_mode()
     def feed(self, ids: Tensor) -> None:
-        """Scores the next ids [tokens] of the text."""
-        ids = torch.cat((self._last, ids.to(self._device, torch.int32)))
-        for start in range(0, ids.numel() - 1, CHUNK):
-            piece = ids[start : start + CHUNK + 1]
-            bounds = torch.tensor([0, piece.numel() - 1], dtype=torch.int32, device=self._device)
-            hidden = self._model.prefill(piece[:-1], bounds, self._state, self._slots)
-            logits = self._model.logits(hidden).float()  # [tokens, vocab]
-            nats = functional.cross_entropy(logits, piece[1:].long(), reduction="none")
-            self._nats += float(nats.double().sum())
-            self._tokens += nats.numel()
-        self._last = ids[-1:]
+        """Takes the next ids [tokens] of the text."""
+        ids = torch.cat((self._unread, ids.to(self._device, torch.int32)))
+        while ids.numel() > CHUNK:
+            self._score(ids[: CHUNK + 1])
+            ids = ids[CHUNK:]
+        self._unread = ids
+
+    def finish(self) -> Loss:
+        """The loss of the whole text."""
+        if self._unread.numel() > 1:
+            self._score(self._unread)
+            self._unread = self._unread[-1:]
+        return self.loss
+
+    @torch.inference_mode()
+    def _score(self, ids: Tensor) -> None:
+        """Reads all but the last of ids and scores all but the first."""
+        bounds = torch.tensor([0, ids.numel() - 1], dtype=torch.int32, device=self._device)
+        hidden = self._model.prefill(ids[:-1], bounds, self._state, self._slots)
+        logits = self._model.logits(hidden).float()  # [tokens, vocab]
+        logprobs, _ = ops.target_logprobs(logits, ids[1:].long())
+        self._nats -= float(logprobs.double().sum())
+        self._tokens += logprobs.numel()
 
 
 def carried_loss(model: LM, ids: Tensor) -> Loss:
     """The loss of ids [tokens] with the state carried through all of them."""
-    carried = CarriedLoss(model, ids.device)
+    carried = CarriedLoss(model, model.new_state(1))
     carried.feed(ids)
-    return carried.loss
+    return carried.finish()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from service.admission import InferenceRoute, check_admission
+from engine.messages import pack_ids
+from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
+from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
+from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
@@ -23,8 +28,9 @@ from service.schemas.completions import (
     CompletionResponse,
     StreamOptions,
 )
+from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.wire import JSONResponse, event
+from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
@@ -37,23 +43,31 @@ SAMPLING = (
 
 @router.post(
     "/v1/completions",
-    responses={200: {"model": CompletionResponse}, "4XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": CompletionResponse},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
     _check_neutral(body)
-    tasks = await _tasks(body, runtime)
-    view = _View(body, runtime, tasks, f"cmpl-{request.scope[REQUEST_ID]}")
+    tasks = await _tasks(body, runtime, flight)
+    answer_id = f"cmpl-{request.scope[REQUEST_ID]}"
+    echoed = sum(len(task.prompt) for task in tasks) if body.echo else 0
+    view = await render(echoed, lambda: _View(body, runtime, tasks, answer_id))
     if body.stream:
-        chunks = stream(runtime, tasks, view.render, view.render_error, view.last)
-        return EventStream(chunks, runtime.settings.stall_timeout)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, tasks))
-    return JSONResponse(view.response(outcomes))
+        chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
+        return EventStream(chunks)
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    tokens = echoed + sum(len(outcome.pieces) for outcome in outcomes)
+    return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
 
 
 def _check_neutral(body: CompletionRequest) -> None:
@@ -66,7 +80,7 @@ def _check_neutral(body: CompletionRequest) -> None:
         raise invalid("stream_options", "allowed with stream: true only")
 
 
-async def _tasks(body: CompletionRequest, runtime: Runtime) -> list[Task]:
+async def _tasks(body: CompletionRequest, runtime: Runtime, flight: Flight) -> list[Task]:
     """One task per choice."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     n = body.n or 1
@@ -77,19 +91,26 @@ async def _tasks(body: CompletionRequest, runtime: Runtime) -> list[Task]:
         names = [f"prompt[{i}]" for i in range(len(prompts))]
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n", n, settings.max_n, "samples of one prompt")
-    check_admission(runtime, len(prompts) * n)
-    values = {name: getattr(body, name) for name in SAMPLING}
-    stop = stop_strings(body.stop, settings, tokenizer)
+    flight.reserve(len(prompts) * n)
+    params = sampling_params({name: getattr(body, name) for name in SAMPLING}, settings, info)
+    [stop] = await read_stops([body.stop], settings, tokenizer)
+    size = RequestSize("prompt", settings)
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
-        seed = random.getrandbits(63) if body.seed is None else body.seed
+        seed = random.getrandbits(63) if body.seed is None else body.seed % 2**63
         ids = await read_prompt(prompt, name, tokenizer, info)
+        size.add_prompt(len(ids), n)
+        if body.logprobs is not None:
+            reported = len(ids) if body.echo else 0
+            reported += 0 if body.stream else params.max_tokens
+            size.add_reports(reported, body.logprobs, n)
+        packed = pack_ids(ids)
         for choice in range(n):
-            params = sampling_params({**values, "seed": seed, "choice": choice}, settings, info)
             tasks.append(
                 Task(
                     ids,
-                    params,
+                    packed,
+                    msgspec.structs.replace(params, seed=seed, choice=choice),
                     stop,
                     settings.request_timeout,
                     score_top=body.logprobs if body.echo else None,
@@ -119,7 +140,7 @@ class _View:
         # Texts of the prompts, where they are part of the answers.
         self._echoes: list[str] = []
         if body.echo and self._tokenizer:
-            texts = [self._tokenizer.decode(task.prompt) for task in tasks[:: self._n]]
+            texts = [self._tokenizer.decode_open(task.prompt) for task in tasks[:: self._n]]
             self._echoes = [text for text in texts for _ in range(self._n)]
         self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
         self._begun: set[int] = set()  # choices that have had their first event
@@ -133,16 +154,23 @@ class _View:
             "usage": self._usage([outcome.answer for outcome in outcomes]),
         }
 
-    def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+    def render(
+        self, index: int, answer: Answer, pieces: list[Piece]
+    ) -> bytes | Coroutine[Any, Any, bytes]:
         """Events for one choice's new pieces; where the prompt is echoed, one for it before."""
-        frames = []
-        if self._body.echo and index not in self._echoed:
-            if not (pieces or len(answer.scores) == len(self._tasks[index].prompt) - 1):
-                return b""
-            self._echoed.add(index)
-            frames.append(self._chunk(index, answer, None))
-        frames += [self._chunk(index, answer, piece) for piece in pieces]
-        return b"".join(frames)
+        prompt = self._tasks[index].prompt
+        if not self._body.echo or index in self._echoed:
+            return self._frames(index, answer, [*pieces])
+        if not (pieces or len(answer.scores) == len(prompt) - 1):
+            return b""
+        self._echoed.add(index)
+        frames = [None, *pieces]
+        if len(prompt) > TOKENS_AT_ONCE:
+            return asyncio.to_thread(self._frames, index, answer, frames)
+        return self._frames(index, answer, frames)
+
+    def _frames(self, index: int, answer: Answer, pieces: list[Piece | None]) -> bytes:
+        return b"".join([self._chunk(index, answer, piece) for piece in pieces])
 
     def render_error(self, index: int, error: EngineError) -> bytes:
         return event({**self._head, "choices": [self._failed(index, error)]})

@@ -7,17 +7,20 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from service.admission import InferenceRoute, check_admission
+from engine.messages import pack_ids
+from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
+from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, sampling_params, stop_strings
+from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
+from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.wire import JSONResponse, event
+from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
@@ -29,23 +32,35 @@ SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
 
 @router.post(
     "/v1/generate",
-    responses={200: {"model": GenerateResponse}, "4XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": GenerateResponse},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
-    check_admission(runtime, len(body.prompts))
+    flight.reserve(len(body.prompts))
     tasks = await _tasks(body, runtime)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
-        return _stream(runtime, tasks, answer_id)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, tasks))
+        return _stream(runtime, flight, tasks, answer_id)
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    return await render(tokens, lambda: _answer(runtime, tasks, outcomes, answer_id))
+
+
+def _answer(
+    runtime: Runtime, tasks: list[Task], outcomes: list[Outcome], answer_id: str
+) -> JSONResponse:
     total = usage(
         sum(outcome.answer.prompt_tokens for outcome in outcomes),
         sum(outcome.answer.completion_tokens for outcome in outcomes),
@@ -64,15 +79,19 @@ async def generate(
 async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
+    stops = await read_stops(columns["stop"], settings, tokenizer)
+    size = RequestSize("prompts", settings)
     tasks = []
     for i, prompt in enumerate(body.prompts):
         params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
-        stop = stop_strings(columns["stop"][i], settings, tokenizer)
         timeout = columns["timeout"][i] or settings.request_timeout
         if timeout > settings.max_request_timeout:
             raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
-        tasks.append(Task(ids, params, stop, timeout))
+        size.add_prompt(len(ids))
+        if params.logprobs is not None and not body.stream:
+            size.add_reports(params.max_tokens, params.logprobs)
+        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout))
     return tasks
 
 
@@ -108,8 +127,8 @@ def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, An
     return arrays.to_dict()
 
 
-def _stream(runtime: Runtime, tasks: list[Task], answer_id: str) -> EventStream:
-    def render(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str) -> EventStream:
+    def frames(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         return b"".join([frame(index, answer, piece) for piece in pieces])
 
     def frame(index: int, answer: Answer, piece: Piece) -> bytes:
@@ -128,5 +147,5 @@ def _stream(runtime: Runtime, tasks: list[Task], answer_id: str) -> EventStream:
     def render_error(index: int, error: EngineError) -> bytes:
         return event({"id": answer_id, "index": index, **error_body(error)})
 
-    chunks = stream(runtime, tasks, render, render_error, last=lambda _: b"")
-    return EventStream(chunks, runtime.settings.stall_timeout)
+    chunks = stream(runtime, flight, tasks, frames, render_error, last=lambda _: b"")
+    return EventStream(chunks)

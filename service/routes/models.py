@@ -40,6 +40,7 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "eos_token_id": info.eos_token_id,
         "dtype": info.dtype,
         "quantization": info.quantization,
+        "deterministic": info.deterministic,
         "device": info.device_name,
         "state_bytes": info.state_bytes,
         "fingerprint": info.fingerprint,

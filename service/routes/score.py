@@ -9,18 +9,20 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.errors import EngineError
-from engine.messages import SamplingParams, TokenLogprobs
-from service.admission import InferenceRoute, check_admission
+from engine.errors import Draining, EngineError, TimedOut
+from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
+from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.errors import invalid
+from service.flight import Flight
 from service.inputs import check_count, check_model, read_prompt
 from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
+from service.size import RequestSize
 from service.streaming import ends_all, error_body, unless_client_leaves
-from service.wire import JSONResponse
+from service.wire import JSONResponse, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
@@ -39,52 +41,67 @@ class Task:
 
 @router.post(
     "/v1/score",
-    responses={200: {"model": ScoreResponse}, "4XX": {"model": ErrorBody}},
+    responses={
+        200: {"model": ScoreResponse},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
 )
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Scores `texts` from their second token on, or, for `items`, every token of each
     continuation after its context. Texts of an item are tokenised apart. An empty context stands
     for the end-of-text token, where the model has one."""
     check_model(body.model, runtime.model_name, runtime.info)
     if body.texts is not None:
-        tasks = await _text_tasks(body.texts, runtime)
+        tasks = await _text_tasks(body.texts, runtime, flight)
     else:
-        tasks = await _item_tasks(body.items or [], runtime)
-    scores = await unless_client_leaves(request.receive, _run(runtime, tasks))
-    results = (
-        [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
-        if body.texts is not None
-        else _item_results(body.items or [], scores)
-    )
-    return JSONResponse(
-        {
-            "id": f"score-{request.scope[REQUEST_ID]}",
-            "model": runtime.model_name,
-            "results": results,
-            "usage": usage(sum(len(task.tokens) for task in tasks), 0),
-        }
-    )
+        tasks = await _item_tasks(body.items or [], runtime, flight)
+    scores = await unless_client_leaves(request.receive, _run(runtime, flight, tasks))
+    tokens = sum(len(task.tokens) for task in tasks)
+
+    def answer() -> JSONResponse:
+        results = (
+            [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
+            if body.texts is not None
+            else _item_results(body.items or [], scores)
+        )
+        return JSONResponse(
+            {
+                "id": f"score-{request.scope[REQUEST_ID]}",
+                "model": runtime.model_name,
+                "results": results,
+                "usage": usage(tokens, 0),
+            }
+        )
+
+    return await render(tokens, answer)
 
 
-async def _text_tasks(texts: list[str | list[int]], runtime: Runtime) -> list[Task]:
+async def _text_tasks(texts: list[str | list[int]], runtime: Runtime, flight: Flight) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
-    check_admission(runtime, len(texts))
-    return [
-        Task(await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info))
-        for i, text in enumerate(texts)
-    ]
+    flight.reserve(len(texts))
+    size = RequestSize("texts", runtime.settings)
+    tasks = []
+    for i, text in enumerate(texts):
+        tokens = await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info)
+        size.add_prompt(len(tokens))
+        size.add_reports(len(tokens))
+        tasks.append(Task(tokens))
+    return tasks
 
 
-async def _item_tasks(items: list[ScoreItem], runtime: Runtime) -> list[Task]:
+async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) -> list[Task]:
     """One task per continuation, items one after the other."""
     total = sum(len(item.continuations) for item in items)
     check_count("items", total, runtime.settings.max_prompts, "continuations")
-    check_admission(runtime, total)
+    flight.reserve(total)
     tokenizer, info = runtime.tokenizer, runtime.info
+    size = RequestSize("items", runtime.settings)
     tasks = []
     for i, item in enumerate(items):
         if item.context:
@@ -98,45 +115,56 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime) -> list[Task]:
         for j, continuation in enumerate(item.continuations):
             name = f"items[{i}].continuations[{j}]"
             tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
+            size.add_prompt(len(context) + len(tokens))
+            size.add_reports(len(tokens))
             shared = len(item.continuations) > 1
             tasks.append(Task(context + tokens, len(context), shared))
     return tasks
 
 
-async def _run(runtime: Runtime, tasks: list[Task]) -> list[Scores]:
+async def _run(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Scores]:
     """Every task's scores. Raises EngineError where no task was served."""
     scores: list[Scores] = [[] for _ in tasks]
     # A text of one token has nothing to score.
     submitted = [i for i, task in enumerate(tasks) if len(task.tokens) > task.start]
     failed = 0
-    with runtime.flight() as flight:
-        for i in submitted:
-            task = tasks[i]
-            flight.submit(
-                task.tokens,
-                sampling=SamplingParams(max_tokens=0),
-                stream=False,
-                score=True,
-                score_from=task.start,
-                share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
-                timeout=runtime.settings.request_timeout,
-            )
-        async for batch in flight.arrivals():
-            for which, came in batch:
-                i = submitted[which]
-                sofar = scores[i]
-                if isinstance(came, EngineError):
-                    failed += 1
-                    if failed == len(submitted) or ends_all(came):
-                        raise came
-                    scores[i] = came
-                elif not isinstance(sofar, EngineError):
-                    sofar += came.scores
-                    if came.finished and len(sofar) < len(tasks[i].tokens) - tasks[i].start:
-                        scores[i] = EngineError(
-                            f"ended early ({came.finished.reason}): {len(sofar)} tokens scored"
-                        )
+    for i in submitted:
+        task = tasks[i]
+        flight.submit(
+            pack_ids(task.tokens),
+            sampling=SamplingParams(max_tokens=0),
+            stream=False,
+            score=True,
+            score_from=task.start,
+            share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
+            timeout=runtime.settings.request_timeout,
+        )
+    async for batch in flight.arrivals():
+        for which, came in batch:
+            i = submitted[which]
+            sofar = scores[i]
+            error = came if isinstance(came, EngineError) else None
+            if not isinstance(came, EngineError) and not isinstance(sofar, EngineError):
+                sofar += came.scores
+                if came.finished is not None:
+                    error = _shortfall(came.finished, len(sofar), tasks[i])
+            if error is not None:
+                failed += 1
+                if failed == len(submitted) or ends_all(error):
+                    raise error
+                scores[i] = error
     return scores
+
+
+def _shortfall(finished: Finished, scored: int, task: Task) -> EngineError | None:
+    """Why a task ended without all of its scores; None where it has them."""
+    wanted = len(task.tokens) - task.start
+    if scored == wanted:
+        return None
+    progress = f"{scored} of {wanted} tokens were scored"
+    if finished.reason == "timeout":
+        return TimedOut(f"the request's time was over; {progress}")
+    return Draining(f"the server is shutting down; {progress}")
 
 
 def _text_result(index: int, task: Task, scores: Scores, runtime: Runtime) -> dict[str, Any]:

@@ -11,11 +11,14 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 INT32_MAX = 2**31 - 1
+MOST_BIAS = 100
 
 
 class RequestModel(BaseModel):
@@ -37,10 +40,14 @@ class RequestModel(BaseModel):
         return data
 
 
+T = TypeVar("T")
+# A list whose validation ends at the first wrong entry: there may be a million of them.
+Many = Annotated[list[T], Field(fail_fast=True)]
+
 # Tags of unions stand in angle brackets: service.errors leaves them out of parameter paths.
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Prompt = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TokenId], Tag("<ids>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[TokenId], Tag("<ids>")],
     Discriminator(
         lambda value: {str: "<text>", list: "<ids>"}.get(type(value)),
         custom_error_type="prompt_type",
@@ -56,6 +63,21 @@ def _token_key(key: Any) -> Any:
     return key
 
 
+def _first_wrong_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """As `Many`: validates alone the first entry that may be wrong, so that it alone is told."""
+    if isinstance(value, dict):
+        for key, bias in value.items():
+            token = _token_key(key)
+            if not (
+                type(token) is int
+                and 0 <= token <= INT32_MAX
+                and type(bias) in (int, float)
+                and -MOST_BIAS <= bias <= MOST_BIAS
+            ):
+                validate({key: bias})
+    return validate(value)
+
+
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
 MinTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Temperature = Annotated[float, Field(ge=0, le=100, description="0 = greedy")]
@@ -64,23 +86,24 @@ TopP = Annotated[float, Field(gt=0, le=1, description="1 = off")]
 MinP = Annotated[float, Field(ge=0, le=1, description="0 = off")]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=100, description="1 = off")]
 Penalty = Annotated[float, Field(ge=-2, le=2, description="0 = off")]
-LogitBias = dict[
-    Annotated[int, BeforeValidator(_token_key), Field(ge=0, le=INT32_MAX)],
-    Annotated[float, Field(ge=-100, le=100)],
+LogitBias = Annotated[
+    dict[
+        Annotated[int, BeforeValidator(_token_key), Field(ge=0, le=INT32_MAX)],
+        Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)],
+    ],
+    WrapValidator(_first_wrong_entry),
 ]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, description="null = a random one")]
 TopLogprobs = Annotated[int, Field(ge=0, description="null = none; k = the k best as well")]
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
-    Annotated[StopString, Tag("<string>")] | Annotated[list[StopString], Tag("<strings>")],
+    Annotated[StopString, Tag("<string>")] | Annotated[Many[StopString], Tag("<strings>")],
     Discriminator(
         lambda value: {str: "<string>", list: "<strings>"}.get(type(value)),
         custom_error_type="stop_type",
         custom_error_message="must be a string or a list of strings",
     ),
 ]
-
-T = TypeVar("T")
 
 
 def _one_or_each(value: Any) -> str:
@@ -96,11 +119,11 @@ def _one_or_each_list(value: Any) -> str:
 
 # One value for all prompts, or a list with one per prompt.
 PerPrompt = Annotated[
-    Annotated[T | None, Tag("<one>")] | Annotated[list[T | None], Tag("<each>")],
+    Annotated[T | None, Tag("<one>")] | Annotated[Many[T | None], Tag("<each>")],
     Discriminator(_one_or_each),
 ]
 PerPromptList = Annotated[
-    Annotated[T | None, Tag("<one>")] | Annotated[list[T | None], Tag("<each>")],
+    Annotated[T | None, Tag("<one>")] | Annotated[Many[T | None], Tag("<each>")],
     Discriminator(_one_or_each_list),
 ]
 

@@ -11,6 +11,7 @@ from service.schemas.common import (
     ErrorDetail,
     LogitBias,
     Logprobs,
+    Many,
     MinP,
     MinTokens,
     Penalty,
@@ -38,7 +39,7 @@ def _one_or_many(value: Any) -> str | None:
 
 
 Prompts = Annotated[
-    Annotated[Prompt, Tag("<one>")] | Annotated[list[Prompt], Tag("<many>"), Field(min_length=1)],
+    Annotated[Prompt, Tag("<one>")] | Annotated[Many[Prompt], Tag("<many>"), Field(min_length=1)],
     Discriminator(
         _one_or_many,
         custom_error_type="prompt_type",
@@ -84,7 +85,7 @@ class CompletionRequest(RequestModel):
     repetition_penalty: RepetitionPenalty | None = None
     min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Many[TokenId] | None = None
     return_token_ids: bool | None = None
 
 

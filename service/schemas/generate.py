@@ -11,6 +11,7 @@ from service.schemas.common import (
     ErrorDetail,
     LogitBias,
     Logprobs,
+    Many,
     MaxTokens,
     MinP,
     MinTokens,
@@ -37,7 +38,7 @@ class GenerateRequest(RequestModel):
     """Every sampling parameter is one value for all prompts or a list with one per prompt
     (`stop` and `stop_token_ids`: a list of lists)."""
 
-    prompts: list[Prompt] = Field(min_length=1)
+    prompts: Many[Prompt] = Field(min_length=1)
     model: str | None = None
     max_tokens: PerPrompt[MaxTokens] = None
     min_tokens: PerPrompt[MinTokens] = None
@@ -51,7 +52,7 @@ class GenerateRequest(RequestModel):
     logit_bias: PerPrompt[LogitBias] = None
     seed: PerPrompt[Seed] = None
     stop: PerPromptList[Stop] = None
-    stop_token_ids: PerPromptList[list[TokenId]] = None
+    stop_token_ids: PerPromptList[Many[TokenId]] = None
     ignore_eos: PerPrompt[bool] = None
     logprobs: PerPrompt[TopLogprobs] = None
     timeout: PerPrompt[Timeout] = None

@@ -7,21 +7,21 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.schemas.common import ErrorDetail, Prompt, RequestModel, Usage
+from service.schemas.common import ErrorDetail, Many, Prompt, RequestModel, Usage
 
 
 class ScoreItem(RequestModel):
     """A context, which is read once, and what may follow it."""
 
     context: Prompt
-    continuations: list[Prompt] = Field(min_length=1)
+    continuations: Many[Prompt] = Field(min_length=1)
 
 
 class ScoreRequest(RequestModel):
     """Exactly one of `texts` and `items`."""
 
-    texts: list[Prompt] | None = Field(default=None, min_length=1)
-    items: list[ScoreItem] | None = Field(default=None, min_length=1)
+    texts: Many[Prompt] | None = Field(default=None, min_length=1)
+    items: Many[ScoreItem] | None = Field(default=None, min_length=1)
     model: str | None = None
 
     @model_validator(mode="after")

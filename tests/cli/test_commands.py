@@ -19,6 +19,9 @@ import torch
 from tokenizers import Tokenizer, models
 
 from engine.checkpoint import load_model
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.messages import Request, SamplingParams, pack_ids
 from engine.training.evaluation import carried_loss
 from tests.cli.conftest import TEXT, TINY, Minserve, command, environment
 
@@ -119,6 +122,40 @@ def test_score_is_the_carried_loss_of_the_text(
     assert figures["nats_per_token"] == pytest.approx(expected.per_token, abs=1e-6)
     assert figures["perplexity"] == pytest.approx(math.exp(expected.per_token), rel=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(expected.per_token / math.log(2), rel=1e-6)
+
+
+def test_score_is_what_a_server_says_of_the_text(
+    minserve: Minserve, trained: Path, text_file: Path
+) -> None:
+    options = ["--model", str(trained), "--device", "cpu", "--threads", "2", "--deterministic"]
+    done = minserve("score", text_file, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    config = EngineConfig(model=str(trained), device="cpu", threads=2, deterministic=True)
+    engine = Engine.load(config)
+    ids = pack_ids(TEXT.encode())
+    engine.add("c", Request(id=0, prompt=ids, sampling=SamplingParams(max_tokens=0), score=True))
+    logprobs: list[float] = []
+    while engine.has_work:
+        for events in engine.step().values():
+            logprobs += [token.logprob for part in events.scores for token in part.tokens]
+    nats = -math.fsum(logprobs) / len(logprobs)
+    assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(nats, rel=1e-12)
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "serve"])
+def test_deterministic_is_refused_where_it_is_not_possible(
+    minserve: Minserve,
+    trained: Path,
+    text_file: Path,
+    command: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    what = {"generate": ["To be"], "score": [text_file], "serve": ["--port", "0"]}[command]
+    given = ["--model", trained, "--device", "cpu", "--dtype", "float16", "--deterministic"]
+    done = minserve(command, *what, *given)
+    assert done.returncode == 2
+    told = done.stderr + caplog.text  # a server logs it
+    assert "deterministic is not possible" in told and "allowed: float32" in told
 
 
 def test_score_reads_stdin_and_prints_for_people(minserve: Minserve, trained: Path) -> None:

@@ -1,85 +1,132 @@
-// Which form of a linear map's kernel is chosen, over many shapes: prints what no kernel could run.
-// Given any option, prints for each wide form and number of gates the least shape that takes it:
-// "form gates channels inputs tokens".
+// Which form of a linear map's kernel is chosen, over many shapes: prints what no kernel could run,
+// and on which of its forms a choice may fall, the usual one or one with sums in a fixed order.
+//
+// With shapes as arguments (channels inputs gates tokens, each), only the latter, for these.
 #include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <string>
+#include <tuple>
 
-#include "linear/choice.h"
+#include "linear/fixed_choice.h"
 
 using namespace minserve;
 
 namespace {
 
-bool has_parts(Form form) {  // forms that may share the inputs between blocks
-  return form == Form::tokens_8 || form == Form::tokens_16 || form == Form::tokens_32 ||
-         form == Form::tokens_64 || form == Form::tokens_64_deep;
+// Rule, form, gates, shared by blocks, taken in turn.
+using Kind = std::tuple<std::string, std::string, int, bool, bool>;
+
+struct Known {
+  const char* name;
+  int tokens, most_parts;
+  bool turns[4];  // whether it is there with parts in turn, by gates
+};
+
+Known known(Form form) {
+  switch (form) {
+    case Form::tokens_8:
+      return {"tokens_8", 8, 8, {}};
+    case Form::tokens_16:
+      return {"tokens_16", 16, 8, {}};
+    case Form::tokens_32:
+      return {"tokens_32", 32, 8, {false, true, true, true}};
+    case Form::tokens_64:
+      return {"tokens_64", 64, 8, {false, true, false, false}};
+    case Form::tokens_64_deep:
+      return {"tokens_64_deep", 64, 8, {false, true, true, true}};
+    case Form::tokens_128:
+      return {"tokens_128", 128, 0, {false, true, true, false}};
+    case Form::pairs_8:
+      return {"pairs_8", 8, 1, {}};
+    case Form::pairs_16:
+      return {"pairs_16", 16, 1, {}};
+    case Form::pairs_32:
+      return {"pairs_32", 32, 1, {}};
+    case Form::pairs_64:
+      return {"pairs_64", 64, 1, {}};
+    case Form::wide_64_64:
+      return {"wide_64_64", 64, 2, {}};
+    case Form::wide_128_64:
+      return {"wide_128_64", 64, 2, {}};
+    case Form::wide_128_128:
+      return {"wide_128_128", 128, 2, {}};
+    case Form::wide_192_128:
+      return {"wide_192_128", 128, 1, {}};
+    case Form::wide_256_128:
+      return {"wide_256_128", 128, 1, {}};
+  }
+  return {"no form", 1, 0, {}};
 }
 
 long wrong = 0;
+std::set<Kind> reached;
 
-void check(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens) {
-  const Choice choice = Chooser(channels, inputs, gates, tokens).choose();
-  if (choice.form == Form::wide) {
-    const WideCall call{channels, inputs, gates, tokens};
-    if (choice.wide >= 0 && call.can_take(kWideForms[choice.wide])) return;
-    ++wrong;
-    std::printf("wide form %d\n", choice.wide);
-    return;
-  }
-  constexpr int kTokens[] = {8, 16, 32, 64, 64, 8, 16, 32, 64, 128, 128, 256};
-  const int form = static_cast<int>(choice.form), block = kTokens[form];
-  const bool pairs = choice.form >= Form::pairs_8 && choice.form <= Form::pairs_64;
-  const std::int64_t steps = (inputs + 63) / 64;
-  const bool ok = choice.parts >= 1 && choice.parts <= 8 && block % choice.parts == 0 &&
-                  choice.parts <= steps && (choice.parts == 1 || has_parts(choice.form)) &&
-                  !(pairs && gates > 1);
-  if (ok) return;
-  ++wrong;
-  std::printf("%lld channels, %lld inputs, %lld gates, %lld tokens: form %d in %d parts\n",
-              static_cast<long long>(channels), static_cast<long long>(inputs),
-              static_cast<long long>(gates), static_cast<long long>(tokens), form, choice.parts);
+void reach(const char* rule, const Choice& choice, std::int64_t gates) {
+  reached.insert(
+      {rule, known(choice.form).name, static_cast<int>(gates), choice.parts > 1, choice.turns > 1});
 }
 
-// Widths of which no tile has a multiple, and multiples of all; pieces of tokens likewise.
-void print_examples() {
-  for (int form = 0; form < kWideCount; ++form) {
-    for (std::int64_t gates = 1; gates <= 3; ++gates) {
-      std::int64_t least = -1, found[3] = {};
-      for (std::int64_t channels = 128; channels <= 16384;
-           channels += channels / 8 / 64 * 64 + 64) {
-        for (std::int64_t inputs : {72, 200, 384, 768, 1152, 2056, 3080}) {
-          for (std::int64_t tokens = 33; tokens <= 2100; tokens += tokens / 9 + 1) {
-            const std::int64_t work = channels * inputs * tokens;
-            if (least >= 0 && work >= least) continue;
-            const Choice choice = Chooser(channels, inputs, gates, tokens).choose();
-            if (choice.form != Form::wide || choice.wide != form) continue;
-            least = work, found[0] = channels, found[1] = inputs, found[2] = tokens;
-          }
-        }
-      }
-      if (least < 0) continue;
-      std::printf("%d %d %d %d %d\n", form, static_cast<int>(gates), static_cast<int>(found[0]),
-                  static_cast<int>(found[1]), static_cast<int>(found[2]));
-    }
+void check(const char* rule, const Choice& choice, std::int64_t channels, std::int64_t inputs,
+           std::int64_t gates, std::int64_t tokens, bool also = true) {
+  reach(rule, choice, gates);
+  const Known form = known(choice.form);
+  const std::string name = form.name;
+  const bool pairs = name.rfind("pairs", 0) == 0, wide = name.rfind("wide", 0) == 0;
+  const std::int64_t steps = (inputs + 63) / 64;
+  bool ok = also && choice.parts >= 1 && choice.turns >= 1 && form.tokens % choice.parts == 0 &&
+            choice.parts * choice.turns <= steps;
+  if (choice.turns > 1) {
+    ok = ok && choice.parts == 1 && form.turns[gates];
+  } else {
+    ok = ok && choice.parts <= form.most_parts;
   }
+  if (pairs) ok = ok && gates == 1;
+  if (wide) {  // three gates have a warpgroup each; small tiles are there in halves alone
+    ok = ok && (gates < 3 || choice.form == Form::wide_192_128) &&
+         (form.tokens == 128 || choice.parts == 2) &&
+         (gates == 2 || choice.form != Form::wide_64_64) &&
+         (gates == 1 || choice.form != Form::wide_128_64);
+  }
+  if (ok) return;
+  ++wrong;
+  std::printf(
+      "%s: %lld channels, %lld inputs, %lld gates, %lld tokens: form %s, %d parts, %d turns\n",
+      rule, static_cast<long long>(channels), static_cast<long long>(inputs),
+      static_cast<long long>(gates), static_cast<long long>(tokens), form.name, choice.parts,
+      choice.turns);
 }
 
 }  // namespace
 
-int main(int count, char**) {
-  if (count > 1) {
-    print_examples();
-    return 0;
-  }
+int main(int count, char** given) {
   long shapes = 0;
-  for (std::int64_t channels = 8; channels <= 140000; channels += channels / 7 / 8 * 8 + 8) {
-    for (std::int64_t inputs = 8; inputs <= 20000; inputs += inputs / 7 / 8 * 8 + 8) {
-      for (std::int64_t gates = 1; gates <= 3; ++gates) {
-        for (std::int64_t tokens = 1; tokens <= 20000; tokens += tokens / 6 + 1, ++shapes) {
-          check(channels, inputs, gates, tokens);
+  for (int i = 1; i + 3 < count; i += 4, ++shapes) {
+    const auto number = [&](int at) { return std::atoll(given[i + at]); };
+    const std::int64_t gates = number(2);
+    reach("usual", Chooser(number(0), number(1), gates, number(3)).choose(), gates);
+    reach("fixed", FixedChooser(number(0), number(1), gates, number(3)).choose(), gates);
+  }
+  if (count == 1) {
+    for (std::int64_t channels = 8; channels <= 140000; channels += channels / 7 / 8 * 8 + 8) {
+      for (std::int64_t inputs = 8; inputs <= 20000; inputs += inputs / 7 / 8 * 8 + 8) {
+        for (std::int64_t gates = 1; gates <= 3; ++gates) {
+          const int parts = FixedChooser(channels, inputs, gates, 1).choose().parts;
+          for (std::int64_t tokens = 1; tokens <= 20000; tokens += tokens / 6 + 1, ++shapes) {
+            check("usual", Chooser(channels, inputs, gates, tokens).choose(), channels, inputs,
+                  gates, tokens);
+            const Choice fixed = FixedChooser(channels, inputs, gates, tokens).choose();
+            check("fixed", fixed, channels, inputs, gates, tokens,
+                  fixed.parts * fixed.turns == parts);
+          }
         }
       }
     }
   }
   std::printf("%ld shapes, %ld wrong\n", shapes, wrong);
+  for (const auto& [rule, form, gates, shared, turned] : reached) {
+    std::printf("%s %s %d gates%s%s\n", rule.c_str(), form.c_str(), gates, shared ? " shared" : "",
+                turned ? " in turn" : "");
+  }
   return wrong > 0;
 }

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.client import Delivery, EngineClient, Update
+from engine.client import TURN_MESSAGES, Delivery, EngineClient, Update
 from engine.engine import Engine
 from engine.errors import (
     CheckpointError,
-    Draining,
     EngineDead,
     EngineError,
     EngineLoading,
@@ -31,6 +30,7 @@ from engine.messages import (
     Run,
     SamplingParams,
     Scores,
+    Stats,
     StepEvents,
     ToEngine,
     TokenLogprobs,
@@ -186,21 +186,7 @@ async def test_abort_ends_with_its_reason() -> None:
         await client.ping(10)
 
 
-async def test_drain_finishes_what_is_in_flight_and_refuses_the_new() -> None:
-    async with serving(FakeRunner(slots=1, step_seconds=0.001)) as client:
-        deliveries = [client.submit(ask(client)) for _ in range(3)]
-        closing = asyncio.create_task(client.close(drain_timeout=30))
-        await asyncio.sleep(0)
-        assert client.state == "draining"
-        with pytest.raises(Draining):
-            client.submit(ask(client))
-        answers = [await read_all(delivery) for delivery in deliveries]
-        assert [answer.tokens for answer in answers] == [recite(b"abc", 8)] * 3
-        await closing
-        assert client.state == "dead"
-
-
-async def test_close_without_drain_leaves_nobody_waiting() -> None:
+async def test_close_leaves_nobody_waiting() -> None:
     async with serving(FakeRunner(step_seconds=0.001)) as client:
         endless = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
         reading = asyncio.create_task(read_all(client.submit(ask(client, sampling=endless))))
@@ -263,6 +249,20 @@ async def test_several_tokens_of_several_requests_come_in_runs() -> None:
         assert update.logprobs == []
 
 
+async def test_what_is_in_flight_counts_other_processes_too() -> None:
+    async with scripted(READY) as (client, transport):
+        client.submit(ask(client))
+        client.submit(ask(client))
+        assert client.in_flight == 2
+        # Three run and four wait, two of them ours.
+        await transport.say(StepEvents(requests=[0], tokens=[7], stats=Stats(running=3, waiting=4)))
+        assert client.in_flight == 7
+        await transport.say(StepEvents(finished=[finished(0)], stats=Stats(running=3, waiting=3)))
+        assert client.in_flight == 6
+        client.submit(ask(client))
+        assert client.in_flight == 7
+
+
 async def test_what_came_before_a_failure_is_read_first() -> None:
     async with scripted(READY) as (client, transport):
         delivery = client.submit(ask(client))
@@ -306,6 +306,30 @@ async def test_a_raising_listener_does_not_cut_the_link() -> None:
         )
         assert (await read_all(delivery)).tokens == [7, 8]
         assert len(seen) == 2
+
+
+async def test_a_flood_of_messages_leaves_turns_to_others() -> None:
+    """A transport that always has a message gives it without a pause."""
+
+    class Flood(ScriptedTransport):
+        given = 0
+
+        async def receive(self) -> FromEngine:
+            if self.given == 10_000:
+                return await super().receive()
+            self.given += 1
+            return READY if self.given == 1 else StepEvents(requests=[0], tokens=[7])
+
+    transport = Flood()
+    client = EngineClient(transport)
+    await client.start()
+    turns = []
+    while transport.given < 10_000:
+        before = transport.given
+        await asyncio.sleep(0)
+        turns.append(transport.given - before)
+    assert max(turns) <= TURN_MESSAGES
+    await client.close()
 
 
 async def test_events_of_unknown_requests_are_ignored() -> None:

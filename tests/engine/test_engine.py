@@ -154,8 +154,7 @@ def test_timing_adds_up() -> None:
 
 def test_rejections_are_reported_once() -> None:
     engine = Engine(FakeRunner())
-    engine.drain()
-    engine.add("c", ask(0))
+    engine.add("c", ask(0, b""))
     assert engine.has_work
     assert set(ends_of(engine.step())) == {("c", 0)}
     assert not engine.has_work and engine.step() == {}

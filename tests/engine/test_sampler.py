@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.distribution import stream_ids, uniform
 from engine.messages import Request, SamplingParams, pack_ids
+from engine.ops import draw_
 from engine.sampler import Draws, Sampler
 
 VOCAB = 40
@@ -300,3 +302,43 @@ def test_a_released_key_may_come_back_with_other_parameters() -> None:
     plain = SamplingParams(temperature=0, logit_bias={9: 100.0})
     sampler.admit(0, Request(id=1, prompt=pack_ids([0]), sampling=plain))
     assert int(sampler.sample([0], [0], logits).tokens) == 9
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_is_the_one_that_a_batch_on_the_device_would_draw(device: str) -> None:
+    """Of two tokens with the random number at the edge between them, so that the last bit of a
+    weight decides: who else is there decides which of the two ways a row takes."""
+    seeds, around = range(400), range(-6, 7)
+    streams = stream_ids(torch.tensor(seeds), torch.zeros(len(seeds), dtype=torch.int64))
+    numbers = uniform(streams, torch.zeros_like(streams))  # the first weighs this part of the sum
+    odds = torch.maximum(numbers, 1 - numbers)  # a logit of at most 0 gives the other the rest
+    edge = (1 / odds - 1).log().float()
+    first = numbers < 0.5
+    rows, keys = [], []
+    for seed, logit in enumerate(edge.tolist()):
+        for ulps in around:
+            bits = torch.tensor(logit).view(torch.int32) + ulps
+            small = float(bits.view(torch.float32))
+            rows.append([small, 0.0] if first[seed] else [0.0, small])
+            keys.append(seed)
+    logits = torch.tensor(rows, device=device)
+    sampler = Sampler(2, None, torch.device(device))
+    for key, seed in enumerate(keys):
+        params = SamplingParams(seed=seed, max_tokens=9)
+        sampler.admit(key, Request(id=key, prompt=pack_ids([0]), sampling=params))
+    count = len(keys)
+    got = sampler.sample(list(range(count)), [0] * count, logits).tokens.tolist()
+
+    def column(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((count,), value, dtype=dtype, device=device)
+
+    tokens = column(0, torch.int32)
+    draw_(
+        logits, tokens, column(0, torch.int32), column(0, torch.int64), column(9, torch.int32),
+        column(0, torch.int32), torch.empty(1, count, dtype=torch.int32, device=device),
+        column(1, torch.float32), column(0, torch.int32), column(1, torch.float64),
+        column(0, torch.float32), streams[keys].to(device),
+        torch.empty(count, 0, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    assert len(set(tokens.tolist())) == 2
+    assert got == tokens.tolist()

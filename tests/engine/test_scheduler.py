@@ -271,6 +271,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     assert all(isinstance(one, Failed) and one.code == "queue_full" for one in failed)
     waits = [one.retry_after for one in failed if isinstance(one, Failed)]
     assert 0 < (waits[0] or 0) < (waits[1] or 0), "those refused do not all come back at once"
+    assert all("try again in" in one.message for one in failed if isinstance(one, Failed))
     run(scheduler)
     scheduler.add("c", ask(7, max_tokens=1), 0)
     finish(scheduler, log)
@@ -292,6 +293,29 @@ def test_retry_after_follows_the_pace_of_departures() -> None:
     assert all(end.retry_after == pytest.approx(3.0, rel=0.5) for end in refused[-1:])
 
 
+def test_the_stats_tell_the_pace_of_the_queue() -> None:
+    scheduler = make(slots=1, max_waiting=50)
+    for id in range(40):
+        scheduler.add("c", ask(id, max_tokens=1), 0.0)
+    for step in range(40):
+        run(scheduler, now=3.0 * step)
+        pace = scheduler.events()["c"].stats.pace
+    assert pace == pytest.approx(3.0, rel=0.1)
+
+
+def test_no_refusal_promises_room_in_no_time() -> None:
+    """However quick the queue moves: the header Retry-After has whole seconds too."""
+    scheduler = make(slots=1, max_waiting=1)
+    log = Log(scheduler)
+    for id in range(20):
+        scheduler.add("c", ask(id, max_tokens=1), 1e-3 * id)
+        run(scheduler, now=1e-3 * id)
+    for id in range(200, 204):
+        scheduler.add("c", ask(id, max_tokens=1), 0.02)
+    refused = [end for end in log.read().ends.values() if isinstance(end, Failed)]
+    assert refused and all("try again in 1 s" in end.message for end in refused)
+
+
 def test_no_waiting_allowed_still_uses_free_slots() -> None:
     scheduler = make(slots=2, max_waiting=0)
     log = Log(scheduler)
@@ -299,18 +323,6 @@ def test_no_waiting_allowed_still_uses_free_slots() -> None:
         scheduler.add("c", ask(id, max_tokens=1), 0)
     run(scheduler)
     assert [log.read().reason(id) for id in range(3)] == ["length", "length", "queue_full"]
-
-
-def test_drain_refuses_the_new_and_serves_the_rest() -> None:
-    scheduler = make(slots=1)
-    log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=2), 0)
-    scheduler.add("c", ask(1, max_tokens=1), 0)
-    run(scheduler)
-    scheduler.drain()
-    scheduler.add("c", ask(2), 0)
-    finish(scheduler, log)
-    assert [log.reason(id) for id in range(3)] == ["length", "length", "draining"]
 
 
 def test_an_id_in_flight_is_not_taken_twice_but_clients_do_not_clash() -> None:
@@ -513,6 +525,19 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
     assert serve(3, 100, token=5, share_at=(60,)) == 0
     assert serve(4, 100) == 20
     assert serve(5, 100, token=5) == 60
+
+
+def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
+    scheduler = make(with_whole_chunks=True, max_step_tokens=300)
+    marks = (5, SCAN_CHUNK - 1, 2 * SCAN_CHUNK + 7, 3 * SCAN_CHUNK)
+    scheduler.add("c", ask(0, length=500, share_at=marks, max_tokens=1), 0)
+    plans = finish(scheduler)
+    ends = [chunk.start + len(chunk.tokens) for plan in plans for chunk in plan.prefill]
+    assert ends == [2 * SCAN_CHUNK, 3 * SCAN_CHUNK, 500]
+    assert sum(len(plan.after) for plan in plans) == 2  # states kept
+    scheduler.add("c", ask(1, length=2 * SCAN_CHUNK + 7, max_tokens=1), 0)
+    (admission,) = scheduler.plan(0).admit
+    assert admission.cached_tokens == 2 * SCAN_CHUNK
 
 
 def test_without_rows_nothing_is_shared_and_nobody_waits() -> None:

@@ -108,26 +108,6 @@ async def test_a_killed_worker_fails_every_request() -> None:
             await client.ping(10)
 
 
-async def test_drain_serves_what_waits_and_loses_no_last_message() -> None:
-    async with working("slow_engine") as (client, _):
-        deliveries = [client.submit(ask(client)) for _ in range(12)]
-        closing = asyncio.create_task(client.close(drain_timeout=60))
-        for delivery in deliveries:
-            tokens = [token async for update in delivery for token in update.tokens]
-            assert tokens == recite(b"abc", 8)
-        await closing
-
-
-async def test_a_drain_that_takes_too_long_ends_all_the_same() -> None:
-    async with working("slow_engine") as (client, transport):
-        reading = asyncio.create_task(answer(client, ask(client, ENDLESS)))
-        await asyncio.sleep(0)
-        await client.close(drain_timeout=0.05)
-        with contextlib.suppress(EngineDead):
-            await reading
-        assert transport.pid is None and client.state == "dead"
-
-
 async def test_a_cuda_error_ends_the_process_after_everybody_is_told() -> None:
     async with working("cuda_error_engine") as (client, _):
         with pytest.raises(StepFailed, match="CUDA error"):
@@ -214,6 +194,18 @@ async def test_malformed_messages_harm_nobody_and_a_second_client_is_served() ->
         assert isinstance(said[0], Ready)
         assert [(one.request, one.code) for one in said[-1].failed] == [(7, "invalid_request")]
         assert await reading == recite(b"abc", 8)
+
+
+def test_an_address_that_cannot_be_bound_is_one_line(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/no/such/folder/engine"
+    command = ["-m", "engine.worker", address, "{}", "--parent", str(os.getpid())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"cannot listen on {address}: No such file" in line
 
 
 async def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,10 @@ class Witness:
         answer, reason = full_answer(request)
         assert end.completion_tokens == len(told)
         assert end.prompt_tokens == len(unpack_ids(request.prompt))
-        assert min(end.timing.queue, end.timing.prefill, end.timing.decode) >= 0
+        timing = end.timing
+        assert min(timing.queue, timing.prefill or 0, timing.decode or 0) >= 0
+        assert (timing.decode is not None) == (end.completion_tokens > 0)
+        assert timing.prefill is not None or timing.decode is None
         scores = self.scores[client, request.id]
         assert told == answer[: len(told)]
         assert scores == full_scores(request)[: len(scores)]

@@ -135,6 +135,21 @@ def test_bars_of_the_cpu() -> None:
     assert result(checks([one]), "batch 1, of read bandwidth") == "pass"
 
 
+def test_deterministic_is_set_beside_the_default_and_has_no_other_bars() -> None:
+    one = sized(
+        "1.3b",
+        deterministic=True,
+        decode=[Decode(1, greedy=1.0, default=0.89, sampled=9.0), Decode(64, greedy=1.0)],
+        prefill=[Prefill(16_384, seconds=1.0, default=0.91)],
+    )
+    assert [(check.what, check.result) for check in checks([one])] == [
+        ("of the default, batch 1", "short"),
+        ("of the default, prefill of 16,384", "pass"),
+    ]
+    int8 = sized("1.3b", quantization="int8", decode=[Decode(1, greedy=1.0)])
+    assert not [check for check in checks([one, int8]) if check.model == int8.label]
+
+
 def test_different_tokens_fall_short_beyond_the_tolerance() -> None:
     one = figures(agreement=Agreement(96, 95, 0.1, 0.2))
     assert checks([one])[0].passes
@@ -157,6 +172,11 @@ def test_tables_and_picture_of_what_was_measured(
     print_checks(checks([full]))
     text = capsys.readouterr().out
     assert "5,000" in text and "greedy, peer: no time left" in text and "short" in text
+    assert "of default" not in text
+    fixed = Decode(1, greedy=2e-4, default=1.5e-4)
+    print_model(sized("113m", deterministic=True, decode=[fixed]))
+    text = capsys.readouterr().out
+    assert "deterministic" in text and "of default" in text and "75%" in text
     data = {
         "environment": {"torch": "2"},
         "device": "a device",

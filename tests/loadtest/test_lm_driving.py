@@ -270,6 +270,24 @@ def test_only_what_was_asked_for_and_no_more_than_the_budget(tmp_path: Path) -> 
     assert model["decode"][0]["notes"] == {"greedy": "no time left"}
 
 
+def test_each_model_a_second_time_deterministic(tmp_path: Path) -> None:
+    saved = tmp_path / "engine.json"
+    options = ["--device", "cpu", "--models", "6.3m", "--quantize", "none", "int8"]
+    options += ["--batch", "2", "--prefill", "16", "--only", "decode", "prefill"]
+    options += ["--deterministic", "--seconds", "0.01", "--json", str(saved)]
+    assert command.main(options) == 0
+    kinds = {
+        (model["quantization"], model["deterministic"]): model
+        for model in json.loads(saved.read_text())["models"]
+    }
+    assert len(kinds) == 4
+    for (quantization, deterministic), model in kinds.items():
+        beside = kinds[quantization, False] if deterministic else None
+        (row,), (prompt,) = model["decode"], model["prefill"]
+        assert row["default"] == (beside and beside["decode"][0]["greedy"])
+        assert prompt["default"] == (beside and beside["prefill"][0]["seconds"])
+
+
 def test_a_model_that_does_not_load_ends_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

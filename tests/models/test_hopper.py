@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import SCAN_CHUNK, ModelConfig
+from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM, supports
 from engine.models.lm import LM
 from engine.ops import library
@@ -46,6 +49,10 @@ def exact_of(model: LM) -> LM:
     exact = LM(model.config).to("cuda").eval()
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
     return exact
+
+
+def copied(state: ModelState) -> ModelState:
+    return ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -124,6 +131,85 @@ def test_a_graph_of_it_replays() -> None:
     for one in expected:
         graph.replay()
         assert torch.equal(logits, one)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config, torch.bfloat16)
+    quick = HopperLM(model, deterministic=True)
+    most = 1100
+    start = model.new_state(most)
+    start.cell.add_(torch.rand_like(start.cell))
+    if start.conv is not None:
+        start.conv.add_(torch.randn_like(start.conv))
+    tokens = torch.randint(0, config.vocab_size, (2, most), device="cuda", dtype=torch.int32)
+
+    def read(slots: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits after two steps and the state then, of these rows."""
+        state = copied(start)
+        at = int32(slots, "cuda")
+        for step in range(2):
+            logits = quick.step(tokens[step, slots].contiguous(), state, at)
+        return logits, state.cell[:, slots]
+
+    logits, cell = read(list(range(most)))
+    for batch in (1, 3, 8, 13, 32, 60, 130, 400, 1000):
+        slots = random.sample(range(most), batch)
+        got, moved = read(slots)
+        assert torch.equal(got, logits[slots]) and torch.equal(moved, cell[:, slots])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deterministic_prompts_have_the_bits_of_one_alone_and_whole(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config, torch.bfloat16)
+    quick = HopperLM(model, deterministic=True)
+    lengths = [700, 1, 40, 3 * SCAN_CHUNK, 1500, 129]
+    prompts = [
+        torch.randint(0, config.vocab_size, (length,), device="cuda", dtype=torch.int32)
+        for length in lengths
+    ]
+    slots = [4, 0, 6, 3, 1, 5]
+    together = model.new_state(7)
+    edges = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
+    hidden = quick.prefill(torch.cat(prompts), edges, together, int32(slots, "cuda"))
+    logits = quick.logits(hidden).split(lengths)
+    for prompt, slot, expected in zip(prompts, slots, logits, strict=True):
+        for pieces in ([prompt], prompt.split(SCAN_CHUNK), prompt.split(4 * SCAN_CHUNK)):
+            state = model.new_state(2)
+            got = [
+                quick.logits(
+                    quick.prefill(piece, int32([0, len(piece)], "cuda"), state, int32([1], "cuda"))
+                )
+                for piece in pieces
+            ]
+            assert torch.equal(torch.cat(got), expected)
+            assert torch.equal(quick.logits(hidden[edges[slots.index(slot)] :][:1]), expected[:1])
+            assert torch.equal(state.cell[:, 1], together.cell[:, slot])
+            if state.conv is not None and together.conv is not None:
+                assert torch.equal(state.conv[:, 1], together.conv[:, slot])
+
+
+@pytest.mark.parametrize("name", ["mingru", "minlstm", "conv", "large"])
+def test_deterministic_reads_and_steps_as_the_model_does(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config, torch.bfloat16)
+    quick, exact = HopperLM(model, deterministic=True), exact_of(model)
+    for tokens in (1, 20, 300, 3000):
+        ids = torch.randint(0, config.vocab_size, (tokens,), device="cuda", dtype=torch.int32)
+        edges, slots = int32([0, tokens], "cuda"), int32([0], "cuda")
+        states = [model.new_state(tokens) for _ in range(3)]
+        ours, plain, right = (
+            one.logits(one.prefill(ids, edges, state, slots))
+            for one, state in zip((quick, model, exact), states, strict=True)
+        )
+        assert relative_error(ours, right) < 2 * relative_error(plain, right) + 2e-3
+        slots = torch.arange(tokens, device="cuda", dtype=torch.int32)
+        stepped = quick.step(ids, states[0], slots)
+        plain = model.logits(model.step(ids, states[1], slots))
+        right = exact.logits(exact.step(ids, states[2], slots))
+        assert relative_error(stepped, right) < 2 * relative_error(plain, right) + 2e-3
 
 
 def test_a_build_for_other_gpus_does_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,29 @@ LENGTHS = {
     "many": [7 * n % 5 * 40 for n in range(45)],
 }
 # Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
-# gates: alone and in parts; pairs; many tiles of 64 tokens; wide ones, the last two of deep sums.
+# gates (tests/csrc/test_choice.py proves it): alone and in parts; pairs; wide ones.
 MAPS = (
     (72, 200, (1, 9, 31)),
     (72, 1536, (7, 16, 20, 65)),
-    (16904, 64, (1, 9, 31, 65)),
+    (328, 1032, (65,)),
+    (16904, 64, (1, 9, 31, 64, 65)),
     (7048, 64, (100,)),
-    (2072, 1016, (65,)),
+    (3592, 1016, (65,)),
+    (776, 1032, (130,)),
+    (1424, 1032, (130,)),
+    (1640, 1032, (195,)),
+    (2888, 1032, (130,)),
+    (4616, 1032, (130,)),
     (12704, 64, (130,)),
-    (7856, 2112, (130, 257)),
+)
+# Likewise with sums in a fixed order, where one block takes parts of the inputs in turn.
+TURNS = (
+    (200, 768, (1100,)),
+    (384, 384, (2100,)),
+    (768, 384, (4200,)),
+    (768, 1536, (130,)),
+    (1536, 768, (130,)),
+    (4096, 768, (130,)),
 )
 EPS = 1e-6
 TAIL = 5
@@ -103,32 +117,32 @@ def drawing(vocab: int, rows: int) -> None:
         ops.target_logprobs(logits, targets)
 
 
-def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype) -> None:
+def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: bool) -> None:
     """No tile divides the channels; a residual stream's are the next multiple of SQUARE_ROWS."""
     x = random(tokens, inputs, dtype=dtype)
     squares = None
     if inputs % SQUARE_ROWS == 0:
         squares = random(inputs // SQUARE_ROWS, tokens, dtype=torch.float32).square()
     weight, bias = random(channels, inputs, dtype=dtype), random(channels, dtype=dtype)
-    linear_map(x, squares, EPS, weight)
-    linear_map(x, squares, EPS, weight, bias, gelu=True)
-    linear_map(x, None, EPS, weight, bias, logits=True)
+    linear_map(x, squares, EPS, weight, fixed_order=fixed)
+    linear_map(x, squares, EPS, weight, bias, gelu=True, fixed_order=fixed)
+    linear_map(x, None, EPS, weight, bias, logits=True, fixed_order=fixed)
     slots = torch.randperm(tokens + 2, device="cuda")[:tokens].to(torch.int32)
     slots[tokens // 2] = -1
     state = random(tokens + 2, channels, dtype=torch.float32)
     for gates in (2, 3):
         weight = random(gates * channels, inputs, dtype=dtype)
-        linear_step(x, squares, EPS, weight, None, state, slots)
+        linear_step(x, squares, EPS, weight, None, state, slots, fixed_order=fixed)
         bias = random(gates * channels, dtype=dtype)
-        linear_step(x, squares, EPS, weight, bias, state, slots, True, gates == 2)
+        linear_step(x, squares, EPS, weight, bias, state, slots, True, gates == 2, fixed)
     width = -(-channels // SQUARE_ROWS) * SQUARE_ROWS
     norm = random(width, dtype=dtype)
     ids = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda")
     linear_embed(ids, random(tokens, width, dtype=dtype), None)
     stream, _, _ = linear_embed(ids, random(tokens, width, dtype=dtype), norm)
     weight, bias = random(width, inputs, dtype=dtype), random(width, dtype=dtype)
-    linear_residual_(x, weight, None, stream, None)
-    linear_residual_(x, weight, bias, stream, norm)
+    linear_residual_(x, weight, None, stream, None, fixed)
+    linear_residual_(x, weight, bias, stream, norm, fixed)
     torch.cuda.synchronize()
 
 
@@ -147,11 +161,12 @@ def main() -> None:
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
         drawing(vocab, rows)
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
-        for (channels, inputs, counts), dtype in itertools.product(
-            MAPS, (torch.bfloat16, torch.float16)
-        ):
-            for tokens in counts:
-                maps(channels, inputs, tokens, dtype)
+        for shapes, fixed in ((MAPS, False), (TURNS, True)):
+            for (channels, inputs, counts), dtype in itertools.product(
+                shapes, (torch.bfloat16, torch.float16)
+            ):
+                for tokens in counts:
+                    maps(channels, inputs, tokens, dtype, fixed)
     torch.cuda.synchronize()
     print("every kernel ran")
 

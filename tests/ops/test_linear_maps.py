@@ -249,7 +249,9 @@ def test_opcheck() -> None:
     slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
     check, operators = torch.library.opcheck, torch.ops.minserve
     for gelu, logits in ((False, False), (True, False), (False, True)):
-        check(operators.linear_map.default, (x, squares, EPS, weight, bias, gelu, logits))
+        given = (x, squares, EPS, weight, bias, gelu, logits)
+        check(operators.linear_map.default, given)
+        check(operators.linear_map.default, (*given, True))
     check(operators.linear_step.default, (x, squares, EPS, weight, bias, state, slots, False, True))
     for norm in (bias[:channels], None):
         residual = on_gpu(exact(tokens, channels, seed=6), torch.bfloat16)

@@ -1,125 +1,110 @@
-"""Linear maps of many tokens against float64: every wide form (csrc/linear/wide_form.h) that some
-shape takes, with every epilogue that it has."""
+"""Linear maps of many tokens against float64: every wide form (csrc/linear/wide.cuh) with every
+epilogue that it has."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.ops import linear_map, linear_residual, linear_step
-from tests.csrc.choices import Example, build_chooser, examples
 from tests.ops.helpers import exact
 from tests.ops.test_linear_maps import DTYPES, EPS, close, normed, on_gpu
+from tests.ops.wide_forms import SHAPES
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
-    """The examples, and each with a few more tokens, which leave another rest of a tile."""
-    program: Path | None = build_chooser(tmp_path_factory.mktemp("choice"))
-    if program is None:
-        pytest.skip("no C++ compiler to ask which shapes take which form")
-    found = examples(program)
-    assert found
-    return [*found, *(each._replace(tokens=each.tokens + 11) for each in found)]
+Shape = tuple[int, int, int, int]
+MAPS = [shape for shape in SHAPES if shape[2] == 1]
+STEPS = [shape for shape in SHAPES if shape[2] > 1]
 
 
-def weights_of(shape: Example, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows, scale = shape.gates * shape.channels, shape.inputs**-0.5
-    weight = on_gpu(exact(rows, shape.inputs, seed=1, scale=scale), dtype)
-    return weight, on_gpu(exact(rows, seed=3), dtype)
+def weights_of(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    channels, inputs, gates, _ = shape
+    weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=inputs**-0.5), dtype)
+    return weight, on_gpu(exact(gates * channels, seed=3), dtype)
 
 
-def of_gates(shapes: list[Example], *gates: int) -> Iterator[tuple[Example, torch.dtype]]:
-    return product([shape for shape in shapes if shape.gates in gates], DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MAPS, ids=str)
+def test_linear_map(shape: Shape, dtype: torch.dtype) -> None:
+    _, inputs, _, tokens = shape
+    x, squares = normed(tokens, inputs, dtype)
+    weight, bias = weights_of(shape, dtype)
+    for with_bias, gelu, logits in ((None, False, False), (bias, True, False), (bias, False, True)):
+        given = x, squares, EPS, weight, with_bias, gelu
+        got = linear_map.linear_map(*given, logits)
+        close(got, linear_map.reference(*given))
+        assert torch.equal(got, linear_map.linear_map(*given, logits))
 
 
-def test_maps(shapes: list[Example]) -> None:
-    for shape, dtype in of_gates(shapes, 1):
-        x, squares = normed(shape.tokens, shape.inputs, dtype)
-        weight, bias = weights_of(shape, dtype)
-        for with_bias, gelu, logits in (
-            (None, False, False),
-            (bias, True, False),
-            (bias, False, True),
-        ):
-            got = linear_map.linear_map(x, squares, EPS, weight, with_bias, gelu, logits)
-            close(got, linear_map.reference(x, squares, EPS, weight, with_bias, gelu))
-            again = linear_map.linear_map(x, squares, EPS, weight, with_bias, gelu, logits)
-            assert torch.equal(got, again), shape
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MAPS, ids=str)
+def test_linear_residual(shape: Shape, dtype: torch.dtype) -> None:
+    channels, inputs, _, tokens = shape
+    y = on_gpu(exact(tokens, inputs, seed=5), dtype)
+    weight, bias = weights_of(shape, dtype)
+    before = on_gpu(exact(tokens, channels, seed=6), dtype)
+    norm = on_gpu(1 + 0.2 * exact(channels, seed=7), dtype)
+    x, alone = before.clone(), before.clone()
+    scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
+    close(x, linear_residual.reference(y, weight, bias, before))
+    expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+    assert torch.equal(scaled, expected_scaled)
+    torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+    linear_residual.linear_residual_(y, weight, bias, alone, None)
+    assert torch.equal(alone, x)
 
 
-def test_residuals(shapes: list[Example]) -> None:
-    for shape, dtype in of_gates(shapes, 1):
-        y = on_gpu(exact(shape.tokens, shape.inputs, seed=5), dtype)
-        weight, bias = weights_of(shape, dtype)
-        before = on_gpu(exact(shape.tokens, shape.channels, seed=6), dtype)
-        norm = on_gpu(1 + 0.2 * exact(shape.channels, seed=7), dtype)
-        x = before.clone()
-        scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
-        close(x, linear_residual.reference(y, weight, bias, before))
-        expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
-        assert torch.equal(scaled, expected_scaled), shape
-        torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
-        alone = before.clone()
-        linear_residual.linear_residual_(y, weight, bias, alone, None)
-        assert torch.equal(alone, x), shape
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", STEPS, ids=str)
+def test_linear_step(shape: Shape, dtype: torch.dtype) -> None:
+    channels, inputs, gates, tokens = shape
+    x, squares = normed(tokens, inputs, dtype)
+    weight, bias = weights_of(shape, dtype)
+    rows = tokens + 5
+    pool = exact(rows, channels, seed=4).to("cuda", torch.float32)
+    slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
+    slots[tokens // 2] = -1
+    named = torch.zeros(rows, dtype=torch.bool, device="cuda")
+    named[slots[slots >= 0].long()] = True
+    for linear_candidate, normalize_gates in ((False, True), (True, gates == 2)):
+        options = linear_candidate, normalize_gates
+        state = pool.clone()
+        h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        expected, after = linear_step.reference(
+            x, squares, EPS, weight, bias, pool, slots, *options
+        )
+        # Pre-activations are rounded before the gates.
+        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.03)
+        assert torch.equal(state[~named], pool[~named])
+        assert not h[slots < 0].any()
 
 
-def test_steps(shapes: list[Example]) -> None:
-    for shape, dtype in of_gates(shapes, 2, 3):
-        x, squares = normed(shape.tokens, shape.inputs, dtype)
-        weight, bias = weights_of(shape, dtype)
-        rows = shape.tokens + 5
-        pool = exact(rows, shape.channels, seed=4).to("cuda", torch.float32)
-        slots = torch.randperm(rows)[: shape.tokens].to("cuda", torch.int32)
-        slots[shape.tokens // 2] = -1
-        for options in ((False, True), (True, shape.gates == 2)):
-            state = pool.clone()
-            h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
-            expected, after = linear_step.reference(
-                x, squares, EPS, weight, bias, pool, slots, *options
-            )
-            # Pre-activations are rounded before the gates.
-            torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
-            torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.03)
-            named = torch.zeros(rows, dtype=torch.bool)
-            named[slots[slots >= 0].long().cpu()] = True
-            assert torch.equal(state[~named], pool[~named]), shape
-            assert not h[slots < 0].any(), shape
-
-
-def test_replays_are_the_eager_chain(shapes: list[Example]) -> None:
+@pytest.mark.parametrize("shape", [shape for shape in MAPS if shape[1] % 64 == 0], ids=str)
+def test_replays_are_the_eager_chain(shape: Shape) -> None:
     """Kernels that start before the one ahead of them has ended, in a graph."""
-    for shape in {each.form: each for each in shapes if each.gates == 1}.values():
-        weight, _ = weights_of(shape, torch.bfloat16)
-        down = on_gpu(exact(shape.inputs, shape.channels, seed=2, scale=0.02), torch.bfloat16)
-        start = on_gpu(exact(shape.tokens, shape.inputs, seed=3), torch.bfloat16)
-        if shape.inputs % linear_map.SQUARE_ROWS:
-            continue
+    channels, inputs, _, tokens = shape
+    weight, _ = weights_of(shape, torch.bfloat16)
+    down = on_gpu(exact(inputs, channels, seed=2, scale=0.02), torch.bfloat16)
+    start = on_gpu(exact(tokens, inputs, seed=3), torch.bfloat16)
+    norm = torch.ones(inputs, device="cuda", dtype=torch.bfloat16)
+    x = start.clone()
 
-        x = start.clone()
-        norm = torch.ones(shape.inputs, device="cuda", dtype=torch.bfloat16)
+    def chain() -> Tensor:
+        scaled, squares = linear_residual.norm_inputs(x, norm)
+        for _ in range(3):
+            y = linear_map.linear_map(scaled, squares, EPS, weight, gelu=True)
+            scaled, squares = linear_residual.linear_residual_(y, down, None, x, norm)
+        return scaled
 
-        def chain(x: Tensor, norm: Tensor, weight: Tensor, down: Tensor) -> Tensor:
-            scaled, squares = linear_residual.norm_inputs(x, norm)
-            for _ in range(3):
-                y = linear_map.linear_map(scaled, squares, EPS, weight, gelu=True)
-                scaled, squares = linear_residual.linear_residual_(y, down, None, x, norm)
-            return scaled
-
-        expected = chain(x, norm, weight, down).clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = chain(x, norm, weight, down)
-        for _ in range(5):
-            x.copy_(start)
-            replayed.zero_()
-            graph.replay()
-            assert torch.equal(replayed, expected), shape
+    expected = chain().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for _ in range(5):
+        x.copy_(start)
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, expected)

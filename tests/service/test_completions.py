@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from service.answer import LogprobArrays
 from tests.service.harness import Service
 
 PATH = "/v1/completions"
@@ -63,6 +65,13 @@ async def test_samples_of_one_prompt_share_its_reading(service: Service) -> None
     assert float(hits) >= 99
 
 
+async def test_samples_of_one_prompt_share_its_bytes(service: Service) -> None:
+    await service.post(PATH, {"prompt": "a" * 100, "n": 3, "max_tokens": 1})
+    prompts = [request.prompt for request in service.runner.requests.values()]
+    assert len(prompts) == 3
+    assert prompts[0] is prompts[1] is prompts[2]
+
+
 async def test_echo_with_logprobs_is_openais_arrays(service: Service) -> None:
     body = await service.post(
         PATH,
@@ -90,6 +99,62 @@ async def test_echo_without_generation_scores(service: Service) -> None:
     assert [frame["choices"][0]["text"] for frame in frames] == ["abd", ""]
     assert frames[0]["choices"][0]["logprobs"] == first["logprobs"]
     assert frames[1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_large_answers_are_rendered_beside_the_event_loop(
+    service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    add_prompt = LogprobArrays.add_prompt
+
+    def noted(self: LogprobArrays, *given: Any) -> None:
+        threads.add(threading.current_thread())
+        add_prompt(self, *given)
+
+    monkeypatch.setattr(LogprobArrays, "add_prompt", noted)
+    request = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    long, short = {**request, "prompt": "ab" * 2000}, {**request, "prompt": "ab" * 20}
+    for body, beside in ((short, False), (long, True)):
+        threads.clear()
+        if stream:
+            frames = await service.stream(PATH, body)
+            text = "".join(frame["choices"][0]["text"] for frame in frames)
+            logprobs = frames[0]["choices"][0]["logprobs"]["token_logprobs"]
+        else:
+            (choice,) = (await service.post(PATH, body))["choices"]
+            text, logprobs = choice["text"], choice["logprobs"]["token_logprobs"][:-1]
+        assert text == body["prompt"] + "c"
+        assert logprobs[:2] == [None, HALF] and len(logprobs) == len(body["prompt"])
+        assert threads
+        assert (threading.main_thread() not in threads) == beside
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("forced", "text", "tokens"),
+    [
+        # The answer's first byte ends the character that the prompt began, or it does not.
+        (0xA9, "aé", ["a", "bytes:\\xc3", "bytes:\\xa9"]),
+        (ord("x"), "a\ufffdx", ["a", "bytes:\\xc3", "x"]),
+        (None, "a\ufffd", ["a", "bytes:\\xc3"]),
+    ],
+)
+async def test_echo_of_a_prompt_that_ends_inside_a_character(
+    service: Service, stream: bool, forced: int | None, text: str, tokens: list[str]
+) -> None:
+    request: dict[str, Any] = {"prompt": [97, 0xC3], "echo": True, "logprobs": 0, "max_tokens": 0}
+    if forced is not None:
+        request |= {"max_tokens": 1, "logit_bias": {str(forced): 100}, "temperature": 0}
+    if stream:
+        choices = [frame["choices"][0] for frame in await service.stream(PATH, request)]
+    else:
+        choices = (await service.post(PATH, request))["choices"]
+    assert "".join(choice["text"] for choice in choices) == text
+    arrays = [choice["logprobs"] for choice in choices]
+    assert [token for array in arrays for token in array["tokens"]] == tokens
+    offsets = [offset for array in arrays for offset in array["text_offset"]]
+    assert offsets == [0, 1, 1][: len(tokens)]
 
 
 async def test_echo_counts_characters_not_bytes(service: Service) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from engine import errors
 from service.errors import from_engine, parameter_path
+from service.schemas.completions import CompletionRequest
+from service.schemas.generate import GenerateRequest
+from service.schemas.score import ScoreRequest
 from tests.service.harness import Service, error_message, fake_runner, running
 
 GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
@@ -90,6 +94,36 @@ async def test_generate(service: Service, body: Any, param: str | None, words: s
 )
 async def test_completions(service: Service, body: Any, param: str, words: str) -> None:
     assert words in await service.refused(COMPLETIONS, body, param)
+
+
+N = 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (GenerateRequest, {"prompts": [["a"] * N]}),
+        (GenerateRequest, {"prompts": [1] * N}),
+        (GenerateRequest, {"prompts": ["a"], "max_tokens": ["a"] * N}),
+        (GenerateRequest, {"prompts": ["a"], "stop": [""] * N}),
+        (GenerateRequest, {"prompts": ["a"], "stop": [[""] * N] * 2}),
+        (GenerateRequest, {"prompts": ["a"], "stop_token_ids": ["x"] * N}),
+        (GenerateRequest, {"prompts": ["a"], "logit_bias": {str(i): "x" for i in range(N)}}),
+        (GenerateRequest, {"prompts": ["a"], "logit_bias": {f"x{i}": 1 for i in range(N)}}),
+        (GenerateRequest, {"prompts": ["a"], "logit_bias": [{"x": 1}] * N}),
+        (CompletionRequest, {"prompt": [1, *["a"] * N]}),
+        (CompletionRequest, {"prompt": ["a", *[1] * N]}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * N}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): 101 for i in range(N)}}),
+        (ScoreRequest, {"texts": [1] * N}),
+        (ScoreRequest, {"items": [1] * N}),
+        (ScoreRequest, {"items": [{"context": "a", "continuations": [1] * N}]}),
+    ],
+)
+def test_a_million_wrong_entries_are_one_error(model: type[BaseModel], body: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize(
@@ -190,6 +224,7 @@ async def test_after_every_error_it_still_serves(service: Service) -> None:
     [
         (errors.InvalidRequest("m", param="p"), 400, "invalid_request_error"),
         (errors.QueueFull("m", retry_after=2.1), 429, "rate_limit_error"),
+        (errors.TimedOut("m"), 504, "timeout_error"),
         (errors.Draining("m"), 503, "service_unavailable_error"),
         (errors.EngineLoading("m"), 503, "service_unavailable_error"),
         (errors.EngineDead("m"), 503, "service_unavailable_error"),
@@ -225,29 +260,117 @@ def test_parameter_paths() -> None:
 # Size
 
 
-async def _chunks(count: int, size: int, sent: list[int]) -> AsyncIterator[bytes]:
-    for _ in range(count):
-        sent.append(size)
-        yield b"x" * size
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (GENERATE, {"prompts": ["a" * 60, [97] * 41]}, "prompts"),
+        (COMPLETIONS, {"prompt": ["a" * 10, "b"], "n": 10}, "prompt"),
+        ("/v1/score", {"texts": ["a" * 50, "b" * 51]}, "texts"),
+        ("/v1/score", {"items": [{"context": "a" * 49, "continuations": ["b", "cd"]}]}, "items"),
+    ],
+)
+async def test_the_prompts_of_a_request_are_bounded_together(
+    byte_folder: Path, path: str, body: Any, param: str
+) -> None:
+    """Copies count: each sample and each continuation has the whole prompt."""
+    async with running(fake_runner(byte_folder), max_prompt_tokens=100) as service:
+        assert "more than 100 prompt tokens" in await service.refused(path, body, param)
+    async with running(fake_runner(byte_folder), max_prompt_tokens=110) as service:
+        await service.post(path, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (GENERATE, {"prompts": ["a"] * 2, "max_tokens": 26, "logprobs": 1}, "prompts"),
+        (GENERATE, {"prompts": ["a"] * 2, "max_tokens": [50, 51], "logprobs": 0}, "prompts"),
+        (COMPLETIONS, {"prompt": "a", "n": 2, "max_tokens": 26, "logprobs": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": "a" * 34, "max_tokens": 0, "echo": True, "logprobs": 2}, "prompt"),
+        ("/v1/score", {"texts": ["a" * 50, "b" * 51]}, "texts"),
+        ("/v1/score", {"items": [{"context": "a", "continuations": ["b" * 101]}]}, "items"),
+    ],
+)
+async def test_the_log_probabilities_of_an_answer_are_bounded(
+    byte_folder: Path, path: str, body: Any, param: str
+) -> None:
+    async with running(fake_runner(byte_folder), max_reports=100) as service:
+        assert "at most 100 are allowed" in await service.refused(path, body, param)
+        if path != "/v1/score" and not body.get("echo"):  # a stream is not kept
+            await service.stream(path, body)
+        await service.post(GENERATE, {"prompts": ["a"] * 8, "max_tokens": 100})  # asks for none
+    async with running(fake_runner(byte_folder), max_reports=104) as service:
+        await service.post(path, body)
+
+
+class Upload:
+    """A request whose body comes in chunks of a megabyte; what is sent, and how much of the body
+    had been read then."""
+
+    def __init__(self, chunks: int, **headers: str) -> None:
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": GENERATE,
+            "raw_path": GENERATE.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")]
+            + [
+                (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
+            ],
+        }
+        self.left = chunks
+        self.read = 0  # chunks
+        self.sent: list[tuple[Any, int]] = []
+
+    async def receive(self) -> Any:
+        if not self.left:
+            return {"type": "http.disconnect"}
+        self.left -= 1
+        self.read += 1
+        return {"type": "http.request", "body": b"x" * 2**20, "more_body": self.left > 0}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append((message, self.read))
+
+    async def refused(self, service: Service) -> list[int]:
+        """Runs the request; how much had been read when the answer began, was told, and ended."""
+        await service.app(self.scope, self.receive, self.send)
+        (start, _), (told, _), (end, _) = self.sent
+        assert start["status"] == 413
+        assert (b"connection", b"close") in [(name.lower(), at) for name, at in start["headers"]]
+        assert "16777216" in error_message(json.loads(told["body"]), None)
+        assert told["more_body"] and not end["more_body"] and not end["body"]
+        return [read for _, read in self.sent]
 
 
 async def test_a_large_body_is_refused_before_it_is_read(service: Service) -> None:
-    sent: list[int] = []
-    headers = {"content-length": str(100 * 2**20), "content-type": "application/json"}
-    response = await service.http.post(GENERATE, content=_chunks(100, 2**20, sent), headers=headers)
-    assert response.status_code == 413
-    assert "16777216" in error_message(response.json(), None)
-    assert sent == []
+    """And then read to its end, so that the answer is not lost with the connection."""
+    assert await Upload(40, content_length=str(40 * 2**20)).refused(service) == [0, 0, 40]
 
 
 async def test_a_body_of_unknown_length_is_cut_at_the_limit(service: Service) -> None:
-    sent: list[int] = []
-    response = await service.http.post(
-        GENERATE, content=_chunks(100, 2**20, sent), headers={"content-type": "application/json"}
-    )
-    assert response.status_code == 413
-    error_message(response.json(), None)
-    assert sum(sent) <= 17 * 2**20
+    assert await Upload(40).refused(service) == [17, 17, 40]
+
+
+async def test_not_all_of_an_endless_body_is_read(service: Service) -> None:
+    began, _, ended = await Upload(10**6).refused(service)
+    assert (began, ended) == (17, 17 + 64)
+
+
+async def test_a_body_that_stops_coming_is_not_waited_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopping(Upload):
+        async def receive(self) -> Any:
+            if self.read == 20:
+                await asyncio.Event().wait()
+            return await super().receive()
+
+    monkeypatch.setattr("service.body_limit.DISCARD_SECONDS", 0.05)
+    assert await Stopping(100).refused(service) == [17, 17, 20]
 
 
 async def test_the_limit_is_inclusive(byte_folder: Path) -> None:

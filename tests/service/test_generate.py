@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 
+from engine.client import Update
+from service import stop as stop_module
+from service.answer import Answer, Piece
 from tests.service.harness import Service
 
 PATH = "/v1/generate"
@@ -139,17 +143,60 @@ async def test_special_tokens_in_a_text_are_text(service: Service) -> None:
 
 
 async def test_a_failed_prompt_spoils_no_other(service: Service) -> None:
-    # 64 may wait, 8 run: the engine refuses what is beyond.
-    request = {"prompts": ["a"] * 80, "max_tokens": 2, "temperature": 0}
+    service.runner.spoiled = {2, 12}  # the third prompt of each request
+    request = {"prompts": ["a"] * 10, "max_tokens": 2, "temperature": 0}
     results = (await service.post(PATH, request))["results"]
-    assert [result["index"] for result in results] == list(range(80))
-    failed = [result for result in results if "error" in result]
-    assert failed and all(result["error"]["code"] == "queue_full" for result in failed)
-    served = [result for result in results if "error" not in result]
-    assert served and all(result["text"] == "bc" for result in served)
+    assert [result["index"] for result in results] == list(range(10))
+    assert results.pop(2)["error"]["code"] == "step_failed"
+    assert [result["text"] for result in results] == ["bc"] * 9
     frames = await service.stream(PATH, request)
-    failed = [frame for frame in frames if "error" in frame]
-    assert failed and {frame["index"] for frame in frames} == set(range(80))
+    assert [frame["index"] for frame in frames if "error" in frame] == [2]
+    assert {frame["index"] for frame in frames} == set(range(10))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_tables_are_built_once_per_distinct_list(
+    service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    make = stop_module._failure_function
+    monkeypatch.setattr(
+        stop_module, "_failure_function", lambda word: built.append(word) or make(word)
+    )
+    request = {"prompts": ["a"] * 20, "max_tokens": 8, "temperature": 0, "stream": stream}
+    request["stop"] = [["ef", "xy"], "ghi"] * 10
+    response = await service.http.post(PATH, json=request)
+    assert response.status_code == 200
+    assert sorted(built) == ["ef", "ghi", "xy"]
+    if not stream:
+        texts = [result["text"] for result in response.json()["results"]]
+        assert texts == ["bcd", "bcdef"] * 10
+
+
+async def test_long_stop_strings_are_read_beside_the_event_loop(service: Service) -> None:
+    long = [chr(97 + i) * 1024 for i in range(16)]
+    request = {"prompts": ["a"] * 3, "max_tokens": 3, "temperature": 0}
+    request["stop"] = [[*long[:15], str(i)] for i in range(3)]
+    body = await service.post(PATH, request)
+    assert [result["text"] for result in body["results"]] == ["bcd"] * 3
+
+
+async def test_a_long_answer_is_read_beside_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    take = Answer.take
+
+    def noted(self: Answer, update: Update) -> list[Piece]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return take(self, update)
+
+    monkeypatch.setattr(Answer, "take", noted)
+    for tokens in (100, 3000):
+        request = {"prompts": ["a"], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        (result,) = (await service.post(PATH, request))["results"]
+        assert len(result["token_ids"]) == tokens
+    assert threads == [True, False]
 
 
 async def test_timeout_gives_the_partial_text(service: Service) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from engine.client import EngineClient
 from engine.engine import Engine
-from engine.errors import CheckpointError, EngineError
+from engine.errors import CheckpointError, EngineError, QueueFull
+from engine.messages import Stats
 from engine.transport import InlineTransport
+from service.places import Places
+from service.tokenizer import Tokenizer
 from tests.service.harness import (
     Service,
     error_message,
@@ -121,12 +127,81 @@ async def test_a_full_queue_is_429_with_retry_after(byte_folder: Path, stream: b
         await service.post(GENERATE, {"prompts": ["b"], "max_tokens": 1})
 
 
+def test_retry_after_follows_the_pace_of_the_queue() -> None:
+    client = SimpleNamespace(in_flight=9, stats=Stats(pace=2.5))
+    places = Places(cast(EngineClient, client), capacity=lambda: 10)
+    places.check(1)
+    for requests, pace, seconds in ((2, 2.5, 2.5), (3, 2.5, 5), (2, 0.01, 1), (9, 20, 60)):
+        client.stats = Stats(pace=pace)
+        with pytest.raises(QueueFull) as refused:
+            places.check(requests)
+        assert refused.value.retry_after == seconds
+        assert f"try again in {math.ceil(seconds)} s" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": "a", "n": 3, "max_tokens": 1}),
+        (SCORE, {"texts": ["ab"] * 3}),
+        (SCORE, {"items": [{"context": "a", "continuations": ["b", "c", "d"]}]}),
+    ],
+)
+async def test_a_batch_is_taken_whole_or_refused_whole(
+    byte_folder: Path, path: str, body: Any
+) -> None:
+    runner = fake_runner(byte_folder, slots=2, max_waiting=1, step_seconds=0.005)
+    async with running(runner) as service:
+        stats = lambda: service.runtime.client.stats  # noqa: E731
+        await service.post(path, body)
+        held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
+        await until(lambda: stats().slots_used == 1)
+        steps = runner.requests.copy()
+        message = await service.refused(path, body, None, 429)
+        assert "no room for 3" in message
+        assert runner.requests.keys() == steps.keys()  # nothing of it was begun
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_ever_fits_is_refused_for_good(byte_folder: Path, stream: bool) -> None:
+    async with running(fake_runner(byte_folder, slots=2, max_waiting=1)) as service:
+        for path, body in (
+            (GENERATE, {"prompts": ["a"] * 4, "stream": stream}),
+            (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "stream": stream}),
+        ):
+            assert "at most 3" in await service.refused(path, body, None, 400)
+
+
+async def test_places_are_spoken_for_while_prompts_are_tokenised(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_async = Tokenizer.encode_async
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        await asyncio.sleep(0.05)
+        return await encode_async(self, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+    async with running(fake_runner(byte_folder, slots=2, max_waiting=1)) as service:
+        body = {"prompts": ["a", "b"], "max_tokens": 1}
+        posts = [service.http.post(GENERATE, json=body) for _ in range(2)]
+        answers = sorted(await asyncio.gather(*posts), key=lambda answer: answer.status_code)
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert all("error" not in result for result in answers[0].json()["results"])
+        # A request that fails on its way gives its places back.
+        await service.post(GENERATE, {"prompts": ["a", [999], "b"]}, 400)
+        await service.post(GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 1})
+
+
 async def test_the_engines_own_refusal_is_429_too(
     byte_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pre-check sees the latest step only; the engine has the last word, before the 200."""
-    monkeypatch.setattr("service.admission.check_admission", lambda *_: None)
-    monkeypatch.setattr("service.routes.generate.check_admission", lambda *_: None)
+    """With several API processes the pre-check may be late; the engine has the last word, before
+    the 200."""
+    monkeypatch.setattr("service.places.Places.check", lambda *_: None)
     runner = fake_runner(byte_folder, slots=1, max_waiting=0, step_seconds=0.005)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
@@ -157,6 +232,54 @@ async def test_draining(byte_folder: Path) -> None:
         frames = parse_events((await held).text)  # what was in flight is finished
         assert (len(frames), frames[-1]) == (51, "[DONE]")
         await drain
+
+
+@pytest.mark.parametrize("upload", [False, True])
+async def test_a_drain_waits_for_what_is_still_being_read(
+    byte_folder: Path, upload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body on its way, or a prompt that is tokenised, is work in flight."""
+    ready = asyncio.Event()
+    encode_async = Tokenizer.encode_async
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        await ready.wait()
+        return await encode_async(self, text, special=special)
+
+    async with running(fake_runner(byte_folder)) as service:
+        connection = Connection(GENERATE, {"prompts": ["abc"], "max_tokens": 2, "temperature": 0})
+        if upload:
+            connection.uploaded.clear()
+        else:
+            monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+        held = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.runtime.flights)
+        await asyncio.sleep(0.05)
+        drain = asyncio.create_task(service.runtime.drain(timeout=30))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        (connection.uploaded if upload else ready).set()
+        await held
+        await drain
+        assert [message.get("status") for message in connection.sent] == [200, None]
+        assert json.loads(connection.sent[1]["body"])["results"][0]["text"] == "de"
+
+
+async def test_what_is_still_being_read_at_the_drains_end_is_refused(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder)) as service:
+        connection = Connection(GENERATE, {"prompts": ["a"], **LONG})
+        connection.uploaded.clear()
+        held = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.runtime.flights)
+        await service.runtime.drain(timeout=0.05)
+        connection.uploaded.set()
+        await asyncio.wait_for(held, 10)
+        assert connection.sent[0]["status"] == 503
+        assert "shut down" in error_message(json.loads(connection.sent[1]["body"]), None)
 
 
 async def test_the_drains_end_cuts_what_is_left(byte_folder: Path) -> None:
@@ -223,6 +346,8 @@ class Connection:
     """One ASGI request that the test can cut, and whose reader can stall."""
 
     def __init__(self, path: str, body: Any) -> None:
+        self.uploaded = asyncio.Event()  # cleared, the body takes its time
+        self.uploaded.set()
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -247,6 +372,7 @@ class Connection:
     async def receive(self) -> Any:
         if not self._asked:
             self._asked = True
+            await self.uploaded.wait()
             return {"type": "http.request", "body": self._body, "more_body": False}
         await self.gone.wait()
         return {"type": "http.disconnect"}
@@ -286,19 +412,6 @@ async def test_a_client_that_leaves_aborts_its_requests(
         endpoint = path.rsplit("/", 1)[-1]
         series = f'minserve_requests_total{{endpoint="{endpoint}",outcome="cancelled"}} 1.0'
         assert series in text
-
-
-async def test_a_reader_that_stalls_is_cut(byte_folder: Path) -> None:
-    runner = fake_runner(byte_folder, step_seconds=0.005)  # or its events are all the loop gets to
-    async with running(runner, stall_timeout=0.1) as service:
-        connection = Connection(GENERATE, {"prompts": ["a"], **LONG, "stream": True})
-        task = asyncio.create_task(
-            service.app(connection.scope, connection.receive, connection.send)
-        )
-        await until(lambda: len(connection.sent) > 2)
-        connection.reading.clear()
-        await asyncio.wait_for(task, 10)
-        await until(lambda: service.runtime.client.stats.running == 0)
 
 
 async def test_a_slow_reader_gets_merged_writes_with_one_event_per_token(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from service.settings import Settings
+from service.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, parse_events, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,8 +86,13 @@ async def test_metrics(service: Service) -> None:
     assert value(families, "minserve_score_latency_seconds_count") == 1
     assert value(families, "minserve_request_prompt_tokens_sum") == 3 + 3 + 2 + 4
     assert value(families, "minserve_request_queue_time_seconds_count") == 4
+    assert value(families, "minserve_request_prefill_time_seconds_count") == 4
+    assert value(families, "minserve_request_decode_time_seconds_count") == 3
+    assert value(families, "minserve_request_generation_tokens_count") == 3
     assert value(families, "minserve_step_batch_size_count") >= 4 + 4 + 2 + 1
     assert value(families, "minserve_engine_step_seconds_count", phase="prefill") == 4
+    # A prompt's step draws the first token; "wx" ends with a third one that is no text.
+    assert value(families, "minserve_engine_step_seconds_count", phase="decode") == 3 + 3 + 2
     assert value(families, "minserve_state_slots_total") == 8
     assert value(families, "minserve_requests_running") == 0
     assert value(families, "minserve_state_bytes", tier="device") >= 0
@@ -101,6 +108,60 @@ async def test_metrics(service: Service) -> None:
     assert value(families, http, method="GET", path=path, status="404") == 1
     assert value(families, http, method="GET", path="other", status="404") == 1
     assert value(families, http, method="other", path="other", status="404") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_time_to_the_first_token_begins_with_the_request(
+    service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when its prompt has been tokenised."""
+    encode_async = Tokenizer.encode_async
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        await asyncio.sleep(0.2)
+        return await encode_async(self, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+    request = {"prompts": ["abc"], "max_tokens": 4, "temperature": 0}
+    await (service.stream if stream else service.post)("/v1/generate", request)
+    families = await scrape(service)
+    assert value(families, "minserve_time_to_first_token_seconds_count") == 1
+    assert value(families, "minserve_time_to_first_token_seconds_sum") >= 0.2
+
+
+async def test_what_a_request_did_not_come_to_is_no_observation(byte_folder: Path) -> None:
+    """Neither a prompt that a timeout cut short, nor one whose answer is empty, has a zero."""
+    async with running(fake_runner(byte_folder, max_step_tokens=16)) as service:
+        service.runner.step_seconds = 0.02
+        long = {"prompts": ["a" * 10_000], "timeout": 0.1}
+        for stream in (False, True):
+            response = await service.http.post("/v1/generate", json={**long, "stream": stream})
+            assert '"finish_reason":"timeout"' in response.text
+        await service.post("/v1/generate", {"prompts": ["z"], "temperature": 0})  # ends at once
+        families = await scrape(service)
+        for name, count in (
+            ("time_to_first_token_seconds", 0),
+            ("inter_token_latency_seconds", 0),
+            ("request_queue_time_seconds", 3),
+            ("request_prefill_time_seconds", 1),
+            ("request_decode_time_seconds", 0),
+            ("request_generation_tokens", 3),
+        ):
+            assert value(families, f"minserve_{name}_count") == count, name
+
+
+async def test_every_decode_step_of_a_round_counts(byte_folder: Path) -> None:
+    runner = fake_runner(byte_folder, most_steps=8, overlaps=True)
+    runner.decode_seconds = 1e-3
+    async with running(runner) as service:
+        request = {"prompts": ["a"], "max_tokens": 41, "ignore_eos": True, "temperature": 0}
+        await service.post("/v1/generate", request)
+        assert runner.steps < 40
+        families = await scrape(service)
+        count = value(families, "minserve_engine_step_seconds_count", phase="decode")
+        seconds = value(families, "minserve_engine_step_seconds_sum", phase="decode")
+        assert 40 <= count < 40 + 16  # the last rounds may go on after the last token
+        assert seconds == pytest.approx(count * 1e-3)
 
 
 async def test_applications_share_no_metrics(byte_folder: Path) -> None:
@@ -143,8 +204,9 @@ async def test_answers_are_what_the_docs_say(service: Service) -> None:
     from service.schemas.generate import GenerateResponse
     from service.schemas.score import ScoreResponse
 
+    service.runner.spoiled = {1}  # one prompt fails
     for model, path, body in (
-        (GenerateResponse, "/v1/generate", {"prompts": ["a"] * 80, "logprobs": 1}),
+        (GenerateResponse, "/v1/generate", {"prompts": ["a"] * 3, "logprobs": 1}),
         (
             CompletionResponse,
             "/v1/completions",
@@ -177,6 +239,7 @@ async def test_models(service: Service) -> None:
     (model,) = body["data"]
     assert (model["id"], model["object"], model["owned_by"]) == ("fake", "model", "minserve")
     assert model["created"] > 1_600_000_000
+    assert model["deterministic"] is False
     assert (await service.http.get("/v1/models/fake")).json() == model
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from pathlib import Path
 
 import pytest
 
-from tests.service.harness import Service, fake_runner, running, save_byte_tokenizer
+from tests.service.harness import Service, fake_runner, running, save_byte_tokenizer, until
 
 PATH = "/v1/score"
 HALF, QUARTER, REST = math.log(0.5), math.log(0.25), math.log(0.25 / 255)
@@ -129,11 +131,29 @@ async def test_bad_input(service: Service, body: object, param: str | None) -> N
     await service.refused(PATH, body, param)
 
 
-async def test_a_timeout_is_an_error_not_a_shorter_score(byte_folder: object) -> None:
-    from pathlib import Path
-
-    assert isinstance(byte_folder, Path)
+async def test_a_timeout_is_an_error_not_a_shorter_score(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, step_seconds=0.05)
     async with running(runner, request_timeout=0.12) as service:
         body = await service.post(PATH, {"texts": ["a" * 4096, "ab"]})
-    assert "timeout" in body["results"][0]["error"]["message"]
+        error = body["results"][0]["error"]
+        assert (error["type"], error["code"]) == ("timeout_error", "timeout")
+        assert "of 4095 tokens were scored" in error["message"]
+        assert body["results"][1]["num_scored_tokens"] == 1
+        # Where no text was scored, it is the answer's error.
+        for request in (
+            {"texts": ["a" * 4096]},
+            {"items": [{"context": "a", "continuations": ["b" * 4096, "c" * 4096]}]},
+        ):
+            body = await service.post(PATH, request, status=504)
+            assert body["error"]["code"] == "timeout"
+
+
+async def test_the_drains_end_is_named_too(byte_folder: Path) -> None:
+    runner = fake_runner(byte_folder, step_seconds=0.02)
+    async with running(runner) as service:
+        held = asyncio.create_task(service.http.post(PATH, json={"texts": ["a" * 40_000]}))
+        await until(lambda: service.runtime.client.stats.running == 1)
+        await service.runtime.drain(timeout=0.05)
+        response = await held
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "draining"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,38 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
+from types import SimpleNamespace
+from engine import transport
 from engine.client import EngineClient
 from engine.transport import ProcessTransport
 from service.server import serve
 from service.settings import Settings
+transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
 EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
-sys.exit(serve(Settings(port=PORT, max_slots=4)))
+sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL)))
 """
 
 
 class Process:
     """A server under test; `lines` is what it says."""
 
-    def __init__(self, port: int = 0, engine: str = "tests.engine.fake:fake_engine") -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        engine: str = "tests.engine.fake:fake_engine",
+        stall_timeout: float = 60,
+        python: str | None = None,  # that runs the worker
+    ) -> None:
         program = PROGRAM.replace("ENGINE", engine).replace("PORT", str(port))
+        program = program.replace("STALL", str(stall_timeout))
+        program = program.replace("PYTHON", repr(python))
         self.popen = subprocess.Popen(
             [sys.executable, "-c", program],
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,  # a process group of its own
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -105,6 +117,23 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
         assert not any("Traceback" in line for line in process.lines)
 
 
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_process_group_finishes_what_is_in_flight(signal_: int) -> None:
+    """As a supervisor or Ctrl-C sends it: the engine's process has it too, and must live on."""
+    with serving() as process:
+        process.said("ready: fake")
+        with httpx.Client(base_url=process.url, timeout=60) as client:
+            body = {"prompts": [[97]], "max_tokens": 5000, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/generate", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.killpg(process.popen.pid, signal_)
+                rest = [line for line in lines if line]
+            assert (len(rest), rest[-1]) == (5000, "data: [DONE]")
+        assert process.exit_code() == 0
+        assert not any("Traceback" in line or "error" in line for line in process.lines)
+
+
 def test_a_second_interrupt_does_not_wait() -> None:
     with serving() as process:
         process.said("ready: fake")
@@ -156,6 +185,14 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_code_2() -> None:
         assert not any("Traceback" in line for line in process.lines)
 
 
+def test_an_engine_that_cannot_be_started_is_an_error_and_code_1() -> None:
+    with serving(python="/no/such/python") as process:
+        assert process.exit_code() == 1
+        (_, line) = process.lines  # the first says where it listens
+        assert line.startswith("minserve: error: the engine process cannot be started: ")
+        assert "/no/such/python" in line
+
+
 def no_such_checkpoint(_: object) -> None:
     """An engine factory, for the worker."""
     from engine.errors import CheckpointError
@@ -175,3 +212,69 @@ def test_an_idle_server_stops_at_once() -> None:
         process.said("ready: fake")
         process.popen.send_signal(signal.SIGINT)
         assert process.exit_code() == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_too_much_gets_its_413(chunked: bool) -> None:
+    """Though it reads nothing before it has sent all of its body."""
+    size, count = 2**20, 40
+    head = b"POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % (size * count)
+    piece = b"x" * size
+    if chunked:
+        piece = b"%x\r\n%b\r\n" % (size, piece)
+    with serving() as process:
+        process.said("ready: fake")
+        host, port = process.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(head + length + b"\r\n\r\n")
+            for _ in range(count):
+                client.sendall(piece)
+            if chunked:
+                client.sendall(b"0\r\n\r\n")
+            answer = b""
+            while data := client.recv(2**16):
+                answer += data
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"body_too_large" in answer
+
+
+def _sockets(pid: int) -> int:
+    folder = Path(f"/proc/{pid}/fd")
+    if not folder.exists():
+        pytest.skip("needs /proc")
+    links = []
+    for link in folder.iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(link.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_reads_nothing_loses_its_connection(stream: bool) -> None:
+    """Though its buffers are full: what waits to be written must not keep the socket open."""
+    body = b'{"prompts": [[97]], "max_tokens": 1000000, "ignore_eos": true, "stream": true}'
+    head = b"POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    if not stream:  # many plain answers, asked for at once
+        request = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
+    with serving(stall_timeout=1) as process:
+        process.said("ready: fake")
+        address = process.url.removeprefix("http://").split(":")
+        before = _sockets(process.popen.pid)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address[0], int(address[1])))
+            client.sendall(request)
+            deadline = time.monotonic() + 60
+            connected = False
+            while not (connected and _sockets(process.popen.pid) == before):
+                connected = connected or _sockets(process.popen.pid) > before
+                assert time.monotonic() < deadline, "the connection was never closed"
+                time.sleep(0.02)
+            assert httpx.get(f"{process.url}/ready").status_code == 200
+            with pytest.raises(ConnectionResetError):
+                while client.recv(2**20):
+                    pass
+        running = "\nminserve_requests_running 0.0\n"
+        assert running in httpx.get(f"{process.url}/metrics").text

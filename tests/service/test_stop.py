@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.stop import StopMatcher
+from service.stop import StopMatcher, StopStrings
 
 
 def expected(text: str, stops: list[str]) -> str:
@@ -18,7 +18,7 @@ def expected(text: str, stops: list[str]) -> str:
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     text = "".join(matcher.feed(piece) for piece in pieces)
     return text + matcher.flush(), matcher.stopped
 
@@ -37,7 +37,7 @@ def test_it_is_a_search_wherever_the_text_is_cut(
 
 @given(st.lists(letters, max_size=6), st.lists(st.text(alphabet="ab", min_size=1), max_size=3))
 def test_only_what_could_begin_a_stop_string_is_held(pieces: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     read = emitted = ""
     for piece in pieces:
         read += piece
@@ -58,5 +58,5 @@ def test_the_longer_of_two_that_end_together() -> None:
 
 
 def test_what_was_held_comes_when_it_cannot_be_the_beginning() -> None:
-    matcher = StopMatcher(["aab"])
+    matcher = StopMatcher(StopStrings(["aab"]))
     assert [matcher.feed(piece) for piece in ("a", "a", "a", "c")] == ["", "", "a", "aac"]

@@ -107,6 +107,18 @@ def test_bytes_are_held_until_the_character_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", libraries)
+def test_a_prompt_and_what_follows_are_the_whole_text_wherever_it_is_cut(name: str) -> None:
+    """Also inside a character: the open text leaves its bytes to the decoder."""
+    tokenizer = wrapped[name]
+    for whole in ("🙂é!", "aé🙂", "\ufffdé\ufffd", "🙂" * 6 + "é"):
+        ids = tokenizer.encode(whole, special=False)
+        for cut in range(1, len(ids) + 1):
+            decoder = tokenizer.decoder(after=ids[:cut])
+            text = "".join(decoder.feed(token) for token in ids[cut:]) + decoder.flush()
+            assert tokenizer.decode_open(ids[:cut]) + text == tokenizer.decode(ids), cut
+
+
+@pytest.mark.parametrize("name", libraries)
 def test_what_follows_a_prompt(name: str) -> None:
     """The text after a prompt is what the whole text has more than the prompt's."""
     tokenizer = wrapped[name]

@@ -1,0 +1,73 @@
+// Which form a call takes whose sums must not depend on the number of tokens.
+//
+// A form adds up its products in the order of the inputs, whatever its tile. What changes the order
+// is cutting the inputs into parts, each summed from zero. So here the number of parts follows from
+// the weight's shape alone, and the number of tokens decides who sums them: few tokens have a block
+// for each part, many have one block that takes them in turn. Both add the parts up in order.
+#pragma once
+
+#include "choice.h"
+
+namespace minserve {
+
+class FixedChooser {
+ public:
+  FixedChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
+      : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
+
+  // As many as fill the GPU when there are few tokens, but no more: they cost many tokens time.
+  int parts() const {
+    const bool enough = tiles(64) >= 24 && 64 * gates_ * inputs_ * 2 <= (100 << 10);
+    int parts = 1;
+    while (parts < 8 && !enough && inputs_ / (2 * parts) >= 192 && tiles(64) * parts < 96 &&
+           tiles(64) * parts * 2 <= 200) {
+      parts *= 2;
+    }
+    return parts;
+  }
+
+  Choice choose() const {
+    const int parts = this->parts();
+    if (parts == 1) return {Chooser(channels_, inputs_, gates_, tokens_).choose(true).form, 1};
+    const Choice shared = among_blocks(parts);
+    return blocks(tokens_of(shared.form)) * parts <= kTwoWaves ? shared : in_turn(parts);
+  }
+
+ private:
+  static constexpr std::int64_t kOneWave = 144, kTwoWaves = 264;
+
+  std::int64_t tiles(std::int64_t rows) const { return (channels_ + rows - 1) / rows; }
+  std::int64_t blocks(std::int64_t tokens) const {
+    return tiles(64) * ((tokens_ + tokens - 1) / tokens);
+  }
+  static std::int64_t tokens_of(Form form) {
+    return form == Form::tokens_8    ? 8
+           : form == Form::tokens_16 ? 16
+           : form == Form::tokens_32 ? 32
+                                     : 64;
+  }
+
+  Choice among_blocks(int parts) const {
+    if (tokens_ <= 8) return {Form::tokens_8, parts};
+    if (tokens_ <= 16) return {Form::tokens_16, parts};
+    if (tokens_ <= 32) return {Form::tokens_32, parts};
+    if (blocks(16) * parts <= kOneWave) return {Form::tokens_16, parts};
+    if (blocks(32) * parts <= kOneWave) return {Form::tokens_32, parts};
+    return {blocks(64) * parts <= kOneWave ? Form::tokens_64_deep : Form::tokens_64, parts};
+  }
+
+  // Where a block of three gates' wide form would need more registers than there are, it has 64
+  // tokens; and so have blocks that share a multiprocessor only where there is one gate.
+  Choice in_turn(int parts) const {
+    const bool small = channels_ * gates_ * inputs_ * 2 <= (8 << 20);
+    const std::int64_t wide = tiles(gates_ > 1 ? 64 : 128) * ((tokens_ + 127) / 128);
+    if (gates_ < 3 && wide >= (small ? 190 : 90)) return {Form::tokens_128, 1, parts};
+    if (blocks(64) < 64) return {Form::tokens_32, 1, parts};
+    if (gates_ == 1 && blocks(64) > kOneWave) return {Form::tokens_64, 1, parts};
+    return {Form::tokens_64_deep, 1, parts};
+  }
+
+  std::int64_t channels_, inputs_, gates_, tokens_;
+};
+
+}  // namespace minserve

@@ -1,0 +1,144 @@
+"""Columns: what `ops.draw_` needs of the rows that it draws for, packed in one piece of memory.
+
+A piece is filled on the host and uploaded at once. Parameters keeps what requests ask for, so that
+filling it is one look-up per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine import distribution, ops
+from engine.messages import SamplingParams
+from engine.plan import MOST_STEPS, Admission
+from engine.sampler import FLOAT_MAX, MIN_TEMPERATURE
+from engine.sequence import MOST_STOP_IDS, is_plain, stop_ids
+
+_WIDE = 3  # columns of 8 bytes, which come first
+_NARROW = 5  # columns of 4 bytes
+FILLED_WORDS = 2 * _WIDE + _NARROW + MOST_STOP_IDS + 2  # of a row: all but `out`
+RESULT_WORD = FILLED_WORDS - 2  # where slots, cursor and `out` begin, in words of all rows
+
+
+class Columns(NamedTuple):
+    """Of `size` rows; what they mean is said at `ops.draw_`."""
+
+    positions: Tensor  # [size] int64
+    streams: Tensor  # [size] int64
+    top_p: Tensor  # [size] float64
+    tokens: Tensor  # [size] int32
+    remaining: Tensor  # [size] int32
+    top_k: Tensor  # [size] int32
+    temperature: Tensor  # [size] float32
+    min_p: Tensor  # [size] float32
+    stop_ids: Tensor  # [size, MOST_STOP_IDS] int32
+    slots: Tensor  # [size] int32
+    cursor: Tensor  # [size] int32
+    out: Tensor  # [MOST_STEPS, size] int32; fewer where the memory has no more
+
+
+def columns(memory: Tensor, size: int) -> Columns:
+    """The columns of `size` rows, packed at the beginning of `memory` (int32, 1-d)."""
+    wide = memory[: 2 * _WIDE * size].view(torch.int64).view(_WIDE, size)
+    rest = memory[2 * _WIDE * size : len(memory) // size * size]
+    narrow = rest[: _NARROW * size].view(_NARROW, size)
+    floats = narrow.view(torch.float32)
+    rest = rest[_NARROW * size :]
+    stops = rest[: MOST_STOP_IDS * size].view(size, MOST_STOP_IDS)
+    last = rest[MOST_STOP_IDS * size :].view(-1, size)
+    return Columns(
+        wide[0], wide[1], wide[2].view(torch.float64), narrow[0], narrow[1], narrow[2],
+        floats[3], floats[4], stops, last[0], last[1], last[2 : 2 + MOST_STEPS],
+    )  # fmt: skip
+
+
+def draw_rows(logits: Tensor, at: Columns) -> None:
+    """`ops.draw_` with logits fp32 [rows, vocab]."""
+    ops.draw_(
+        logits, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out,
+        at.temperature, at.top_k, at.top_p, at.min_p, at.streams, at.stop_ids,
+    )  # fmt: skip
+
+
+class Parameters:
+    """What plain requests ask for, by the slot of their sequence: columns on the host."""
+
+    def __init__(self, slots: int, vocab_size: int, eos_token_id: int | None) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._plain = np.zeros(slots, np.bool_)
+        self._streams = np.zeros(slots, np.int64)
+        self._top_p = np.ones(slots, np.float64)
+        self._top_k = np.zeros(slots, np.int32)
+        self._temperature = np.zeros(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
+        self._stop_ids = np.full((slots, MOST_STOP_IDS), -1, np.int32)
+        self._max_tokens = np.zeros(slots, np.int32)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Notes what these requests ask for."""
+        plain = []
+        for one in admissions:
+            self._plain[one.slot] = is_plain(one.request.sampling)
+            if self._plain[one.slot]:
+                plain.append(one)
+        if plain:
+            self._put([one.slot for one in plain], [one.request.sampling for one in plain])
+
+    def all_plain(self, slots: Sequence[int]) -> bool:
+        """Whether the device can draw for all of these without the host."""
+        return bool(self._plain[list(slots)].all())
+
+    def fill(
+        self,
+        at: Columns,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+    ) -> None:
+        """Fills columns on the host, but `out`: the first rows for the sequences of `slots`, [n] as
+        the others are; the rest becomes padding."""
+        batch = len(slots)
+        for column, values in (
+            (at.positions, positions),
+            (at.remaining, self._max_tokens[slots] - positions),
+            (at.tokens, tokens),
+            (at.streams, self._streams[slots]),
+            (at.top_p, self._top_p[slots]),
+            (at.top_k, self._top_k[slots]),
+            (at.temperature, self._temperature[slots]),
+            (at.min_p, self._min_p[slots]),
+            (at.stop_ids, self._stop_ids[slots]),
+        ):
+            column.numpy()[:batch] = values
+            column.numpy()[batch:] = 0
+        at.slots.numpy()[:batch] = slots
+        at.slots.numpy()[batch:] = -1
+        at.cursor.numpy()[:] = 0
+
+    def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
+        seeds = torch.tensor([one.seed for one in params])
+        choices = torch.tensor([one.choice for one in params])
+        self._streams[slots] = distribution.stream_ids(seeds, choices).numpy()
+        self._top_p[slots] = [one.top_p for one in params]
+        self._top_k[slots] = [one.top_k if one.top_k < self._vocab_size else 0 for one in params]
+        self._temperature[slots] = [_temperature(one) for one in params]
+        self._min_p[slots] = [one.min_p for one in params]
+        self._max_tokens[slots] = [one.max_tokens for one in params]
+        self._stop_ids[slots] = -1
+        for slot, one in zip(slots, params, strict=True):
+            ids = list(stop_ids(one, self._eos_token_id))
+            self._stop_ids[slot, : len(ids)] = ids
+
+
+def _temperature(params: SamplingParams) -> float:
+    """As the sampler takes it: what float32 cannot hold becomes its nearest positive value."""
+    if params.temperature <= 0:
+        return 0.0
+    return min(max(params.temperature, MIN_TEMPERATURE), FLOAT_MAX)

@@ -1,0 +1,64 @@
+"""Clients that read nothing of what they are sent: their connections are cut.
+
+A transport that is closed waits until its buffer is empty, which such a client puts off for ever;
+so it is aborted, which ends the request as a client's leaving does. This holds for whatever is
+being written: streams, plain answers, errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+LOOKS = 4  # at every connection, within the time that it may stall
+
+
+class MeteredTransport:
+    """A transport, and how much of what was written to it the client's side has taken."""
+
+    def __init__(self, transport: asyncio.Transport, now: float) -> None:
+        self._transport = transport
+        self._written = 0  # bytes
+        self._taken = 0  # of them, at the latest look
+        self._moved = now  # when that last changed, or there was nothing to take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._transport.write(data)
+
+    def cut_if_stalled(self, now: float, timeout: float) -> None:
+        """Aborts where something waits and nothing has been taken for `timeout` seconds."""
+        waiting = self._transport.get_write_buffer_size()
+        taken = self._written - waiting
+        if not waiting or taken != self._taken:
+            self._taken, self._moved = taken, now
+        elif now - self._moved >= timeout:
+            # By a reset: the kernel's buffer, which may be megabytes, goes too.
+            handle = self._transport.get_extra_info("socket")
+            handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._transport.abort()
+
+
+class MeteredProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's HTTP protocol over a metered transport."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(MeteredTransport(transport, asyncio.get_running_loop().time()))
+
+
+async def cut_stalled(connections: Iterable[Any], timeout: float) -> None:
+    """Watches over the protocols in `connections`, a live collection, until it is cancelled."""
+    while True:
+        await asyncio.sleep(timeout / LOOKS)
+        now = asyncio.get_running_loop().time()
+        for protocol in list(connections):
+            if isinstance(protocol.transport, MeteredTransport):
+                protocol.transport.cut_if_stalled(now, timeout)

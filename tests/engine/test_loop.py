@@ -1,0 +1,86 @@
+"""EngineLoop: who is told what, with several clients."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import pytest
+
+from engine import loop as loop_module
+from engine.engine import Engine
+from engine.loop import EngineLoop, Undecodable
+from engine.messages import (
+    FromEngine,
+    Ping,
+    Request,
+    SamplingParams,
+    Shutdown,
+    Stats,
+    StepEvents,
+    ToEngine,
+    pack_ids,
+)
+from tests.engine.fake import FakeRunner
+
+
+class Script:
+    """A mailbox: one batch of messages per look, and a Shutdown when there are none left and the
+    loop would wait; what each client was sent."""
+
+    def __init__(self, *batches: list[tuple[Hashable, ToEngine]]) -> None:
+        self.batches = list(batches)
+        self.sent: dict[Hashable, list[FromEngine]] = {}
+
+    def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
+        if self.batches:
+            return self.batches.pop(0)
+        return [("a", Shutdown())] if timeout else []
+
+    def send(self, client: Hashable, message: FromEngine) -> None:
+        self.sent.setdefault(client, []).append(message)
+
+    def events(self, client: Hashable) -> list[StepEvents]:
+        return [one for one in self.sent[client] if isinstance(one, StepEvents)]
+
+
+def ask(id: int, tokens: int) -> Request:
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return Request(id=id, prompt=pack_ids(b"abc"), sampling=sampling)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_who_has_nothing_in_flight_is_told_the_load(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Now and then while others run; when they are done, in any case."""
+    monkeypatch.setattr(loop_module, "LOAD_SECONDS", seconds)
+    script = Script(
+        [("a", Ping(0)), ("b", Ping(0))],
+        [("a", ask(id, 20)) for id in range(3)],
+        [],
+        [("b", ask(0, 2))],
+    )
+    EngineLoop(Engine(FakeRunner(slots=2)), script).run()
+    heard = script.events("b")
+    (end,) = [i for i, one in enumerate(heard) if one.finished]
+    before, after = [one.stats for one in heard[:end]], [one.stats for one in heard[end + 1 :]]
+    loads = [stats for stats in before if stats == stats.load()]  # while it had nothing in flight
+    assert any((stats.running, stats.waiting) == (2, 1) for stats in loads) == (seconds == 0)
+    assert all(stats == stats.load() for stats in after), "the round's figures are not its own"
+    assert [stats.running for stats in after[:-1]] == [1] * len(after[:-1])
+    assert bool(after[:-1]) == (seconds == 0)
+    assert (after[-1].running, after[-1].waiting) == (0, 0)
+    assert sum(len(one.requests) for one in script.events("a")) == 60
+
+
+def test_one_client_alone_gets_one_message_per_step() -> None:
+    script = Script([("a", Ping(0))], [("a", ask(0, 20))])
+    runner = FakeRunner()
+    EngineLoop(Engine(runner), script).run()
+    assert len(script.events("a")) == runner.steps == 20
+
+
+def test_the_load_is_without_the_round() -> None:
+    stats = Stats(running=1, waiting=2, waiting_tokens=3, pace=0.5, slots_used=4, slots_total=5)
+    assert stats.load() == stats
+    assert Stats(batch_size=1, prefill_tokens=2, decode_tokens=3, decode_steps=1).load() == Stats()
