@@ -126,6 +126,14 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight) -> "
       "(Tensor x, Tensor scaled, Tensor squares)");
+  // the copy engine's description of a weight, to 128 bytes on the CPU
+  m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
+  // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits
+  // [batch, vocabulary]. plan, exchange and ended are those of engine/ops/whole_step.py
+  m.def(
+      "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
+      "Tensor(c!) exchange, Tensor(d!) ended, int gates, float eps, bool linear_candidate=False, "
+      "bool normalize_gates=True) -> Tensor");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build
@@ -147,6 +155,8 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
   m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
+  m.impl("whole_step_map", TORCH_BOX(&minserve::whole_step_map));
+  m.impl("whole_step", TORCH_BOX(&minserve::whole_step));
 #endif
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {

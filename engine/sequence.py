@@ -145,9 +145,9 @@ class Sequence:
         return min(limit, self.request.score_from - 1) if self.request.score else limit
 
     def prefix(self, mark: int) -> Prefix:
-        """What the prompt holds before one of the request's share_at marks."""
+        """What the prompt holds before one of its marks."""
         if self._prefixes is None:
-            self._prefixes = prefixes(self.request.prompt, self.request.share_at)
+            self._prefixes = prefixes(self.request.prompt, self.marks)
         return self._prefixes[mark]
 
     def prompt_slice(self, start: int, stop: int) -> array[int]:

@@ -61,6 +61,10 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
                                            const MaybeTensor& norm_weight, bool fixed_order);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight);
+void whole_step_map(const Tensor& weight, const Tensor& map);
+Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
+                  const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
+                  std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates);
 #endif
 
 }  // namespace minserve

@@ -1,36 +1,15 @@
 // How the copy engine is told of a matrix.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 #include <stdexcept>
 
-#include "../common/launch.cuh"
 #include "../common/types.h"
+#include "encode_map.cuh"
 #include "product.cuh"
 
 namespace minserve {
 namespace cuda {
-
-using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                               const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver is not linked: the runtime knows where it is.
-inline EncodeMap encode_map() {
-  static const EncodeMap found = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                           cudaEnableDefault, &result),
-          "cuTensorMapEncodeTiled");
-    if (!entry) throw std::runtime_error("minserve: the driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<EncodeMap>(entry);
-  }();
-  return found;
-}
 
 // A matrix [rows, columns] of two-byte numbers, read in boxes of box_rows by kStep.
 inline CUtensorMap map_of(const void* data, std::int64_t rows, std::int64_t columns, int box_rows,

@@ -1,6 +1,8 @@
 // Linear maps of many tokens: the kernels of the wide forms.
 #include "wide.cuh"
 
+#include <algorithm>
+
 #include "launch.h"
 #include "tensor_map.cuh"
 #include "wide_choice.h"

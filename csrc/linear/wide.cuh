@@ -90,8 +90,9 @@ struct Stage {
   }
 };
 
-// Sums that a thread keeps of both halves of the tokens: its block's own, and the other block's of
-// the same tokens. `ring` is free; `received` expects kSentBytes.
+// The two blocks of a cluster have sums over half of the inputs each. Sends the other those of its
+// half of the tokens; `own` becomes the whole sums of this block's half. Both rings are free;
+// `received` expects kSentBytes.
 template <class S>
 __device__ __forceinline__ void exchange_halves(const float (&sums)[S::kBlocks][S::kTokens / 2],
                                                 float (&own)[S::kBlocks][S::kFinish / 2], int part,

@@ -1,4 +1,5 @@
-"""HopperLM: the decode step of an LM as a chain of linear maps, each with its neighbours folded in.
+"""HopperLM: the decode step of an LM as a chain of linear maps, each with its neighbours folded in,
+or, for a few sequences, as one kernel (whole_step.py).
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
 MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
+from engine.models.whole_step import WholeStep, most_rows
 from engine.ops import conv_scan, conv_step, library
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
-# Steps of more rows than that are as quick with products of the library where a layer has that
-# many weights: larger ones have tiles enough, smaller ones gain more by fewer kernels. Measured at
-# layers of 2, 7 and 52 million weights.
+# Steps of more rows than that are no slower with products of the library, and the head is quicker,
+# where a layer has so many weights: larger ones fill the GPU with large tiles, smaller ones gain
+# more by fewer kernels. Measured at layers of 2, 7 and 52 million weights.
 _MOST_ROWS = 768
 _BETWEEN = range(4_000_000, 30_000_000)
 
@@ -77,6 +79,9 @@ class HopperLM:
         self._head_bias = None if bias is None else bias.detach().to(self._head.dtype)
         weights = sum(weight.numel() for weight in self._layers[0].parameters())
         self._most_rows = None if deterministic or weights not in _BETWEEN else _MOST_ROWS
+        processors = torch.cuda.get_device_properties(head.device).multi_processor_count
+        whole = not deterministic and most_rows(model.config, processors) > 0
+        self._whole = WholeStep(model, self._head, self._head_bias) if whole else None
 
     @torch.no_grad()
     def prefill(
@@ -113,6 +118,8 @@ class HopperLM:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Reads one token of every sequence: tokens [batch] int32, slots [batch] int32 -> logits
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
+        if self._whole is not None and len(tokens) <= self._whole.most_rows:
+            return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         if self._most_rows is not None and len(tokens) > self._most_rows:
             return self._model.logits(self._model.step(tokens, state, slots))
 

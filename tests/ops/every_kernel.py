@@ -4,7 +4,7 @@
 ``--tool racecheck`` and ``--tool synccheck``. Sequences are ragged: empty ones, ends of chunks, a
 negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
 alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters;
-on Hopper linear maps in every form of csrc/linear/choice.h.
+on Hopper linear maps in every form of csrc/linear/choice.h, and whole steps.
 """
 
 import itertools
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.config import ModelConfig
+from engine.models.hopper import HopperLM
+from engine.models.lm import LM
 from engine.ops.library import cuda_archs
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
@@ -146,6 +149,28 @@ def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: boo
     torch.cuda.synchronize()
 
 
+def whole_steps() -> None:
+    """More channels than one unit for each block; a convolution; every number of gates."""
+    for cell, linear in itertools.product(("mingru", "minlstm"), (False, True)):
+        config = ModelConfig(
+            cell=cell,
+            vocab_size=1200,
+            d_model=448,
+            n_layers=2,
+            expansion=3.0,
+            conv_kernel=4,
+            cell_bias=linear,
+            head_bias=linear,
+            candidate="linear" if linear else "g",
+        )
+        model = LM(config).to("cuda", torch.bfloat16)
+        step, state = HopperLM(model), model.new_state(8)
+        for batch in (1, 3, 8):
+            slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
+            step.step(slots + 5, state, slots)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     torch.manual_seed(0)
     for lengths in LENGTHS.values():
@@ -167,6 +192,7 @@ def main() -> None:
             ):
                 for tokens in counts:
                     maps(channels, inputs, tokens, dtype, fixed)
+        whole_steps()
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -112,7 +112,7 @@ def test_linear_residual(shape: tuple[int, int]) -> None:
     norm = (1 + 0.2 * noise(channels, seed=7)).bfloat16()
 
     def read(rows: slice) -> list[Tensor]:
-        x = before[rows].contiguous()
+        x = before[rows].clone()  # changed in place
         scaled, squares = linear_residual.linear_residual_(
             y[rows].contiguous(), weight, None, x, norm, fixed_order=True
         )

@@ -1,0 +1,67 @@
+// Arguments of a whole decode step in one kernel; shared by host and device code.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/types.h"
+
+namespace minserve {
+
+// What is made of a product's rows. `embed` has no product: it looks rows of a table up. The
+// numbers are also those of the plan that Python writes (engine/ops/whole_step.py).
+enum class PhaseKind : int { embed, residual, gates, gelu, logits };
+
+// One product, and what its results go through before the next one reads them. Channels come in
+// units of eight neighbours.
+struct WholeStepPhase {
+  const void* weight;  // tensor map of [gates * channels, inputs]; embed: the table [ids, channels]
+  const void* bias;    // [gates * channels] or null
+  const void* norm;    // weights of its inputs' norm, [inputs], or null
+  // Of a convolution that reads the residual stream next, or null: [channels, taps], [channels].
+  const void *taps, *taps_bias;
+  std::int32_t kind;
+  std::int32_t layer;  // of the state rows that move on: the recurrence's, or the convolution's
+  std::int32_t units, inputs;
+  std::int32_t shift;  // the block whose number this is has the first unit
+  // Where in a set of the exchange, in bytes: a unit has a line of values, [tokens, 8] in bfloat16.
+  std::int32_t in, out;
+};
+
+constexpr int kUnit = 8;             // channels
+constexpr int kMostTokens = 8;       // rows of a batch, at most
+constexpr int kMostPhases = 224;     // of a step, at most: all arguments fit into those of a kernel
+constexpr int kMostTaps = 4;         // of a convolution, at most
+constexpr int kMostKeptUnits = 3;    // of the residual stream in a block, at most
+constexpr int kInputsMultiple = 64;  // of each product
+constexpr int kMostInputBytes = 64 * 1024;          // of all tokens to a product, at most
+constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
+
+struct WholeStepArgs {
+  int phases = 0;
+  int batch = 0;
+  int gates = 0;        // 2: minGRU, 3: minLSTM
+  int taps = 0;         // 0: no convolutions
+  int ids = 0;          // rows of the table
+  int width = 0;        // of the residual stream
+  int input_bytes = 0;  // of all tokens to one product, at most
+  int stages = 0;       // of the ring of weights
+  bool linear_candidate = false, normalize_gates = true;
+  float eps = 0.0f;
+
+  const std::int32_t* tokens = nullptr;  // [batch]
+  const std::int32_t* slots = nullptr;   // [batch]
+  float* cell = nullptr;                 // [layers, num_slots, inner]
+  std::int64_t cell_layer_stride = 0, cell_slot_stride = 0;
+  float* conv = nullptr;  // [layers, num_slots, taps - 1, width]
+  std::int64_t conv_layer_stride = 0, conv_slot_stride = 0, conv_tap_stride = 0;
+  int num_slots = 0;
+  float* logits = nullptr;  // [batch, vocabulary]
+
+  unsigned long long* ended = nullptr;  // how many blocks have ended, of all steps
+  unsigned char* exchange = nullptr;    // two sets, all bits set before the first step
+  std::int64_t set_bytes = 0;
+
+  WholeStepPhase phase[kMostPhases];
+};
+
+}  // namespace minserve

@@ -1,0 +1,81 @@
+// The launch of a whole step: as many blocks as multiprocessors, all at once or not at all.
+#include "../common/launch.cuh"
+#include "../linear/encode_map.cuh"
+#include "kernel.cuh"
+#include "launch.h"
+
+namespace minserve {
+namespace cuda {
+
+namespace {
+
+int attribute(cudaDeviceAttr which, int device, const char* what) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), what);
+  return value;
+}
+
+template <template <class> class CellOf, bool kAny>
+void launch(WholeStepArgs& args, int device, cudaStream_t on) {
+  static thread_local int prepared = -1, most_shared = 0;
+  const auto* kernel = reinterpret_cast<const void*>(&whole_step_kernel<CellOf, kAny>);
+  if (prepared != device) {
+    most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, "shared memory");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
+          "shared memory of a whole step");
+    prepared = device;
+  }
+  const int fixed =
+      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs>)) + args.input_bytes;
+  args.stages = (most_shared - fixed) / whole::kStageBytes;
+  if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(whole_step_blocks(device)));
+  config.blockDim = dim3(whole::kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(fixed + args.stages * whole::kStageBytes);
+  config.stream = on;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, &whole_step_kernel<CellOf, kAny>, args), "a whole step");
+}
+
+}  // namespace
+
+int whole_step_blocks(int device) {
+  return attribute(cudaDevAttrMultiProcessorCount, device, "number of multiprocessors");
+}
+
+// Seen as [inputs / 64, rows, 64], of which a stage is a box: 8 rows, a block for each warp.
+void map_weight(void* to, const void* weight, std::int64_t rows, std::int64_t inputs, int device) {
+  const DeviceGuard guard(device);
+  const cuuint64_t sizes[3] = {whole::kBlock, static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(inputs / whole::kBlock)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(inputs) * 2, whole::kBlock * 2};
+  const cuuint32_t box[3] = {whole::kBlock, kUnit, whole::kMultiplying}, steps[3] = {1, 1, 1};
+  static_assert(sizeof(CUtensorMap) == kTensorMapBytes);
+  const CUresult result = encode_map()(
+      static_cast<CUtensorMap*>(to), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(weight),
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) throw std::runtime_error("minserve: a matrix has no tensor map");
+}
+
+void whole_step(WholeStepArgs& args, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  const bool any = args.linear_candidate || !args.normalize_gates;
+  if (args.gates == 2) {
+    any ? launch<MinGruCell, true>(args, device, on) : launch<MinGruCell, false>(args, device, on);
+  } else {
+    any ? launch<MinLstmCell, true>(args, device, on)
+        : launch<MinLstmCell, false>(args, device, on);
+  }
+}
+
+}  // namespace cuda
+}  // namespace minserve

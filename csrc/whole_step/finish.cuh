@@ -1,0 +1,168 @@
+// What becomes of a unit's sums: a warp has eight channels of eight tokens, a lane two neighbouring
+// ones of one token. A block always finishes the same units of the residual stream, and keeps them.
+#pragma once
+
+#include "../common/block.cuh"
+#include "../linear/epilogue.cuh"
+#include "exchange.cuh"
+
+namespace minserve {
+namespace cuda {
+namespace whole {
+
+__device__ __forceinline__ float2 numbers(unsigned pair) {
+  return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
+}
+__device__ __forceinline__ float2 load_pair(const void* p, std::int64_t at) {
+  return numbers(*reinterpret_cast<const unsigned*>(static_cast<const bf16*>(p) + at));
+}
+
+// Sums of a lane's pair, of all warps.
+__device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]) {
+  const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4, lane % 4 * 2);
+  float2 even = {}, odd = {};
+#pragma unroll
+  for (int w = 0; w < kMultiplying; w += 2) {
+    const float2 a = *reinterpret_cast<const float2*>(&sums[w][at]);
+    const float2 b = *reinterpret_cast<const float2*>(&sums[w + 1][at]);
+    even.x += a.x, even.y += a.y, odd.x += b.x, odd.y += b.y;
+  }
+  return {even.x + odd.x, even.y + odd.y};
+}
+
+// A convolution's step for a pair of channels, whose newest input is x; its inputs before move on.
+__device__ __forceinline__ float2 convolve(const WholeStepArgs& args, const WholeStepPhase& phase,
+                                           int channel, int slot, float2 x) {
+  const auto* taps = static_cast<const bf16*>(phase.taps) + channel * args.taps;
+  float2 y = phase.taps_bias ? load_pair(phase.taps_bias, channel) : make_float2(0.0f, 0.0f);
+  float* row = args.conv + phase.layer * args.conv_layer_stride +
+               max(slot, 0) * args.conv_slot_stride + channel;
+  float2 inputs[kMostTaps];
+#pragma unroll
+  for (int k = 0; k < kMostTaps; ++k) {
+    inputs[k] = x;
+    if (k + 1 < args.taps) {
+      inputs[k] = *reinterpret_cast<const float2*>(row + k * args.conv_tap_stride);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kMostTaps; ++k) {
+    if (k >= args.taps) continue;
+    y.x = fmadd(to_lane(taps[k]), inputs[k].x, y.x);
+    y.y = fmadd(to_lane(taps[args.taps + k]), inputs[k].y, y.y);
+    if (k > 0 && slot >= 0) {
+      *reinterpret_cast<float2*>(row + (k - 1) * args.conv_tap_stride) = inputs[k];
+    }
+  }
+  return slot < 0 ? make_float2(0.0f, 0.0f) : y;
+}
+
+// The recurrence's step of one channel, from the products of its gates, rounded as pre-activations
+// in memory are.
+template <template <class> class CellOf, class Options>
+__device__ __forceinline__ float stepped(const Options& options,
+                                         const float (&in)[CellOf<float>::kInputs], float before) {
+  const Affine<float> step = CellOf<float>::affine(options, in);
+  return fmadd(step.a, before, step.b);
+}
+
+template <template <class> class CellOf, class Options>
+__device__ __forceinline__ void finish(const WholeStepArgs& args, const Options& options,
+                                       Shared<CellOf<float>::kInputs>& shared, unsigned char* set) {
+  constexpr int kGates = CellOf<float>::kInputs;
+  const int warp = threadIdx.x / 32 - kMultiplying, lane = threadIdx.x % 32, token = lane / 4;
+  const bool real = token < args.batch;
+  int state_slot = real ? args.slots[token] : -1, id = real ? args.tokens[token] : -1;
+  if (state_slot >= args.num_slots) state_slot = -1;
+  const std::int64_t cell_row = max(state_slot, 0) * args.cell_slot_stride;
+  float2 x = {};  // of the residual stream
+#pragma unroll 1
+  for (int p = 0; p < args.phases; ++p) {
+    const WholeStepPhase& phase = args.phase[p];
+    const auto kind = static_cast<PhaseKind>(phase.kind);
+    const int units = phase.units;
+    const void* bias = phase.bias;
+    const bool normed = phase.norm != nullptr, convolved = phase.taps != nullptr;
+    unsigned char* to = set + phase.out;
+    int finisher = 0;
+#pragma unroll 1
+    for (int unit = first_unit(phase); unit < units; unit += gridDim.x) {
+      const bool mine = finisher == warp;
+      pass_on(finisher);
+      if (!mine) continue;
+      const int channel = unit * kUnit + lane % 4 * 2;
+      // All that does not depend on the sums is on its way before they are there.
+      float2 shift[kGates] = {}, before = {};
+      float* row = args.cell + phase.layer * args.cell_layer_stride + cell_row + channel;
+      if (kind == PhaseKind::gates) before = *reinterpret_cast<const float2*>(row);
+      if (bias) {
+        shift[0] = load_pair(bias, channel);
+        if (kind == PhaseKind::gates) {
+#pragma unroll
+          for (int gate = 1; gate < kGates; ++gate) {
+            shift[gate] = load_pair(bias, gate * units * kUnit + channel);
+          }
+        }
+      }
+
+      float2 y[kGates] = {};
+      if (kind == PhaseKind::embed) {
+        if (id >= 0 && id < args.ids) {
+          x = load_pair(phase.weight, static_cast<std::int64_t>(id) * args.width + channel);
+        }
+      } else {
+        barrier_sync<kMeeting>(kSummed + warp);
+        y[0] = total(shared.sums[warp][0]);
+        if (kind == PhaseKind::gates) {
+#pragma unroll
+          for (int gate = 1; gate < kGates; ++gate) y[gate] = total(shared.sums[warp][gate]);
+        }
+        float scale = 1.0f;
+        if (normed) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int w = 0; w < kMultiplying; ++w) sum += shared.squares[w][token];
+          scale = rsqrtf(fmaf(sum, 1.0f / static_cast<float>(args.width), args.eps));
+        }
+        __syncwarp();
+        if (lane == 0) arrive(shared.taken[warp]);
+#pragma unroll
+        for (int gate = 0; gate < kGates; ++gate) {
+          y[gate].x = y[gate].x * scale + shift[gate].x;
+          y[gate].y = y[gate].y * scale + shift[gate].y;
+        }
+      }
+
+      float2 out;
+      if (kind == PhaseKind::gates) {
+        float low[kGates], high[kGates];
+#pragma unroll
+        for (int gate = 0; gate < kGates; ++gate) {
+          const float2 pre = numbers(rounded(y[gate].x, y[gate].y, bf16{}));
+          low[gate] = pre.x, high[gate] = pre.y;
+        }
+        out = {stepped<CellOf>(options, low, before.x), stepped<CellOf>(options, high, before.y)};
+        if (state_slot >= 0) *reinterpret_cast<float2*>(row) = out;
+        if (state_slot < 0) out = {};
+      } else if (kind == PhaseKind::gelu) {
+        out = {gelu(y[0].x), gelu(y[0].y)};
+      } else if (kind == PhaseKind::logits) {
+        if (real) {
+          *reinterpret_cast<float2*>(
+              args.logits + static_cast<std::int64_t>(token) * units * kUnit + channel) = y[0];
+        }
+        continue;
+      } else {
+        if (kind == PhaseKind::residual) x = numbers(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
+        out = convolved ? convolve(args, phase, channel, state_slot, x) : x;
+      }
+      if (real) {
+        store_word(to + unit * kUnitLine + lane * 4, rounded(out.x, out.y, bf16{}));
+      }
+    }
+  }
+}
+
+}  // namespace whole
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,58 @@
+// A whole decode step of a few sequences in one kernel: every multiprocessor reads its share of the
+// model's weights once, in one stream that does not wait for the sequences.
+//
+// A step of few sequences is the reading of the weights, and a product depends on the whole one
+// before. One warp of each block copies that block's rows of every matrix, in the order in which
+// they will be needed, into a ring that takes most of the shared memory; it runs ahead by what the
+// ring holds. Twelve warps multiply each block of inputs as soon as it has been written
+// (exchange.cuh), three finish the sums and write what the next product reads (finish.cuh).
+//
+// Between two products latency counts: nothing is read after the inputs that could be read before,
+// nobody waits who need not, and code is short, because each phase runs through all of it once.
+#pragma once
+
+#include "finish.cuh"
+#include "multiply.cuh"
+
+namespace minserve {
+namespace cuda {
+
+template <template <class> class CellOf, bool kAny>
+__global__ void __launch_bounds__(whole::kThreads, 1)
+    whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kGates = CellOf<float>::kInputs;
+  extern __shared__ __align__(1024) unsigned char ring[];
+  unsigned char* inputs = ring + args.stages * whole::kStageBytes;
+  auto& shared = *reinterpret_cast<whole::Shared<kGates>*>(inputs + args.input_bytes);
+  if (threadIdx.x == 0) whole::prepare(shared);
+  __syncthreads();
+  let_next_kernel_start();
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  if (warp == whole::kCopier) {
+    if (threadIdx.x % 32 == 0) whole::copy_weights(args, shared, ring);
+    __syncwarp();
+    wait_for_previous_kernel();
+    return;
+  }
+  wait_for_previous_kernel();
+  // Blocks that have ended before this one began to look are fewer than all.
+  const unsigned long long turn = whole::load_count(args.ended) / gridDim.x;
+  unsigned char* set = args.exchange + turn % 2 * args.set_bytes;
+  if (warp < whole::kMultiplying) {
+    whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
+    whole::multiply(args, shared, ring, inputs, set);
+  } else {
+    if constexpr (kAny) {
+      const AnyOptions options{args.linear_candidate, args.normalize_gates};
+      whole::finish<CellOf>(args, options, shared, set);
+    } else {
+      whole::finish<CellOf>(args, UsualOptions{}, shared, set);
+    }
+    if (threadIdx.x == whole::kMultiplying * 32) atomicAdd(args.ended, 1ull);
+  }
+#endif
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,25 @@
+// What the kernel of a whole step gives to its operators.
+#pragma once
+
+#include "args.h"
+
+namespace minserve {
+
+constexpr int kTensorMapBytes = 128;
+
+#ifdef MINSERVE_CUDA
+namespace cuda {
+
+// Blocks that a step runs in: one on each multiprocessor.
+int whole_step_blocks(int device);
+
+// Writes the tensor map of a matrix [rows, inputs] in bfloat16, kTensorMapBytes aligned to 64.
+void map_weight(void* map, const void* weight, std::int64_t rows, std::int64_t inputs, int device);
+
+// Enqueued on the stream; all blocks run at once. Sets `stages`.
+void whole_step(WholeStepArgs& args, int device, void* stream);
+
+}  // namespace cuda
+#endif
+
+}  // namespace minserve

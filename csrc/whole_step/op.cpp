@@ -1,0 +1,199 @@
+// A whole decode step on Hopper: checks, the plan, arguments. CUDA only.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include "../common/deal.h"
+#include "../common/operators.h"
+#include "../linear/launch.h"
+#include "launch.h"
+
+namespace minserve {
+
+namespace {
+
+// Numbers of a phase in the plan.
+enum Field { kKind, kLayer, kChannels, kInputs, kWeight, kBias, kNorm, kTaps, kTapsBias, kFields };
+
+void require_hopper(const Check& check, const Tensor& t) {
+  const bool built = std::string_view(MINSERVE_CUDA_ARCHS).find("90a") != std::string_view::npos;
+  check.require(!t.is_cpu() && built && cuda::linear_supported(t.get_device_index()),
+                "needs a Hopper GPU and kernels built for it (90a; built for " MINSERVE_CUDA_ARCHS
+                "), got ",
+                describe(t));
+}
+
+const void* pointer(std::int64_t address) {
+  return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
+}
+
+// The plan's phases, each with its part of the exchange and its share of the blocks.
+class Plan {
+ public:
+  Plan(const Check& check, const Tensor& plan, int blocks) : check_(check), blocks_(blocks) {
+    check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
+                      plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 2 &&
+                      plan.size(0) <= kMostPhases,
+                  "plan must be int64 [phases, ", static_cast<int>(kFields),
+                  "] on the CPU, of 2 to ", kMostPhases, " phases, got ", describe(plan));
+    const auto* numbers = static_cast<const std::int64_t*>(plan.const_data_ptr());
+    for (std::int64_t n = 0; n < plan.size(0); ++n) add(numbers + n * kFields);
+    args.phases = static_cast<int>(plan.size(0));
+    check.require(kind_of(args.phases - 1) == PhaseKind::logits, "the last phase must be logits");
+  }
+
+  WholeStepArgs args;
+  std::int64_t inner = 0, vocabulary = 0, layers = 0, conv_layers = 0;
+  int widest_input = 0;
+
+ private:
+  PhaseKind kind_of(int n) const { return static_cast<PhaseKind>(args.phase[n].kind); }
+
+  void add(const std::int64_t* from) {
+    const int n = args.phases++;
+    WholeStepPhase& phase = args.phase[n];
+    const auto kind = static_cast<PhaseKind>(from[kKind]);
+    const std::int64_t channels = from[kChannels], inputs = from[kInputs];
+    check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::logits) &&
+                       (kind == PhaseKind::embed) == (n == 0),
+                   "phase ", n, " has the kind ", from[kKind]);
+    check_.require(channels > 0 && channels % kUnit == 0 && channels < (1 << 24),
+                   "channels of phase ", n, " must be a multiple of ", kUnit, ", got ", channels);
+    check_.require(from[kWeight] != 0 && from[kLayer] >= 0, "phase ", n, " lacks a weight");
+    phase.weight = pointer(from[kWeight]);
+    phase.bias = pointer(from[kBias]);
+    phase.norm = pointer(from[kNorm]);
+    phase.taps = pointer(from[kTaps]);
+    phase.taps_bias = pointer(from[kTapsBias]);
+    phase.kind = static_cast<int>(kind);
+    phase.layer = static_cast<int>(from[kLayer]);
+    phase.units = static_cast<int>(channels / kUnit);
+    phase.inputs = static_cast<int>(inputs);
+    phase.out = static_cast<int>(args.set_bytes);
+    if (kind == PhaseKind::embed) {
+      args.width = static_cast<int>(channels);
+      args.ids = static_cast<int>(inputs);
+      check_.require(divided_up(phase.units, blocks_) <= kMostKeptUnits, "a residual stream of ",
+                     channels, " channels is too wide for ", blocks_, " multiprocessors");
+    } else {
+      const WholeStepPhase& before = args.phase[n - 1];
+      check_.require(inputs == before.units * kUnit && inputs % kInputsMultiple == 0,
+                     "inputs of phase ", n,
+                     " must be the channels of the one before, a multiple of ", kInputsMultiple,
+                     ", got ", inputs);
+      phase.in = before.out;
+      widest_input = std::max(widest_input, phase.inputs);
+    }
+    if (kind == PhaseKind::residual) {
+      check_.require(channels == args.width, "phase ", n, " must have ", args.width,
+                     " channels, got ", channels);
+    }
+    if (kind == PhaseKind::gates) {
+      check_.require(inner == 0 || inner == channels, "phase ", n, " has other channels of state");
+      inner = channels;
+      layers = std::max<std::int64_t>(layers, from[kLayer] + 1);
+    }
+    if (phase.taps) conv_layers = std::max<std::int64_t>(conv_layers, from[kLayer] + 1);
+    if (kind == PhaseKind::logits) {
+      vocabulary = channels;
+    } else {
+      args.set_bytes += static_cast<std::int64_t>(phase.units) * kUnitLine;
+    }
+    check_.require(args.set_bytes < (std::int64_t{1} << 31), "the model is too wide");
+    // What the residual stream keeps in registers stays where it is; all else is dealt from where
+    // the phase before has stopped, so that the odd units go round.
+    if (kind != PhaseKind::embed && kind != PhaseKind::residual) {
+      phase.shift = next_block_;
+      next_block_ = (next_block_ + phase.units) % blocks_;
+    }
+  }
+
+  const Check& check_;
+  int blocks_, next_block_ = 0;
+};
+
+}  // namespace
+
+void whole_step_map(const Tensor& weight, const Tensor& map) {
+  const Check check("whole_step_map", weight, "weight");
+  require_hopper(check, weight);
+  check.require(weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 2 &&
+                    weight.is_contiguous() && weight.size(0) > 0 && weight.size(0) % kUnit == 0 &&
+                    weight.size(1) > 0 && weight.size(1) % kInputsMultiple == 0 &&
+                    reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % 16 == 0,
+                "weight must be a contiguous bfloat16 matrix, rows a multiple of ", kUnit,
+                ", inputs of ", kInputsMultiple, ", beginning at a multiple of 16 bytes; got ",
+                describe(weight));
+  check.require(map.is_cpu() && map.scalar_type() == ScalarType::Byte && map.is_contiguous() &&
+                    map.numel() == kTensorMapBytes,
+                "map must be uint8[", kTensorMapBytes, "] on the CPU, got ", describe(map));
+  alignas(64) unsigned char bytes[kTensorMapBytes];
+  cuda::map_weight(bytes, weight.const_data_ptr(), weight.size(0), weight.size(1),
+                   weight.get_device_index());
+  std::memcpy(map.mutable_data_ptr(), bytes, sizeof(bytes));
+}
+
+Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan_numbers,
+                  const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
+                  const Tensor& ended, std::int64_t gates, double eps, bool linear_candidate,
+                  bool normalize_gates) {
+  const Check check("whole_step", tokens, "tokens");
+  require_hopper(check, tokens);
+  const int device = tokens.get_device_index();
+  Plan plan(check, plan_numbers, cuda::whole_step_blocks(device));
+  WholeStepArgs& args = plan.args;
+  const std::int64_t batch = tokens.dim() == 1 ? tokens.size(0) : 0;
+  check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");
+  check.tensor(slots, "slots", ScalarType::Int, {batch}, "[batch], int32");
+  check.require(tokens.is_contiguous() && slots.is_contiguous(),
+                "tokens and slots must be contiguous");
+  args.input_bytes = static_cast<int>(batch * plan.widest_input * 2);
+  check.require(batch >= 1 && batch <= kMostTokens && args.input_bytes <= kMostInputBytes,
+                "batch must be 1 to ",
+                std::min(kMostTokens, kMostInputBytes / (2 * plan.widest_input)), ", got ", batch);
+  check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
+  check.tensor(cell, "cell", ScalarType::Float, {plan.layers, -1, plan.inner},
+               "[layers, num_slots, inner]");
+  check.require(cell.stride(2) == 1 && cell.stride(1) % 2 == 0 && cell.stride(0) % 2 == 0,
+                "channels of cell must lie together, rows at multiples of 8 bytes");
+  check.require(static_cast<bool>(conv) == (plan.conv_layers > 0),
+                "conv must be given for a plan with convolutions, and only then");
+  if (conv) {
+    check.tensor(*conv, "conv", ScalarType::Float, {plan.conv_layers, cell.size(1), -1, args.width},
+                 "[layers, num_slots, taps - 1, d_model]");
+    check.require(conv->size(2) >= 1 && conv->size(2) < kMostTaps, "conv must have 2 to ",
+                  kMostTaps, " taps, got ", conv->size(2) + 1);
+    check.require(conv->stride(3) == 1 && conv->stride(2) % 2 == 0 && conv->stride(1) % 2 == 0 &&
+                      conv->stride(0) % 2 == 0,
+                  "channels of conv must lie together, rows at multiples of 8 bytes");
+    args.taps = static_cast<int>(conv->size(2)) + 1;
+    args.conv = static_cast<float*>(conv->mutable_data_ptr());
+    args.conv_layer_stride = conv->stride(0);
+    args.conv_slot_stride = conv->stride(1);
+    args.conv_tap_stride = conv->stride(2);
+  }
+  check.tensor(exchange, "exchange", ScalarType::Byte, {2 * args.set_bytes}, "two sets of lines");
+  check.tensor(ended, "ended", ScalarType::Long, {1}, "[1], int64");
+  check.require(exchange.is_contiguous(), "exchange must be contiguous");
+
+  args.batch = static_cast<int>(batch);
+  args.gates = static_cast<int>(gates);
+  args.linear_candidate = linear_candidate;
+  args.normalize_gates = normalize_gates;
+  args.eps = static_cast<float>(eps);
+  args.tokens = static_cast<const std::int32_t*>(tokens.const_data_ptr());
+  args.slots = static_cast<const std::int32_t*>(slots.const_data_ptr());
+  args.cell = static_cast<float*>(cell.mutable_data_ptr());
+  args.cell_layer_stride = cell.stride(0);
+  args.cell_slot_stride = cell.stride(1);
+  args.num_slots = static_cast<int>(cell.size(1));
+  args.ended = static_cast<unsigned long long*>(ended.mutable_data_ptr());
+  args.exchange = static_cast<unsigned char*>(exchange.mutable_data_ptr());
+  Tensor logits = torch::stable::new_empty(cell, {batch, plan.vocabulary});
+  args.logits = static_cast<float*>(logits.mutable_data_ptr());
+  cuda::whole_step(args, device, current_stream(tokens));
+  return logits;
+}
+
+}  // namespace minserve

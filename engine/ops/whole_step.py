@@ -1,0 +1,148 @@
+"""whole_step: one token of a few sequences through a whole model in one kernel, on Hopper.
+
+A step of few sequences is the reading of the weights. Every multiprocessor reads its share of all
+of them in one stream, and the blocks hand each other what the next product needs through lines of
+memory that say themselves whether they have been written, without a barrier between two products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+
+Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
+
+_KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
+_MAP_BYTES = 128
+_LINE_BYTES = 16  # of a channel's values of eight tokens
+
+#: What the kernel takes: rows of a batch, bytes of all rows' inputs to one product, products,
+#: channels for each multiprocessor, taps of a convolution, what the inputs of products divide by.
+MOST_ROWS = 8
+MOST_INPUT_BYTES = 64 * 1024
+MOST_PHASES = 224
+MOST_CHANNELS_EACH = 24
+MOST_TAPS = 4
+INPUTS_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A product and what is made of its results, all bfloat16 on one GPU.
+
+    `embed` (the first phase) looks rows of `weight` [ids, d_model] up; `residual` adds to what it
+    found; `gates` moves the recurrence on; `gelu`; `logits` (the last) is float32.
+    """
+
+    kind: Kind
+    weight: Tensor  # [channels, inputs], of gates [gates * channels, inputs]; contiguous
+    bias: Tensor | None = None  # [rows of weight]
+    norm: Tensor | None = None  # [inputs]: the inputs are RMS-normalised first
+    taps: Tensor | None = None  # [d_model, K]: a convolution reads the residual stream next
+    taps_bias: Tensor | None = None  # [d_model]
+    layer: int = 0  # of the state rows that move on: the recurrence's, or the convolution's
+
+
+class Program:
+    """A model's phases in their order, ready to run. Keeps their tensors; these must stay where
+    they are. Steps of one program must follow each other on one stream."""
+
+    def __init__(
+        self, phases: Sequence[Phase], *, gates: int, linear_candidate: bool, normalize_gates: bool
+    ) -> None:
+        self._phases = tuple(phases)
+        self._gates = gates
+        self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
+        device = phases[0].weight.device
+        maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8)
+        for row, phase in zip(maps[1:], phases[1:], strict=True):
+            torch.ops.minserve.whole_step_map(phase.weight, row)
+        self._maps = maps.to(device)
+        self._plan = torch.tensor(
+            [self._numbers(n, phase) for n, phase in enumerate(phases)], dtype=torch.int64
+        )
+        sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
+        self._exchange = torch.full((sets,), 255, dtype=torch.uint8, device=device)
+        self._ended = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def run(
+        self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None, eps: float
+    ) -> Tensor:
+        """One token of every row.
+
+        Args:
+            tokens: int32 [batch], up to MOST_ROWS and as many as MOST_INPUT_BYTES leave room for;
+                an id out of range is a row of zeros.
+            slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
+                be named twice.
+            cell: float32 [layers, num_slots, inner]; **changed in place**.
+            conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
+                convolutions.
+            eps: of the norms.
+
+        Returns:
+            logits, float32 [batch, rows of the last weight].
+
+        Raises:
+            RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
+        """
+        logits: Tensor = torch.ops.minserve.whole_step(
+            tokens,
+            slots,
+            self._plan,
+            cell,
+            conv,
+            self._exchange,
+            self._ended,
+            self._gates,
+            eps,
+            self._linear_candidate,
+            self._normalize_gates,
+        )
+        return logits
+
+    def _channels(self, phase: Phase) -> int:
+        if phase.kind == "embed":
+            return phase.weight.shape[1]
+        return phase.weight.shape[0] // (self._gates if phase.kind == "gates" else 1)
+
+    def _numbers(self, n: int, phase: Phase) -> list[int]:
+        """A row of the plan, as csrc/whole_step/op.cpp reads it."""
+        rows, columns = phase.weight.shape
+        embed = phase.kind == "embed"
+        optional = (phase.bias, phase.norm, phase.taps, phase.taps_bias)
+        return [
+            _KINDS.index(phase.kind),
+            phase.layer,
+            self._channels(phase),
+            rows if embed else columns,
+            phase.weight.data_ptr() if embed else self._maps[n].data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in optional),
+        ]
+
+
+def _fake(
+    tokens: Tensor,
+    slots: Tensor,
+    plan: Tensor,
+    cell: Tensor,
+    conv: Tensor | None,
+    exchange: Tensor,
+    ended: Tensor,
+    gates: int,
+    eps: float,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> Tensor:
+    vocabulary = torch.library.get_ctx().new_dynamic_size()
+    return cell.new_empty((tokens.shape[0], vocabulary))
+
+
+torch.library.register_fake("minserve::whole_step", _fake)
+torch.library.register_fake("minserve::whole_step_map", lambda weight, map: None)

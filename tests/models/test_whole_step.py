@@ -1,0 +1,174 @@
+"""WholeStep: which models it takes; that its steps are the chain's, whatever the values."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.models.cell import ModelState
+from engine.models.hopper import HopperLM
+from engine.models.lm import LM
+from engine.models.whole_step import most_rows
+from engine.ops.whole_step import MOST_PHASES, Phase, Program
+from tests.models.test_hopper import CONFIGS, build, copied, exact_of
+from tests.models.variants import int32, relative_error
+
+H100 = 132  # multiprocessors
+
+
+def config(**changes: object) -> ModelConfig:
+    base = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 8),
+        ({"d_model": 768, "n_layers": 12, "expansion": 1.5}, 8),
+        ({"d_model": 2048, "n_layers": 24, "expansion": 1.5}, 4),  # 8192 inputs of 2 bytes
+        ({"conv_kernel": 4}, 8),
+        ({"mlp_ratio": 0.0}, 8),
+        ({"conv_kernel": 5}, 0),
+        ({"d_model": 64, "expansion": 1.125}, 0),  # 72 inputs
+        ({"d_model": 4096}, 0),  # more units than the blocks keep
+        ({"n_layers": 200, "d_model": 64}, 0),
+    ],
+)
+def test_which_models_it_takes(changes: dict[str, object], rows: int) -> None:
+    assert most_rows(config(**changes), H100) == rows
+
+
+def test_phases_are_counted_as_they_are_made() -> None:
+    layers = (MOST_PHASES - 2) // 5
+    assert most_rows(config(n_layers=layers, conv_kernel=4), H100) == 8
+    assert most_rows(config(n_layers=layers + 1, conv_kernel=4), H100) == 0
+
+
+def chain_of(model: LM) -> HopperLM:
+    chain = HopperLM(model)
+    chain._whole = None
+    return chain
+
+
+def whole_of(model: LM) -> HopperLM:
+    whole = HopperLM(model)
+    assert whole._whole is not None
+    return whole
+
+
+def as_near(got: Tensor, other: Tensor, right: Tensor) -> bool:
+    """Not much further from the exact numbers than another sum in bfloat16 is."""
+    return relative_error(got, right) < 2 * relative_error(other, right) + 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_as_the_chain_does(name: str) -> None:
+    """Many steps of changing batches: what one leaves behind must not reach the next."""
+    model = build(CONFIGS[name], torch.bfloat16)
+    chain, whole, exact = chain_of(model), whole_of(model), exact_of(model)
+    chance = random.Random(name)
+    most = whole._whole.most_rows  # type: ignore[union-attr]
+    ours = model.new_state(12)
+    for _ in range(60):
+        slots = chance.sample(range(12), chance.randint(1, most))
+        if chance.random() < 0.3:
+            slots[chance.randrange(len(slots))] = -1
+        ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
+        live = [row for row, slot in enumerate(slots) if slot >= 0]
+        theirs, reference = copied(ours), copied(ours)
+        at = int32(slots, "cuda")
+        got, expected = whole.step(ids, ours, at), chain.step(ids, theirs, at)
+        right = exact.logits(exact.step(ids, reference, at))
+        assert got.shape == expected.shape and got.dtype == torch.float32
+        if live:
+            assert as_near(got[live], expected[live], right[live])
+        assert as_near(ours.cell, theirs.cell, reference.cell)
+        if ours.conv is not None and theirs.conv is not None and reference.conv is not None:
+            assert as_near(ours.conv, theirs.conv, reference.conv)
+        dead = [row for row in range(12) if row not in slots]
+        assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+@pytest.mark.gpu
+def test_graphs_of_several_batches_take_turns() -> None:
+    model = build(CONFIGS["conv"], torch.bfloat16)
+    whole = whole_of(model)
+    captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+    state = model.new_state(8)
+    for batch in (1, 2, 4, 8):
+        tokens, slots = int32([0] * batch, "cuda"), int32([-1] * batch, "cuda")
+        whole.step(tokens, state, slots)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = whole.step(tokens, state, slots)
+        captured[batch] = (graph, tokens, slots, logits)
+    chance = random.Random(2)
+    for _ in range(200):
+        batch = chance.choice([1, 2, 4, 8])
+        graph, tokens, slots, logits = captured[batch]
+        chosen = chance.sample(range(8), batch)
+        tokens.copy_(torch.randint(0, 66, (batch,), dtype=torch.int32))
+        slots.copy_(int32(chosen, "cpu"))
+        eager = copied(state)
+        graph.replay()
+        assert torch.equal(whole.step(tokens, eager, slots), logits)
+        assert torch.equal(eager.cell, state.cell)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [-1, 0x7FC0, 0x7F80], ids=["all bits", "NaN", "infinity"])
+def test_no_value_is_taken_for_one_that_is_missing(bits: int) -> None:
+    """All bits set says "not written yet" between blocks, and is a NaN: a model's own NaNs must
+    come out as NaNs rather than be waited for."""
+    model = build(CONFIGS["conv"], torch.bfloat16)
+    rows = model.embedding.weight.data.view(torch.int16)
+    rows[7] = bits
+    whole, state = whole_of(model), model.new_state(3)
+    poisoned = ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
+    logits = whole.step(int32([3, 7, 5], "cuda"), poisoned, int32([0, 1, 2], "cuda"))
+    assert not torch.isfinite(logits[1]).any()
+    clean = whole.step(int32([3, 6, 5], "cuda"), state, int32([0, 1, 2], "cuda"))
+    assert torch.equal(logits[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.gpu
+def test_a_neighbours_state_and_padding_are_left_alone() -> None:
+    model = build(CONFIGS["minlstm"], torch.bfloat16)
+    whole, state = whole_of(model), model.new_state(4)
+    state.cell[:, [0, 3]] = float("nan")
+    logits = whole.step(int32([1, 2, 3], "cuda"), state, int32([1, -1, 2], "cuda"))
+    assert torch.isfinite(logits[[0, 2]]).all()
+    assert state.cell[:, [0, 3]].isnan().all() and torch.isfinite(state.cell[:, 1:3]).all()
+
+
+@pytest.mark.gpu
+def test_refuses_what_does_not_fit() -> None:
+    model = build(CONFIGS["mingru"], torch.bfloat16)
+    whole, state = whole_of(model), model.new_state(16)
+    program = whole._whole._program  # type: ignore[union-attr]
+    tokens = torch.zeros(9, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match="batch must be 1 to 8, got 9"):
+        program.run(tokens, tokens, state.cell, None, 1e-5)
+    with pytest.raises(RuntimeError, match="tokens must be"):
+        program.run(tokens[:2].long(), tokens[:2], state.cell, None, 1e-5)
+    with pytest.raises(RuntimeError, match="cell must be"):
+        program.run(tokens[:2], tokens[:2], state.cell[:2], None, 1e-5)
+    with pytest.raises(RuntimeError, match="conv must be given"):
+        program.run(tokens[:2], tokens[:2], state.cell, torch.zeros(3, 16, 3, 384).cuda(), 1e-5)
+    table = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
+    how = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
+    ends = Phase(kind="logits", weight=torch.zeros(8, 128, dtype=torch.bfloat16, device="cuda"))
+    with pytest.raises(RuntimeError, match="inputs of phase 1 must be the channels"):
+        Program([Phase(kind="embed", weight=table), ends], **how).run(
+            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
+        )
+    with pytest.raises(RuntimeError, match="rows a multiple of 8"):
+        wide = torch.zeros(12, 64, dtype=torch.bfloat16, device="cuda")
+        Program([Phase(kind="embed", weight=table), Phase(kind="logits", weight=wide)], **how)
