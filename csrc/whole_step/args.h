@@ -11,12 +11,18 @@ namespace minserve {
 // numbers are also those of the plan that Python writes (engine/ops/whole_step.py).
 enum class PhaseKind : int { embed, residual, gates, gelu, logits };
 
+// What all weights of products are.
+enum class WeightType : int { bf16, int8, fp8 };  // fp8: e4m3
+
 // One product, and what its results go through before the next one reads them. Channels come in
 // units of eight neighbours.
 struct WholeStepPhase {
   const void* weight;  // tensor map of [gates * channels, inputs]; embed: the table [ids, channels]
-  const void* bias;    // [gates * channels] or null
-  const void* norm;    // weights of its inputs' norm, [inputs], or null
+  // What the sums of 8-bit weights are multiplied with, [gates * channels]; embed: the rows of an
+  // 8-bit table, [ids]; or null.
+  const float* scale;
+  const void* bias;  // [gates * channels] or null
+  const void* norm;  // weights of its inputs' norm, [inputs], or null
   // Of a convolution that reads the residual stream next, or null: [channels, taps], [channels].
   const void *taps, *taps_bias;
   std::int32_t kind;
@@ -39,6 +45,7 @@ constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of 
 struct WholeStepArgs {
   int phases = 0;
   int batch = 0;
+  WeightType weights = WeightType::bf16;
   int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table

@@ -1,4 +1,4 @@
-// Weights into shared memory, and products: two tiles of 8 rows by 8 tokens on the tensor cores.
+// Weights into shared memory, and products of two tiles at a time.
 //
 // Every warp multiplies its own blocks of the inputs by all tiles of its block, and waits for no
 // other warp.
@@ -6,16 +6,18 @@
 
 #include "../common/channels.cuh"
 #include "exchange.cuh"
+#include "weights.cuh"
 
 namespace minserve {
 namespace cuda {
 namespace whole {
 
 // Stages on their way: as many as hide the memory's latency. What the blocks hand each other waits
-// behind a longer queue.
-constexpr int kInFlight = 3;
+// behind a longer queue. (Stages of 8-bit weights are seldom full.)
+template <WeightType kType>
+constexpr int kInFlight = kType == WeightType::bf16 ? 3 : 4;
 
-// Blocks of 8 rows of a matrix, seen as [inputs / 64, rows, 64], to a stage.
+// Blocks of 8 rows of a matrix, seen as [inputs / 64, rows, 64], to a stage; zeros past its end.
 __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, int block,
                                            std::uint64_t& barrier) {
   asm volatile(
@@ -27,10 +29,10 @@ __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, i
 
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
 // chunk by chunk in turn, because they are multiplied together.
-template <int kGates>
+template <int kGates, WeightType kType>
 __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<kGates>& shared,
                                              unsigned char* ring) {
-  const int in_flight = min(kInFlight, args.stages);
+  const int in_flight = min(kInFlight<kType>, args.stages);
   Turn stage, landed;
   int on_their_way = 0;
   const auto copy = [&](const void* map, int row, int block) {
@@ -61,31 +63,12 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<k
     for (int first = next_row(); first >= 0; first = next_row()) {
       const int second = next_row();
 #pragma unroll 1
-      for (int block = 0; block < blocks; block += kMultiplying) {
+      for (int block = 0; block < blocks; block += Tiles<kType>::kBlocks * kMultiplying) {
         copy(map, first, block);
         if (second >= 0) copy(map, second, block);
       }
     }
   }
-}
-
-// Four matrices of 8 rows by 16 bytes; lanes 8 i to 8 i + 7 have the addresses of matrix i's rows.
-__device__ __forceinline__ uint4 load_matrices(std::uint32_t address) {
-  uint4 all;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
-               : "r"(address)
-               : "memory");
-  return all;
-}
-
-// 16 rows of weights times 8 tokens, 16 inputs.
-__device__ __forceinline__ void multiply_step(float (&sums)[4], const uint4& w, unsigned x0,
-                                              unsigned x1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
 // This warp's blocks of all tokens, [units][tokens][8]; with a norm, times its weights, and the sum
@@ -150,37 +133,33 @@ __device__ __forceinline__ float take_values(const WholeStepArgs& args, const Wh
   return sum;
 }
 
-template <int kGates>
+template <int kGates, WeightType kType>
 __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGates>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
+  constexpr int kBlocks = Tiles<kType>::kBlocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int half = 4 * args.batch * 16, of_block = kMultiplying * 2 * half;
-  unsigned char* own = inputs + warp * 2 * half;
-  // Of the four matrices that a lane has an address of a row of: inputs 0 to 31 of all tokens
-  // (those that are not there are another's: what becomes of them is not looked at); and inputs 0
-  // to 7 of the first tile, of the second, inputs 8 to 15 of both.
-  const std::uint32_t tokens =
-      shared_address(own) + (lane / 8 * args.batch + min(lane % 8, args.batch - 1)) * 16;
-  const std::uint32_t weights =
-      shared_address(ring) + warp * kBlockBytes + lane % 8 * 128 + ((lane / 16 ^ lane % 8) << 4);
+  const int of_block = kMultiplying * kBlockUnits * args.batch * 16;  // to this warp's next
+  unsigned char* own = inputs + warp * kBlockUnits * args.batch * 16;
+  const std::uint32_t values =
+      shared_address(own) + Tiles<kType>::place_of_inputs(lane, args.batch);
+  const std::uint32_t weights = shared_address(ring) + Tiles<kType>::place_of_weights(warp, lane);
   float* const sums_of_lane = &shared.sums[0][0][warp][place_of_sum(lane % 4 * 2, lane / 4)];
   constexpr int kOfTile = kMultiplying * kSums, kOfFinisher = kGates * kOfTile;
   Turn stage, loading;
   unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd
-  uint4 w[4];
+  Tiles<kType> held;
   const auto load_weights = [&](bool two) {
-    int at = loading.at;
-    wait_barrier(shared.full[at], loading.round % 2);
+    const int first = loading.at;
+    wait_barrier(shared.full[first], loading.round % 2);
     loading.advance(args.stages);
+    int second = first;
     if (two) {
-      wait_barrier(shared.full[loading.at], loading.round % 2);
-      if (lane / 8 % 2 == 1) at = loading.at;
+      second = loading.at;
+      wait_barrier(shared.full[second], loading.round % 2);
       loading.advance(args.stages);
     }
-    const std::uint32_t from = weights + at * kStageBytes;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = load_matrices(from ^ (i << 5));
+    held.load(weights + first * kStageBytes, weights + second * kStageBytes, lane);
   };
   const auto release = [&] {
     if (lane == 0) arrive(shared.empty[stage.at]);
@@ -189,8 +168,9 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
-    const int units = phase.units, gates = gates_of<kGates>(phase), chunks = chunks_of(phase);
-    const int blocks = phase.inputs / kBlock - warp;
+    const int units = phase.units, gates = gates_of<kGates>(phase);
+    const int all_blocks = phase.inputs / kBlock;
+    const int chunks = (all_blocks + kBlocks * kMultiplying - 1) / (kBlocks * kMultiplying);
     int tiles = 0;
     for (int unit = first_unit(phase); unit < units; unit += gridDim.x) tiles += gates;
     if (tiles == 0) continue;
@@ -207,17 +187,16 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
 #pragma unroll 1
     for (; tiles > 0; tiles -= 2) {
       float sums[2][4] = {};
-      std::uint32_t at = tokens;
+      std::uint32_t at = values;
+      int block = all_blocks - warp;  // of this warp that are left, times kMultiplying
 #pragma unroll 1
-      for (int left = chunks, block = blocks; left > 0; --left, block -= kMultiplying) {
-        if (block > 0) {
-          const uint4 x = load_matrices(at), y = load_matrices(at + half);
-          multiply_step(sums[0], w[0], x.x, x.y);
-          multiply_step(sums[1], w[1], x.z, x.w);
-          multiply_step(sums[0], w[2], y.x, y.y);
-          multiply_step(sums[1], w[3], y.z, y.w);
+      for (int left = chunks; left > 0; --left) {
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          if (block > 0) held.multiply(sums, i, at, args.batch);
+          block -= kMultiplying;
+          at += of_block;
         }
-        at += of_block;
         __syncwarp();
         release();
         if (tiles > 1) release();

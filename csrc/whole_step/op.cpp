@@ -14,7 +14,19 @@ namespace minserve {
 namespace {
 
 // Numbers of a phase in the plan.
-enum Field { kKind, kLayer, kChannels, kInputs, kWeight, kBias, kNorm, kTaps, kTapsBias, kFields };
+enum Field {
+  kKind,
+  kLayer,
+  kChannels,
+  kInputs,
+  kWeight,
+  kScale,
+  kBias,
+  kNorm,
+  kTaps,
+  kTapsBias,
+  kFields
+};
 
 void require_hopper(const Check& check, const Tensor& t) {
   const bool built = std::string_view(MINSERVE_CUDA_ARCHS).find("90a") != std::string_view::npos;
@@ -31,7 +43,11 @@ const void* pointer(std::int64_t address) {
 // The plan's phases, each with its part of the exchange and its share of the blocks.
 class Plan {
  public:
-  Plan(const Check& check, const Tensor& plan, int blocks) : check_(check), blocks_(blocks) {
+  Plan(const Check& check, const Tensor& plan, std::int64_t weight_type, int blocks)
+      : check_(check), blocks_(blocks) {
+    check.require(weight_type >= 0 && weight_type <= static_cast<int>(WeightType::fp8),
+                  "weight_type must be 0, 1 or 2, got ", weight_type);
+    args.weights = static_cast<WeightType>(weight_type);
     check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
                       plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 2 &&
                       plan.size(0) <= kMostPhases,
@@ -62,6 +78,10 @@ class Plan {
                    "channels of phase ", n, " must be a multiple of ", kUnit, ", got ", channels);
     check_.require(from[kWeight] != 0 && from[kLayer] >= 0, "phase ", n, " lacks a weight");
     phase.weight = pointer(from[kWeight]);
+    const bool scaled = args.weights != WeightType::bf16;
+    check_.require(from[kScale] != 0 ? scaled : !scaled || kind == PhaseKind::embed, "phase ", n,
+                   " has a scale, or lacks one");
+    phase.scale = static_cast<const float*>(pointer(from[kScale]));
     phase.bias = pointer(from[kBias]);
     phase.norm = pointer(from[kNorm]);
     phase.taps = pointer(from[kTaps]);
@@ -118,30 +138,37 @@ class Plan {
 void whole_step_map(const Tensor& weight, const Tensor& map) {
   const Check check("whole_step_map", weight, "weight");
   require_hopper(check, weight);
-  check.require(weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 2 &&
-                    weight.is_contiguous() && weight.size(0) > 0 && weight.size(0) % kUnit == 0 &&
-                    weight.size(1) > 0 && weight.size(1) % kInputsMultiple == 0 &&
-                    reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % 16 == 0,
-                "weight must be a contiguous bfloat16 matrix, rows a multiple of ", kUnit,
-                ", inputs of ", kInputsMultiple, ", beginning at a multiple of 16 bytes; got ",
-                describe(weight));
+  const ScalarType type = weight.scalar_type();
+  check.require(
+      (type == ScalarType::BFloat16 || type == ScalarType::Char ||
+       type == ScalarType::Float8_e4m3fn) &&
+          weight.dim() == 2 && weight.is_contiguous() && weight.size(0) > 0 &&
+          weight.size(0) % kUnit == 0 && weight.size(1) > 0 &&
+          weight.size(1) % kInputsMultiple == 0 &&
+          reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % 16 == 0,
+      "weight must be a contiguous matrix of bfloat16, int8 or float8_e4m3fn, rows a multiple of ",
+      kUnit, ", inputs of ", kInputsMultiple, ", beginning at a multiple of 16 bytes; got ",
+      describe(weight));
   check.require(map.is_cpu() && map.scalar_type() == ScalarType::Byte && map.is_contiguous() &&
                     map.numel() == kTensorMapBytes,
                 "map must be uint8[", kTensorMapBytes, "] on the CPU, got ", describe(map));
   alignas(64) unsigned char bytes[kTensorMapBytes];
-  cuda::map_weight(bytes, weight.const_data_ptr(), weight.size(0), weight.size(1),
-                   weight.get_device_index());
+  cuda::map_weight(bytes, weight.const_data_ptr(),
+                   type == ScalarType::BFloat16 ? WeightType::bf16
+                   : type == ScalarType::Char   ? WeightType::int8
+                                                : WeightType::fp8,
+                   weight.size(0), weight.size(1), weight.get_device_index());
   std::memcpy(map.mutable_data_ptr(), bytes, sizeof(bytes));
 }
 
 Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan_numbers,
                   const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
-                  const Tensor& ended, std::int64_t gates, double eps, bool linear_candidate,
-                  bool normalize_gates) {
+                  const Tensor& ended, std::int64_t weight_type, std::int64_t gates, double eps,
+                  bool linear_candidate, bool normalize_gates) {
   const Check check("whole_step", tokens, "tokens");
   require_hopper(check, tokens);
   const int device = tokens.get_device_index();
-  Plan plan(check, plan_numbers, cuda::whole_step_blocks(device));
+  Plan plan(check, plan_numbers, weight_type, cuda::whole_step_blocks(device));
   WholeStepArgs& args = plan.args;
   const std::int64_t batch = tokens.dim() == 1 ? tokens.size(0) : 0;
   check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");

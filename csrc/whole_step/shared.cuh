@@ -14,8 +14,7 @@ constexpr int kThreads = (kCopier + 1) * 32;
 
 constexpr int kBlock = 64;  // inputs of a warp: rows of 128 bytes, swizzled
 constexpr int kBlockUnits = kBlock / kUnit;
-constexpr int kBlockBytes = kBlock * kUnit * 2;
-constexpr int kStageBytes = kMultiplying * kBlockBytes;  // 8 rows, a block for each warp
+constexpr int kStageBytes = kMultiplying * kBlock * kUnit * 2;  // 8 rows
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other
 // token meet all banks.
@@ -61,10 +60,6 @@ template <int kGates>
 __device__ __forceinline__ int gates_of(const WholeStepPhase& phase) {
   return phase.kind == static_cast<int>(PhaseKind::gates) ? kGates : 1;
 }
-__device__ __forceinline__ int chunks_of(const WholeStepPhase& phase) {
-  return (phase.inputs / kBlock + kMultiplying - 1) / kMultiplying;
-}
-
 // Which warp finishes the next unit of a phase: they take turns from the first one on, so that the
 // units of the residual stream always come to the same warps.
 __device__ __forceinline__ void pass_on(int& finisher) {

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
-from engine.models.whole_step import WholeStep, most_rows
-from engine.ops import conv_scan, conv_step, library
+from engine.models.whole_step import Head, WholeStep, runs_kernels
+from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
@@ -42,17 +42,13 @@ def supports(model: LM) -> bool:
     """Whether the kernels run this model: bfloat16 weights on a Hopper GPU that the library was
     built for, widths they can cut. (In float16 the residual stream times a norm's weight, which is
     not divided by its magnitude yet, could overflow.)"""
-    config, norm = model.config, model.norm.weight
+    config = model.config
     return (
-        norm.is_cuda
-        and norm.dtype == torch.bfloat16
+        runs_kernels(model)
         and config.quantization is None
-        and torch.cuda.get_device_capability(norm.device)[0] == 9
-        and "90a" in library.cuda_archs()
         and config.d_model % SQUARE_ROWS == 0
         and config.inner % 8 == 0
         and config.mlp_hidden % 8 == 0
-        and config.out_projection
     )
 
 
@@ -68,20 +64,11 @@ class HopperLM:
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._linear_candidate = model.config.candidate == "linear"
-        head: Tensor = model.embedding.weight if model.head is None else model.head.weight
-        self._vocabulary, extra = head.shape[0], -head.shape[0] % 8
-        if extra:  # rows of a product are a multiple of 8; a copy of a small head costs little
-            head = torch.cat([head, head.new_zeros(extra, head.shape[1])])
-        self._head = head.detach()
-        bias: Tensor | None = model.head_bias
-        if bias is not None and extra:
-            bias = torch.cat([bias, bias.new_zeros(extra)])
-        self._head_bias = None if bias is None else bias.detach().to(self._head.dtype)
+        self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        whole = not deterministic and WholeStep.most_rows(model) > 0
+        self._whole = WholeStep(model, self._head) if whole else None
         weights = sum(weight.numel() for weight in self._layers[0].parameters())
         self._most_rows = None if deterministic or weights not in _BETWEEN else _MOST_ROWS
-        processors = torch.cuda.get_device_properties(head.device).multi_processor_count
-        whole = not deterministic and most_rows(model.config, processors) > 0
-        self._whole = WholeStep(model, self._head, self._head_bias) if whole else None
 
     @torch.no_grad()
     def prefill(
@@ -118,7 +105,7 @@ class HopperLM:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Reads one token of every sequence: tokens [batch] int32, slots [batch] int32 -> logits
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
-        if self._whole is not None and len(tokens) <= self._whole.most_rows:
+        if self._whole is not None and len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         if self._most_rows is not None and len(tokens) > self._most_rows:
             return self._model.logits(self._model.step(tokens, state, slots))
@@ -156,7 +143,7 @@ class HopperLM:
         return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order)
 
     def _head_of(self, x: Tensor, squares: Tensor | None) -> Tensor:
-        logits = self._map(x, squares, self._head, self._head_bias, logits=True)
+        logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
         return logits[:, : self._vocabulary]
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 
 _KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
+_WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
 _LINE_BYTES = 16  # of a channel's values of eight tokens
 
@@ -34,14 +35,18 @@ INPUTS_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A product and what is made of its results, all bfloat16 on one GPU.
+    """A product and what is made of its results, all on one GPU and, but for quantised weights and
+    their scales, bfloat16.
 
     `embed` (the first phase) looks rows of `weight` [ids, d_model] up; `residual` adds to what it
     found; `gates` moves the recurrence on; `gelu`; `logits` (the last) is float32.
     """
 
     kind: Kind
-    weight: Tensor  # [channels, inputs], of gates [gates * channels, inputs]; contiguous
+    # [channels, inputs], of gates [gates * channels, inputs]; contiguous; bfloat16, int8 or
+    # float8_e4m3fn, the same for all products
+    weight: Tensor
+    scale: Tensor | None = None  # float32 [rows of weight], of 8-bit weights
     bias: Tensor | None = None  # [rows of weight]
     norm: Tensor | None = None  # [inputs]: the inputs are RMS-normalised first
     taps: Tensor | None = None  # [d_model, K]: a convolution reads the residual stream next
@@ -60,6 +65,7 @@ class Program:
         self._gates = gates
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         device = phases[0].weight.device
+        self._weight_type = _WEIGHT_TYPES.index(phases[-1].weight.dtype)
         maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8)
         for row, phase in zip(maps[1:], phases[1:], strict=True):
             torch.ops.minserve.whole_step_map(phase.weight, row)
@@ -100,6 +106,7 @@ class Program:
             conv,
             self._exchange,
             self._ended,
+            self._weight_type,
             self._gates,
             eps,
             self._linear_candidate,
@@ -116,7 +123,7 @@ class Program:
         """A row of the plan, as csrc/whole_step/op.cpp reads it."""
         rows, columns = phase.weight.shape
         embed = phase.kind == "embed"
-        optional = (phase.bias, phase.norm, phase.taps, phase.taps_bias)
+        optional = (phase.scale, phase.bias, phase.norm, phase.taps, phase.taps_bias)
         return [
             _KINDS.index(phase.kind),
             phase.layer,
@@ -135,6 +142,7 @@ def _fake(
     conv: Tensor | None,
     exchange: Tensor,
     ended: Tensor,
+    weight_type: int,
     gates: int,
     eps: float,
     linear_candidate: bool = False,

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.checkpoint import quantize_model
+from engine.config import ModelConfig, Quantization
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
 from engine.models.whole_step import most_rows
 from engine.ops.whole_step import MOST_PHASES, Phase, Program
+from engine.quantization import QUANTIZED_DTYPES
+from engine.serving import PlainModel
 from tests.models.test_hopper import CONFIGS, build, copied, exact_of
 from tests.models.variants import int32, relative_error
 
@@ -74,7 +77,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
     model = build(CONFIGS[name], torch.bfloat16)
     chain, whole, exact = chain_of(model), whole_of(model), exact_of(model)
     chance = random.Random(name)
-    most = whole._whole.most_rows  # type: ignore[union-attr]
+    most = whole._whole.rows  # type: ignore[union-attr]
     ours = model.new_state(12)
     for _ in range(60):
         slots = chance.sample(range(12), chance.randint(1, most))
@@ -94,6 +97,52 @@ def test_steps_as_the_chain_does(name: str) -> None:
             assert as_near(ours.conv, theirs.conv, reference.conv)
         dead = [row for row in range(12) if row not in slots]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
+    model = quantize_model(build(CONFIGS[name], torch.bfloat16), kind)
+    quick, chance = PlainModel(model), random.Random(name)
+    assert quick._whole is not None
+    state = model.new_state(10)
+    for batch in (1, 2, 3, quick._whole.rows):
+        slots = int32(chance.sample(range(10), batch), "cuda")
+        ids = int32([chance.randrange(model.config.vocab_size) for _ in range(batch)], "cuda")
+        theirs = copied(state)
+        got = quick.step(ids, state, slots)
+        plain = model.logits(model.step(ids, theirs, slots))
+        assert got.shape == plain.shape
+        assert relative_error(got, plain) < 0.04
+        assert relative_error(state.cell, theirs.cell) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_every_8_bit_value_is_exact(kind: Quantization) -> None:
+    """A table of rows with one 1 each, times weights of all values: products without rounding."""
+    table = torch.eye(64, device="cuda", dtype=torch.bfloat16)
+    values = torch.arange(256, device="cuda", dtype=torch.int32).to(torch.uint8)
+    weight = values.view(QUANTIZED_DTYPES[kind]).view(4, 64).t().contiguous()  # [64, 4]
+    wide = torch.zeros(64, 64, device="cuda", dtype=torch.int8)
+    wide[:, :4] = weight.view(torch.int8)
+    finite = wide.view(QUANTIZED_DTYPES[kind]).float().isfinite()
+    wide = torch.where(finite, wide, torch.zeros_like(wide))
+    phases = [
+        Phase(kind="embed", weight=table),
+        Phase(
+            kind="logits",
+            weight=wide.view(QUANTIZED_DTYPES[kind]),
+            scale=torch.full((64,), 0.5, device="cuda"),
+        ),
+    ]
+    program = Program(phases, gates=2, linear_candidate=False, normalize_gates=True)
+    ids, slots = int32([0, 1, 2, 3], "cuda"), int32([-1] * 4, "cuda")
+    no_state = torch.zeros(0, 2, 2, device="cuda")[..., :0]
+    logits = program.run(ids, slots, no_state, None, 1e-5)
+    expected = 0.5 * wide.view(QUANTIZED_DTYPES[kind]).float()[:, :4].t()
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.gpu

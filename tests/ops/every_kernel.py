@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.checkpoint import quantize_model
 from engine.config import ModelConfig
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
@@ -21,6 +22,7 @@ from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
+from engine.serving import PlainModel
 from tests.ops.draws import PARAMETERS, rows_of
 
 LENGTHS = {
@@ -164,8 +166,9 @@ def whole_steps() -> None:
             candidate="linear" if linear else "g",
         )
         model = LM(config).to("cuda", torch.bfloat16)
-        step, state = HopperLM(model), model.new_state(8)
-        for batch in (1, 3, 8):
+        models = HopperLM(model), *(PlainModel(quantize_model(model, k)) for k in ("int8", "fp8"))
+        state = model.new_state(8)
+        for step, batch in itertools.product(models, (1, 3, 8)):
             slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
             step.step(slots + 5, state, slots)
     torch.cuda.synchronize()
