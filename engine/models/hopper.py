@@ -25,10 +25,11 @@ from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
-# Where a layer has so many weights, products of more rows than that are quicker in the library:
-# measured at layers of 2, 9 and 52 million weights.
-_MOST_ROWS = {30_000_000: 192, 4_000_000: 512}
-_MOST_TOKENS = 1024  # of prompts
+# Steps of more rows than that are no slower with products of the library, and the head is quicker,
+# where a layer has so many weights: larger ones fill the GPU with large tiles, smaller ones gain
+# more by fewer kernels. Measured at layers of 2, 7 and 52 million weights.
+_MOST_ROWS = 768
+_BETWEEN = range(4_000_000, 30_000_000)
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
@@ -52,10 +53,10 @@ def supports(model: LM) -> bool:
 
 
 class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Long prompts, and steps of many rows
-    where its layers are not small, are read by `model` itself, whose products the library sums in
-    an order that the number of rows has a part in. With `deterministic` nothing is: a row's bits
-    depend on that row alone."""
+    """A ServingModel of `model`, which `supports` says yes to. Steps of many rows, where its layers
+    are neither small nor large, and the logits of prompts come from `model` itself, whose products
+    the library sums in an order that the number of rows has a part in. With `deterministic` nothing
+    does: a row's bits depend on that row alone."""
 
     def __init__(self, model: LM, *, deterministic: bool = False) -> None:
         self._model = model
@@ -67,16 +68,13 @@ class HopperLM:
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
         weights = sum(weight.numel() for weight in self._layers[0].parameters())
-        limits = (most for least, most in _MOST_ROWS.items() if weights >= least)
-        self._most_rows = next(limits, None)
+        self._most_rows = None if deterministic or weights not in _BETWEEN else _MOST_ROWS
 
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As LM.prefill; few tokens take half as many kernels."""
-        if not self._fixed_order and len(tokens) > (self._most_rows or _MOST_TOKENS):
-            return self._model.prefill(tokens, cu_seqlens, state, slots)
+        """As LM.prefill, in half as many kernels."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -109,7 +107,7 @@ class HopperLM:
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
         if self._whole is not None and len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
-        if not self._fixed_order and self._most_rows is not None and len(tokens) > self._most_rows:
+        if self._most_rows is not None and len(tokens) > self._most_rows:
             return self._model.logits(self._model.step(tokens, state, slots))
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:

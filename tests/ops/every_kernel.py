@@ -31,15 +31,20 @@ LENGTHS = {
     "many": [7 * n % 5 * 40 for n in range(45)],
 }
 # Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
-# gates: alone and in parts; pairs; many tiles of 64 tokens; wide ones, the last two of deep sums.
+# gates (tests/csrc/test_choice.py proves it): alone and in parts; pairs; wide ones.
 MAPS = (
     (72, 200, (1, 9, 31)),
     (72, 1536, (7, 16, 20, 65)),
-    (16904, 64, (1, 9, 31, 65)),
+    (328, 1032, (65,)),
+    (16904, 64, (1, 9, 31, 64, 65)),
     (7048, 64, (100,)),
-    (2072, 1016, (65,)),
+    (3592, 1016, (65,)),
+    (776, 1032, (130,)),
+    (1424, 1032, (130,)),
+    (1640, 1032, (195,)),
+    (2888, 1032, (130,)),
+    (4616, 1032, (130,)),
     (12704, 64, (130,)),
-    (7856, 2112, (130, 257)),
 )
 # Likewise with sums in a fixed order, where one block takes parts of the inputs in turn.
 TURNS = (
