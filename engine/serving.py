@@ -61,7 +61,7 @@ class PlainModel:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        if self._whole is not None and len(tokens) <= self._whole.rows:
+        if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._model.config.vocab_size]
         return self._model.logits(self._model.step(tokens, state, slots))
 

@@ -64,6 +64,7 @@ int whole_step_blocks(int device) {
 
 // Seen as [inputs / 64, rows, 64], of which a stage is a box: 8 rows, the same number of bytes of
 // each type. Rows of two-byte numbers are swizzled, so that fragments of 8 rows meet all banks.
+// (The last dimension's stride is shorter than the one before it, which drivers take as it is.)
 void map_weight(void* to, const void* weight, WeightType type, std::int64_t rows,
                 std::int64_t inputs, int device) {
   const DeviceGuard guard(device);

@@ -1,8 +1,8 @@
 // How blocks hand each other what the next product reads, without a barrier or a fence: every word
 // says itself whether it has been written.
 //
-// A word with all bits set is nothing yet: as two bfloat16 or one float it is a NaN that no
-// arithmetic makes (a GPU's own NaNs have a sign of zero). Readers ask again until every word they
+// A word with all bits set is nothing yet: as two bfloat16 it is NaNs that no arithmetic makes (a
+// GPU's own have a sign of zero). Readers ask again until every word they
 // need is something. A step uses one of two sets of words and clears the other, which nobody reads
 // before the next kernel.
 //
@@ -19,11 +19,6 @@ namespace whole {
 
 constexpr unsigned kNothing = 0xffffffffu;
 
-__device__ __forceinline__ unsigned long long load_count(const void* at) {
-  unsigned long long count;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(at) : "memory");
-  return count;
-}
 __device__ __forceinline__ uint4 load_words(const void* at) {
   uint4 words;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -2,7 +2,7 @@
 // ones of one token. A block always finishes the same units of the residual stream, and keeps them.
 #pragma once
 
-#include "../common/block.cuh"
+#include "../common/channels.cuh"
 #include "../linear/epilogue.cuh"
 #include "exchange.cuh"
 #include "weights.cuh"
@@ -107,7 +107,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       pass_on(finisher);
       if (!mine) continue;
       const int channel = unit * kUnit + lane % 4 * 2;
-      // All that does not depend on the sums is on its way before they are there.
+      // What every step needs besides the sums is on its way before they are there.
       float2 shift[kGates] = {}, factor[kGates], before = {};
       if (Tiles<kType>::kScaled && kind != PhaseKind::embed) {
         factor[0] = load_floats(phase.scale + channel);

@@ -36,10 +36,11 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
     return;
   }
   wait_for_previous_kernel();
-  // Blocks that have ended before this one began to look are fewer than all.
-  const unsigned long long turn = whole::load_count(args.ended) / gridDim.x;
+  // Blocks that have counted themselves before this one began to look are fewer than all.
+  const unsigned long long turn = load_relaxed(args.ended) / gridDim.x;
   unsigned char* set = args.exchange + turn % 2 * args.set_bytes;
   if (warp < whole::kMultiplying) {
+    whole::arrive_at(whole::kLooked);
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
     whole::multiply<kGates, kType>(args, shared, ring, inputs, set);
   } else {
@@ -49,7 +50,11 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
     } else {
       whole::finish<CellOf, kType>(args, UsualOptions{}, shared, set);
     }
-    if (threadIdx.x == whole::kMultiplying * 32) atomicAdd(args.ended, 1ull);
+    if (warp == whole::kMultiplying) {
+      // A block that has no unit in any phase waits for none of its own warps otherwise.
+      barrier_sync<whole::kMeeting>(whole::kLooked);
+      if (threadIdx.x % 32 == 0) atomicAdd(args.ended, 1ull);
+    }
   }
 #endif
 }

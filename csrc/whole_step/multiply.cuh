@@ -1,7 +1,7 @@
 // Weights into shared memory, and products of two tiles at a time.
 //
-// Every warp multiplies its own blocks of the inputs by all tiles of its block, and waits for no
-// other warp.
+// Every warp multiplies its own blocks of the inputs by all tiles of its block, and takes them
+// without waiting for another warp.
 #pragma once
 
 #include "../common/channels.cuh"
@@ -179,6 +179,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
       float squares = take_values<true>(args, phase, set, own);
       squares += __shfl_xor_sync(0xffffffffu, squares, 1);
       squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+      // Nobody reads the ones before any more: a whole other product has been finished since.
       if (lane % 4 == 0) shared.squares[warp][lane / 4] = squares;
     } else {
       take_values<false>(args, phase, set, own);
@@ -214,8 +215,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
         to[0] = sums[0][2 * tile] + sums[1][2 * tile];
         to[kUnit] = sums[0][2 * tile + 1] + sums[1][2 * tile + 1];
         if (++gate == gates) {
-          asm volatile("barrier.cta.arrive %0, %1;" ::"r"(kSummed + finisher), "n"(kMeeting)
-                       : "memory");
+          arrive_at(kSummed + finisher);
           gate = 0;
           handed ^= 1u << finisher;
           pass_on(finisher);

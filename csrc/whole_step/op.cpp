@@ -40,6 +40,14 @@ const void* pointer(std::int64_t address) {
   return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
 }
 
+// Whether two neighbouring channels can be read at once in every row.
+bool in_pairs(const Tensor& state) {
+  bool even = reinterpret_cast<std::uintptr_t>(state.const_data_ptr()) % 8 == 0;
+  for (std::int64_t dim = 0; dim + 1 < state.dim(); ++dim)
+    even = even && state.stride(dim) % 2 == 0;
+  return even && state.stride(state.dim() - 1) == 1;
+}
+
 // The plan's phases, each with its part of the exchange and its share of the blocks.
 class Plan {
  public:
@@ -74,7 +82,7 @@ class Plan {
     check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::logits) &&
                        (kind == PhaseKind::embed) == (n == 0),
                    "phase ", n, " has the kind ", from[kKind]);
-    check_.require(channels > 0 && channels % kUnit == 0 && channels < (1 << 24),
+    check_.require(channels > 0 && channels % kUnit == 0 && channels <= (1 << 24),
                    "channels of phase ", n, " must be a multiple of ", kUnit, ", got ", channels);
     check_.require(from[kWeight] != 0 && from[kLayer] >= 0, "phase ", n, " lacks a weight");
     phase.weight = pointer(from[kWeight]);
@@ -105,6 +113,10 @@ class Plan {
       phase.in = before.out;
       widest_input = std::max(widest_input, phase.inputs);
     }
+    check_.require(!phase.norm || (inputs == args.width &&
+                                   (kind == PhaseKind::gates || kind == PhaseKind::gelu ||
+                                    kind == PhaseKind::logits)),
+                   "phase ", n, " has a norm of what is not the residual stream");
     if (kind == PhaseKind::residual) {
       check_.require(channels == args.width, "phase ", n, " must have ", args.width,
                      " channels, got ", channels);
@@ -161,7 +173,7 @@ void whole_step_map(const Tensor& weight, const Tensor& map) {
   std::memcpy(map.mutable_data_ptr(), bytes, sizeof(bytes));
 }
 
-Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan_numbers,
+Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& plan_numbers,
                   const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
                   const Tensor& ended, std::int64_t weight_type, std::int64_t gates, double eps,
                   bool linear_candidate, bool normalize_gates) {
@@ -172,9 +184,9 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan_
   WholeStepArgs& args = plan.args;
   const std::int64_t batch = tokens.dim() == 1 ? tokens.size(0) : 0;
   check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");
-  check.tensor(slots, "slots", ScalarType::Int, {batch}, "[batch], int32");
-  check.require(tokens.is_contiguous() && slots.is_contiguous(),
-                "tokens and slots must be contiguous");
+  check.tensor(slots_given, "slots", ScalarType::Int, {batch}, "[batch], int32");
+  check.require(tokens.is_contiguous(), "tokens must be contiguous");
+  const Tensor slots = torch::stable::contiguous(slots_given);
   args.input_bytes = static_cast<int>(batch * plan.widest_input * 2);
   check.require(batch >= 1 && batch <= kMostTokens && args.input_bytes <= kMostInputBytes,
                 "batch must be 1 to ",
@@ -182,8 +194,8 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan_
   check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
   check.tensor(cell, "cell", ScalarType::Float, {plan.layers, -1, plan.inner},
                "[layers, num_slots, inner]");
-  check.require(cell.stride(2) == 1 && cell.stride(1) % 2 == 0 && cell.stride(0) % 2 == 0,
-                "channels of cell must lie together, rows at multiples of 8 bytes");
+  check.require(in_pairs(cell), "channels of cell must lie together, rows at multiples of 8 bytes");
+  check.require(plan.layers == 0 || cell.size(1) > 0, "cell must have a slot");
   check.require(static_cast<bool>(conv) == (plan.conv_layers > 0),
                 "conv must be given for a plan with convolutions, and only then");
   if (conv) {
@@ -191,8 +203,7 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan_
                  "[layers, num_slots, taps - 1, d_model]");
     check.require(conv->size(2) >= 1 && conv->size(2) < kMostTaps, "conv must have 2 to ",
                   kMostTaps, " taps, got ", conv->size(2) + 1);
-    check.require(conv->stride(3) == 1 && conv->stride(2) % 2 == 0 && conv->stride(1) % 2 == 0 &&
-                      conv->stride(0) % 2 == 0,
+    check.require(in_pairs(*conv),
                   "channels of conv must lie together, rows at multiples of 8 bytes");
     args.taps = static_cast<int>(conv->size(2)) + 1;
     args.conv = static_cast<float*>(conv->mutable_data_ptr());

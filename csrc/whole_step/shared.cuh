@@ -12,9 +12,12 @@ namespace whole {
 constexpr int kMultiplying = 12, kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
 
-constexpr int kBlock = 64;  // inputs of a warp: rows of 128 bytes, swizzled
+constexpr int kBlock = 64;  // inputs of a warp
 constexpr int kBlockUnits = kBlock / kUnit;
 constexpr int kStageBytes = kMultiplying * kBlock * kUnit * 2;  // 8 rows
+static_assert(kMostKeptUnits == kFinishing, "each warp that finishes keeps one unit");
+static_assert(kInputsMultiple == kBlock, "warps take whole blocks");
+static_assert(sizeof(WholeStepArgs) <= 32764, "what a kernel's arguments may have");
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other
 // token meet all banks.
@@ -34,6 +37,11 @@ struct Shared {
 // Named barriers: 0 is that of __syncthreads, then one for each warp that finishes: it waits until
 // all that multiply have arrived.
 constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
+constexpr int kLooked = kSummed + kFinishing;  // all have read how many blocks have ended
+
+__device__ __forceinline__ void arrive_at(int barrier) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting) : "memory");
+}
 
 template <int kGates>
 __device__ __forceinline__ void prepare(Shared<kGates>& shared) {

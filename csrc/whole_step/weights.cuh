@@ -72,7 +72,7 @@ struct Tiles<WeightType::bf16> {
   }
 };
 
-// Two bytes, the first or last of four, as two bfloat16; exact.
+// Two finite bytes, the first or last of four, as two bfloat16; exact.
 template <WeightType kType, bool kLast>
 __device__ __forceinline__ unsigned widened(unsigned four) {
   unsigned low, high;

@@ -105,7 +105,7 @@ class HopperLM:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Reads one token of every sequence: tokens [batch] int32, slots [batch] int32 -> logits
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
-        if self._whole is not None and len(tokens) <= self._whole.rows:
+        if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         if self._most_rows is not None and len(tokens) > self._most_rows:
             return self._model.logits(self._model.step(tokens, state, slots))

@@ -33,6 +33,11 @@ MOST_TAPS = 4
 INPUTS_MULTIPLE = 64
 
 
+# The copy engine keeps what it has read of a map, by its address. So memory that has once held maps
+# holds these for ever: some kilobytes for each model that is loaded.
+_MAPS: list[Tensor] = []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """A product and what is made of its results, all on one GPU and, but for quantised weights and
@@ -56,7 +61,12 @@ class Phase:
 
 class Program:
     """A model's phases in their order, ready to run. Keeps their tensors; these must stay where
-    they are. Steps of one program must follow each other on one stream."""
+    they are. Steps of a program must follow each other on one stream, those of two programs too:
+    each takes the whole GPU. Weights are read before the kernel ahead on the stream has ended, so
+    none may write them.
+
+    Raises RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other.
+    """
 
     def __init__(
         self, phases: Sequence[Phase], *, gates: int, linear_candidate: bool, normalize_gates: bool
@@ -65,13 +75,18 @@ class Program:
         self._gates = gates
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         device = phases[0].weight.device
+        for n, phase in enumerate(phases):
+            _check(n, phase, phases, gates)
         self._weight_type = _WEIGHT_TYPES.index(phases[-1].weight.dtype)
-        maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8)
+        maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8, device="cpu")
         for row, phase in zip(maps[1:], phases[1:], strict=True):
             torch.ops.minserve.whole_step_map(phase.weight, row)
         self._maps = maps.to(device)
+        _MAPS.append(self._maps)
         self._plan = torch.tensor(
-            [self._numbers(n, phase) for n, phase in enumerate(phases)], dtype=torch.int64
+            [self._numbers(n, phase) for n, phase in enumerate(phases)],
+            dtype=torch.int64,
+            device="cpu",
         )
         sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
         self._exchange = torch.full((sets,), 255, dtype=torch.uint8, device=device)
@@ -132,6 +147,51 @@ class Program:
             phase.weight.data_ptr() if embed else self._maps[n].data_ptr(),
             *(0 if tensor is None else tensor.data_ptr() for tensor in optional),
         ]
+
+
+def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
+    """RuntimeError where a phase does not fit itself or the others; the kernel checks widths."""
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise RuntimeError(f"minserve::whole_step: phase {n} ({phase.kind}): {what}")
+
+    weight, width = phase.weight, phases[0].weight.shape[-1]
+    require(weight.dim() == 2 and weight.is_contiguous(), "weight must be a contiguous matrix")
+    products = phases[-1].weight.dtype
+    types = (torch.bfloat16, products) if phase.kind == "embed" else (products,)
+    require(
+        weight.dtype in types and weight.dtype in _WEIGHT_TYPES,
+        f"weight is {weight.dtype}; allowed: bfloat16, int8 or float8_e4m3fn, the same for all",
+    )
+    require(
+        phase.kind != "gates" or weight.shape[0] % gates == 0, f"weight must have {gates} gates"
+    )
+    require(
+        (phase.scale is not None) == (weight.dtype != torch.bfloat16),
+        "8-bit weights have a scale, bfloat16 has none",
+    )
+    require(weight.device == phases[0].weight.device, "weights must be on one device")
+    rows, inputs, taps = weight.shape[0], weight.shape[1], phase.taps
+    for name, tensor, shape, dtype, alignment in (
+        ("scale", phase.scale, (rows,), torch.float32, 8),
+        ("bias", phase.bias, (rows,), torch.bfloat16, 4),
+        ("norm", phase.norm, (inputs,), torch.bfloat16, 16),
+        ("taps", taps, (width, 0 if taps is None else taps.shape[-1]), torch.bfloat16, 2),
+        ("taps_bias", phase.taps_bias, (width,), torch.bfloat16, 4),
+    ):
+        fits = tensor is None or (
+            tuple(tensor.shape) == shape
+            and tensor.dtype == dtype
+            and tensor.is_contiguous()
+            and tensor.device == weight.device
+            and tensor.data_ptr() % alignment == 0
+        )
+        require(
+            fits, f"{name} must be contiguous {dtype} {list(shape)}, aligned to {alignment} bytes"
+        )
+    numbers_of_taps = {other.taps.shape[-1] for other in phases if other.taps is not None}
+    require(len(numbers_of_taps) <= 1, "all convolutions must have the same number of taps")
 
 
 def _fake(

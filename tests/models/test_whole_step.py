@@ -70,11 +70,19 @@ def as_near(got: Tensor, other: Tensor, right: Tensor) -> bool:
     return relative_error(got, right) < 2 * relative_error(other, right) + 5e-3
 
 
+#: Besides those of the chain's tests: most blocks have nothing to do, one block of inputs; the
+#: shortest convolution.
+NARROW = {
+    "narrow": config(d_model=64, n_layers=1),
+    "two taps": config(d_model=128, n_layers=4, conv_kernel=2, cell="minlstm", expansion=1.5),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW])
 def test_steps_as_the_chain_does(name: str) -> None:
     """Many steps of changing batches: what one leaves behind must not reach the next."""
-    model = build(CONFIGS[name], torch.bfloat16)
+    model = build((CONFIGS | NARROW)[name], torch.bfloat16)
     chain, whole, exact = chain_of(model), whole_of(model), exact_of(model)
     chance = random.Random(name)
     most = whole._whole.rows  # type: ignore[union-attr]
@@ -101,13 +109,13 @@ def test_steps_as_the_chain_does(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW])
 def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
-    model = quantize_model(build(CONFIGS[name], torch.bfloat16), kind)
+    model = quantize_model(build((CONFIGS | NARROW)[name], torch.bfloat16), kind)
     quick, chance = PlainModel(model), random.Random(name)
     assert quick._whole is not None
     state = model.new_state(10)
-    for batch in (1, 2, 3, quick._whole.rows):
+    for batch in (1, 2, 3, quick._whole.rows) * 3:
         slots = int32(chance.sample(range(10), batch), "cuda")
         ids = int32([chance.randrange(model.config.vocab_size) for _ in range(batch)], "cuda")
         theirs = copied(state)
@@ -198,6 +206,18 @@ def test_a_neighbours_state_and_padding_are_left_alone() -> None:
 
 
 @pytest.mark.gpu
+def test_ids_and_slots_that_do_not_exist_are_passed_over() -> None:
+    model = build(CONFIGS["conv"], torch.bfloat16)
+    whole, state = whole_of(model), model.new_state(3)
+    ids, slots = int32([3, 66, -5, 4], "cuda"), int32([0, 1, 2, 3], "cuda")
+    clean = model.new_state(3)
+    logits = whole.step(ids, state, slots)
+    expected = whole.step(ids[:1], clean, slots[:1])
+    assert torch.isfinite(logits[:3]).all() and torch.equal(logits[:1], expected)
+    assert torch.equal(state.cell[:, 0], clean.cell[:, 0])
+
+
+@pytest.mark.gpu
 def test_refuses_what_does_not_fit() -> None:
     model = build(CONFIGS["mingru"], torch.bfloat16)
     whole, state = whole_of(model), model.new_state(16)
@@ -211,6 +231,8 @@ def test_refuses_what_does_not_fit() -> None:
         program.run(tokens[:2], tokens[:2], state.cell[:2], None, 1e-5)
     with pytest.raises(RuntimeError, match="conv must be given"):
         program.run(tokens[:2], tokens[:2], state.cell, torch.zeros(3, 16, 3, 384).cuda(), 1e-5)
+    with pytest.raises(RuntimeError, match="cell must have a slot"):
+        program.run(tokens[:2], tokens[:2], state.cell[:, :0], None, 1e-5)
     table = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
     how = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
     ends = Phase(kind="logits", weight=torch.zeros(8, 128, dtype=torch.bfloat16, device="cuda"))
@@ -218,6 +240,12 @@ def test_refuses_what_does_not_fit() -> None:
         Program([Phase(kind="embed", weight=table), ends], **how).run(
             tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
         )
+    with pytest.raises(RuntimeError, match="8-bit weights have a scale"):
+        narrow = Phase(kind="logits", weight=table.to(torch.int8))
+        Program([Phase(kind="embed", weight=table), narrow], **how)
+    with pytest.raises(RuntimeError, match=r"norm must be contiguous torch.bfloat16 \[64\]"):
+        normed = Phase(kind="logits", weight=table, norm=torch.ones(64, device="cuda"))
+        Program([Phase(kind="embed", weight=table), normed], **how)
     with pytest.raises(RuntimeError, match="rows a multiple of 8"):
         wide = torch.zeros(12, 64, dtype=torch.bfloat16, device="cuda")
         Program([Phase(kind="embed", weight=table), Phase(kind="logits", weight=wide)], **how)
