@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Iterable
 
-from engine.messages import Run
+from engine.messages import ID_BYTES, Run
 from engine.outbox import Outbox
 from engine.plan import DecodeRow, Drawn
-from engine.sequence import ID_BYTES, Sequence
+from engine.sequence import Sequence
 
 
 class DecodeBatch:

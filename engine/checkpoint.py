@@ -37,6 +37,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+CHAT = ("tokenizer_config.json", "chat_template.jinja")  # a chat template, where there is one
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
@@ -87,7 +88,7 @@ def _fetch(repo: str) -> Path:
         # Every error of the hub's client and of the connection below it is an OSError or a
         # ValueError (huggingface_hub.errors).
         path = snapshot_download(
-            repo, allow_patterns=[CONFIG, "*.safetensors", WEIGHTS_INDEX, TOKENIZER]
+            repo, allow_patterns=[CONFIG, "*.safetensors", WEIGHTS_INDEX, TOKENIZER, *CHAT]
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

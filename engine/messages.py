@@ -16,9 +16,11 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "timeout"]
 
+ID_BYTES = 4  # of one packed token id
+
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as native-endian int32 bytes: 4 bytes a token, whatever the id.
+    """Token ids as native-endian int32 bytes: ID_BYTES a token, whatever the id.
 
     Raises OverflowError for an id that int32 cannot hold; check the range first.
     """
@@ -74,7 +76,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     # tokens read them once (samples of one prompt, continuations of one context). A request
     # starts from a kept state of at most len(prompt) - 1 tokens, and score_from - 1 if it scores.
     share_at: tuple[int, ...] = ()
+    owner: str = ""  # whose request it is: kept states serve requests of the same owner alone
     timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many token ids the prompt packs."""
+        return len(self.prompt) // ID_BYTES
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

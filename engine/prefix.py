@@ -5,6 +5,9 @@ read them once. The first of them to be admitted is the prefix's reader; the pre
 until the reader has passed it and its state is copied to a row of the pool, from which every
 later sequence starts. Rows are few and reused, least recently used first.
 
+What an owner's requests have read serves that owner's requests alone: whether a text has been
+read before would tell others of it. Rows are common to all.
+
 A copy out of a row is planned in the step that looks it up, and a step copies out of rows before
 it copies into them, so that a row may be reused at any time.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from engine.sequence import ID_BYTES, Prefix, prefixes
+from engine.messages import ID_BYTES
+from engine.sequence import Prefix, prefixes
 from engine.slots import SlotAllocator
 
 
@@ -46,11 +50,11 @@ class SharedPrefixes:
         """Rows that hold a state or are about to."""
         return self._rows.used
 
-    def find(self, prompt: bytes, limit: int) -> Hit | None:
-        """The longest kept prefix of `prompt` of at most `limit` tokens."""
+    def find(self, prompt: bytes, limit: int, owner: str = "") -> Hit | None:
+        """The longest prefix of `prompt` of at most `limit` tokens that is kept for `owner`."""
         limit = min(limit, len(prompt) // ID_BYTES)
         lengths = [length for length in self._lengths if length <= limit]
-        for prefix in reversed(prefixes(prompt, lengths).values()):
+        for prefix in reversed(prefixes(prompt, lengths, owner).values()):
             row = self._kept.get(prefix)
             if row is not None:
                 self._kept.move_to_end(prefix)

@@ -26,7 +26,7 @@ from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
 from engine.rounds import Rounds
-from engine.sequence import ID_BYTES, Prefix, Sequence
+from engine.sequence import Prefix, Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -206,9 +206,7 @@ class Scheduler:
             prefill_seconds=result.prefill_seconds,
             decode_steps=plan.steps if plan.decode else 0,
             decode_seconds=result.decode_seconds / plan.steps,
-            prefix_queries_tokens=sum(
-                len(admission.request.prompt) // ID_BYTES for admission in plan.admit
-            ),
+            prefix_queries_tokens=sum(admission.request.prompt_tokens for admission in plan.admit),
             prefix_hits_tokens=sum(admission.cached_tokens for admission in plan.admit),
         )
 
@@ -265,7 +263,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, now: float) -> None:
         while self._slots.free and (sequence := self._waiting.first()) is not None:
-            hit = self._prefixes.find(sequence.request.prompt, sequence.cacheable_tokens)
+            request = sequence.request
+            hit = self._prefixes.find(request.prompt, sequence.cacheable_tokens, request.owner)
             cached = 0 if hit is None else hit.length
             marks = [mark for mark in sequence.marks if mark > cached]
             prefixes = {mark: sequence.prefix(mark) for mark in marks}
@@ -282,9 +281,7 @@ class Scheduler:
             sequence.slot = self._slots.take()
             self._prefilling[sequence.key] = sequence
             source = None if hit is None else hit.row
-            plan.admit.append(
-                Admission(sequence.request, sequence.key, sequence.slot, source, cached)
-            )
+            plan.admit.append(Admission(request, sequence.key, sequence.slot, source, cached))
         self._waiting.note_admitted(len(plan.admit), now)
 
     def _can_admit(self) -> bool:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from engine.messages import (
+    ID_BYTES,
     Finished,
     FinishReason,
     Request,
@@ -21,21 +22,23 @@ from engine.messages import (
     unpack_ids,
 )
 
-ID_BYTES = 4  # of one token in Request.prompt
+MOST_OWNER_BYTES = blake2b.MAX_KEY_SIZE  # of Request.owner in UTF-8: 64
 MOST_STOP_IDS = 8  # that the device looks for by itself
 
 
 class Prefix(NamedTuple):
-    """The first `length` tokens of a prompt, known by their digest: 32 bytes, however long it is,
-    and nobody finds two texts of the same one."""
+    """The first `length` tokens of an owner's prompt, known by their digest: 32 bytes, however long
+    it is, and nobody finds two texts, or two owners' same text, of the same one."""
 
     length: int
     digest: bytes
 
 
-def prefixes(prompt: bytes, lengths: Iterable[int]) -> dict[int, Prefix]:
-    """The prefixes of a packed prompt by length, shortest first; reads the prompt once."""
-    text, sofar, read = memoryview(prompt), blake2b(digest_size=32), 0
+def prefixes(prompt: bytes, lengths: Iterable[int], owner: str = "") -> dict[int, Prefix]:
+    """The prefixes of a packed prompt by length, shortest first; reads the prompt once. `owner`
+    has at most MOST_OWNER_BYTES."""
+    text, read = memoryview(prompt), 0
+    sofar = blake2b(digest_size=32, key=owner.encode())
     found = {}
     for length in sorted(set(lengths)):
         sofar.update(text[read : length * ID_BYTES])
@@ -105,7 +108,7 @@ class Sequence:
         self.key = key
         self.client = client
         self.request = request
-        self.prompt_tokens = len(request.prompt) // ID_BYTES
+        self.prompt_tokens = request.prompt_tokens
         self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
         self._prefixes: dict[int, Prefix] | None = None  # by mark, once they are needed
         self.max_tokens = request.sampling.max_tokens
@@ -147,7 +150,7 @@ class Sequence:
     def prefix(self, mark: int) -> Prefix:
         """What the prompt holds before one of its marks."""
         if self._prefixes is None:
-            self._prefixes = prefixes(self.request.prompt, self.marks)
+            self._prefixes = prefixes(self.request.prompt, self.marks, self.request.owner)
         return self._prefixes[mark]
 
     def prompt_slice(self, start: int, stop: int) -> array[int]:

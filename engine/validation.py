@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from engine.errors import InvalidRequest
-from engine.messages import Request, SamplingParams, unpack_ids
-from engine.sequence import ID_BYTES
+from engine.messages import ID_BYTES, Request, SamplingParams, unpack_ids
+from engine.sequence import MOST_OWNER_BYTES
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
@@ -24,7 +24,7 @@ def check_request(request: Request, vocab_size: int) -> None:
             f"prompt has {len(request.prompt)} bytes; allowed: packed int32 token ids",
             param="prompt",
         )
-    length = len(request.prompt) // ID_BYTES
+    length = request.prompt_tokens
     if length == 0:
         raise InvalidRequest("prompt is empty; allowed: at least one token", param="prompt")
     ids = unpack_ids(request.prompt)
@@ -40,6 +40,10 @@ def check_request(request: Request, vocab_size: int) -> None:
         )
     for mark in request.share_at:
         _check_range("share_at", mark, 1, length)
+    if len(request.owner.encode()) > MOST_OWNER_BYTES:
+        raise InvalidRequest(
+            f"owner is too long; allowed: up to {MOST_OWNER_BYTES} bytes of UTF-8", param="owner"
+        )
     if request.timeout is not None:
         _check_number("timeout", request.timeout, above=0.0)
     _check_sampling(request.sampling, vocab_size)

@@ -6,22 +6,41 @@ to the letter. From its arrival on a request is a flight, which a drain waits fo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.errors import ApiError
 from service.flight import Flight
-from service.middleware import ARRIVED
 from service.runtime import Runtime, get_runtime
+from service.scope import ARRIVED, FLIGHT, KEY_NAME
+from service.streaming import ClientGone
 
 
 class StrictRequest(Request):
     """A request whose JSON must be JSON: valid UTF-8, and no NaN or Infinity."""
+
+    async def read_body(self, seconds: float) -> None:
+        """Reads the body, which is kept. Raises ClientGone, and ApiError 408 where it has not come
+        in that time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.body()
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"the body did not come within {seconds:g} s (receive_timeout)",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            ) from error
 
     async def json(self) -> Any:
         body = await self.body()
@@ -33,17 +52,8 @@ class StrictRequest(Request):
             ) from error
 
 
-FLIGHT = "minserve.flight"
-
-
-class InferenceRoute(APIRoute):
-    """A route whose requests are work for the model: flights, until the answer's last byte."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        runtime: Runtime = scope["app"].state.runtime
-        with runtime.flight(scope[ARRIVED]) as flight:
-            scope[FLIGHT] = flight
-            await super().handle(scope, receive, send)
+class ReadyRoute(APIRoute):
+    """A route of a ready server, whose requests must be JSON to the letter."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -51,10 +61,28 @@ class InferenceRoute(APIRoute):
         async def admitted(request: Request) -> Response:
             runtime = get_runtime(request)
             runtime.check_ready()
-            runtime.places.check(1)
-            return await handler(StrictRequest(request.scope, request.receive))
+            self.check_room(runtime)
+            strict = StrictRequest(request.scope, request.receive)
+            await strict.read_body(runtime.settings.receive_timeout)
+            return await handler(strict)
 
         return admitted
+
+    def check_room(self, runtime: Runtime) -> None:
+        """Raises the error that says why no more can be taken."""
+
+
+class InferenceRoute(ReadyRoute):
+    """A route whose requests are work for the model: flights, until the answer's last byte."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        runtime: Runtime = scope["app"].state.runtime
+        with runtime.flight(scope[ARRIVED], scope[KEY_NAME] or "") as flight:
+            scope[FLIGHT] = flight
+            await super().handle(scope, receive, send)
+
+    def check_room(self, runtime: Runtime) -> None:
+        runtime.places.check(1)
 
 
 def get_flight(request: Request) -> Flight:

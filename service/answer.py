@@ -36,8 +36,17 @@ class Answer:
     """What has been generated for one prompt. Without a tokenizer all text is empty."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: StopStrings | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        stop: StopStrings | None = None,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
+        """`ends`: tokens that end the text although the engine takes them for others. They belong
+        to the answer, have no text, and make its finish_reason "stop"; they come last, for the
+        engine is asked for one token only."""
+        self._ends = ends
+        self._ended = False  # by one of them
         self._decoder = tokenizer.decoder(after=prompt) if tokenizer else None
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
@@ -59,7 +68,8 @@ class Answer:
         pieces: list[Piece] = []
         for i, token in enumerate(update.tokens):
             logprobs = update.logprobs[i] if update.logprobs else None
-            text = self._decoder.feed(token) if self._decoder else ""
+            self._ended = token in self._ends
+            text = self._decoder.feed(token) if self._decoder and not self._ended else ""
             self.completion_tokens += 1
             piece = Piece(text, self._decoded, self.completion_tokens, token, logprobs)
             self._decoded += len(text)
@@ -74,7 +84,8 @@ class Answer:
             last.text += self._end()
             if not pieces:
                 pieces.append(last)
-            reason: FinishReason = "stop" if self.stopped else update.finished.reason
+            ended = self.stopped or self._ended
+            reason: FinishReason = "stop" if ended else update.finished.reason
             self.finish_reason = last.finish_reason = reason
         return pieces
 
@@ -96,6 +107,14 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def total_usage(answers: Sequence[Answer], draws: int) -> dict[str, int]:
+    """The `usage` object of `draws` samples of each prompt; a prompt counts once."""
+    return usage(
+        sum(answer.prompt_tokens for answer in answers[::draws]),
+        sum(answer.completion_tokens for answer in answers),
+    )
 
 
 class LogprobArrays:

@@ -7,15 +7,31 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.client import EngineClient
 from engine.errors import EngineError
 from service import errors
+from service.access import KeyCheck, load_access
+from service.access_log import AccessLog
 from service.body_limit import BodyLimit
-from service.middleware import HttpMetrics, RequestIds
-from service.routes import completions, generate, health, metrics, models, score
+from service.line_writer import LineWriter
+from service.middleware import Account, RequestIds
+from service.openapi import describe_access
+from service.routes import (
+    chat,
+    completions,
+    generate,
+    health,
+    metrics,
+    models,
+    score,
+    tokenize,
+)
 from service.runtime import Runtime
 from service.settings import Settings
+
+STDOUT = 1
 
 DESCRIPTION = """Minimal recurrent language models (minGRU, minLSTM) over HTTP.
 
@@ -31,9 +47,13 @@ def create_app(
     """The application; its lifespan starts `client` and closes it.
 
     `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
-    engine dies: every stream then gets an error frame and /health answers 503.
+    engine dies: every stream then gets an error frame and /health answers 503. Raises
+    ConfigError for keys that cannot be used.
     """
     runtime = Runtime(client, settings, on_failure)
+    access = load_access(settings)
+    lines = LineWriter(STDOUT)
+    log = AccessLog(settings.access_log, lines.write)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -41,14 +61,18 @@ def create_app(
             await client.start()
         except EngineError as error:  # the server starts all the same, and tells it like any death
             runtime.fail(error)
-        life = asyncio.create_task(runtime.live())
+        tasks = [asyncio.create_task(runtime.live())]
+        if access.keys is not None:
+            tasks.append(asyncio.create_task(access.keys.watch()))
         try:
             yield
         finally:
-            life.cancel()
-            with suppress(asyncio.CancelledError):
-                await life
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await client.close()
+            lines.close()
 
     app = FastAPI(
         title="minserve",
@@ -59,10 +83,20 @@ def create_app(
     )
     app.state.runtime = runtime
     errors.install(app)
-    for module in (generate, score, completions, models, health, metrics):
+    for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
+    describe_access(app, access)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(HttpMetrics, metrics=runtime.metrics)
+    app.add_middleware(KeyCheck, access=access)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id"],
+        )
+    app.add_middleware(Account, metrics=runtime.metrics, log=log)
     app.add_middleware(RequestIds)
     return app

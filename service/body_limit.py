@@ -12,8 +12,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ApiError
-from service.wire import JSONResponse
+from service.errors import ApiError, respond
 
 DISCARDED = 64 * 2**20  # bytes at most
 DISCARD_SECONDS = 10.0  # at most
@@ -49,9 +48,7 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and (len(announced) > 18 or int(announced) > self.max_bytes):
             received = self.max_bytes + 1
-            error = self._error()
-            response = JSONResponse(error.body, error.status_code, dict(error.headers or {}))
-            return await response(scope, receive, send_then_discard)
+            return await respond(self._error())(scope, receive, send_then_discard)
         await self.app(scope, counted, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:

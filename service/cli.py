@@ -22,6 +22,7 @@ from engine.errors import ConfigError, EngineError
 from engine.training.recipe import Precision, Recipe, Schedule
 from service import terminal, terminal_text
 from service import terminal_options as options
+from service.terminal_serve import serve
 
 app = typer.Typer(
     help="Serves, trains and converts minGRU and minLSTM language models.",
@@ -40,45 +41,7 @@ def _without_command(context: typer.Context, version: options.Version = False) -
         print(context.get_help())
 
 
-@app.command()
-def serve(
-    host: options.Host = None,
-    port: options.Port = None,
-    model: options.ServedModel = None,
-    model_name: options.ModelName = None,
-    device: options.ServedDevice = None,
-    dtype: options.ServedDtype = None,
-    quantize: options.ServedQuantize = None,
-    max_slots: options.MaxSlots = None,
-    max_waiting: options.MaxWaiting = None,
-    max_step_tokens: options.MaxStepTokens = None,
-    share_slots: options.ShareSlots = None,
-    threads: options.Threads = None,
-    cuda_graphs: options.CudaGraphs = None,
-    deterministic: options.ServedDeterministic = None,
-    max_tokens: options.MaxTokens = None,
-    max_prompts: options.MaxPrompts = None,
-    max_body_bytes: options.MaxBodyBytes = None,
-    load_timeout: options.LoadTimeout = None,
-    request_timeout: options.RequestTimeout = None,
-    drain_timeout: options.DrainTimeout = None,
-    log_level: options.LogLevel = None,
-) -> None:
-    """Serves a model over HTTP.
-
-    Environment variables set the same, and finer things: MINSERVE_PORT for --port. Options win.
-    """
-    given = {name: value for name, value in locals().items() if value is not None}
-    from pydantic import ValidationError
-
-    from service.server import serve as run
-    from service.settings import Settings
-
-    try:
-        settings = Settings(**given)
-    except ValidationError as error:
-        raise ConfigError(options.describe(error.errors()[0])) from error
-    raise typer.Exit(run(settings))
+app.command()(serve)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +26,7 @@ from engine.errors import (
     StepFailed,
     TimedOut,
 )
+from service.scope import REQUEST_ID
 from service.wire import JSONResponse
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,12 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
 }
 
 
+# Characters.
+MOST_MESSAGE, MOST_PARAM = 2000, 200
+
+T = TypeVar("T", str, str | None)
+
+
 class ApiError(HTTPException):
     """An error as the client sees it."""
 
@@ -62,10 +69,16 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message, param = _clip(message, MOST_MESSAGE), _clip(param, MOST_PARAM)
         super().__init__(status, message, headers)
         self.body = {
             "error": {"message": message, "type": type, "param": param, "code": code or type}
         }
+
+
+def _clip(text: T, length: int) -> T:
+    """Text of the request that is told back can be as long as its body."""
+    return text[:length] + "..." if text is not None and len(text) > length else text
 
 
 def invalid(param: str, message: str) -> ApiError:
@@ -121,16 +134,16 @@ def install(app: FastAPI) -> None:
 
     async def engine_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        return _render(from_engine(error))
+        return respond(from_engine(error))
 
     async def validation_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _render(from_validation(error.errors()))
+        return respond(from_validation(error.errors()))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
-            return _render(error)
+            return respond(error)
         message, code = str(error.detail), None
         if error.status_code == 404:
             message, code = f"no such path: {request.url.path}", "not_found"
@@ -140,11 +153,14 @@ def install(app: FastAPI) -> None:
             message += f"; allowed: {allowed}" if allowed else ""
             code = "method_not_allowed"
         headers = dict(error.headers) if error.headers else None
-        return _render(ApiError(error.status_code, message, code=code, headers=headers))
+        return respond(ApiError(error.status_code, message, code=code, headers=headers))
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        logger.error("unexpected error", exc_info=error)
-        return _render(ApiError(500, "internal error", type=SERVER))
+    async def unexpected(request: Request, error: Exception) -> Response:
+        request_id = request.scope.get(REQUEST_ID, "none")
+        logger.error("unexpected error in request %s", request_id, exc_info=error)
+        # Nothing that wraps the application sees this answer.
+        headers = {"x-request-id": request_id}
+        return respond(ApiError(500, "internal error", type=SERVER, headers=headers))
 
     app.add_exception_handler(EngineError, engine_error)
     app.add_exception_handler(RequestValidationError, validation_error)
@@ -152,6 +168,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _render(error: ApiError) -> Response:
+def respond(error: ApiError) -> Response:
+    """The answer that tells an error."""
     headers = dict(error.headers) if error.headers else None
     return JSONResponse(error.body, error.status_code, headers)

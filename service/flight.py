@@ -31,9 +31,10 @@ class Flight:
         places: Places,
         aloft: set[Flight],
         arrived: float,
+        owner: str,
     ) -> None:
         """`aloft` holds the flights under way; the request's headers came at `arrived`, by
-        time.perf_counter."""
+        time.perf_counter; what it shares, it shares with requests of the same `owner`."""
         self._client = client
         self._metrics = metrics
         self._places = places
@@ -42,8 +43,11 @@ class Flight:
         self._open: set[int] = set()  # ids of requests that have not ended
         self._deliveries: list[Delivery] = []
         self._arrived = arrived
+        self._owner = owner
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
+        self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
+        self.tokens_out = 0  # that it generated
 
     def __enter__(self) -> Flight:
         self._aloft.add(self)
@@ -67,12 +71,14 @@ class Flight:
 
     def submit(self, prompt: bytes, **fields: Any) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of
-        messages.Request. Raises EngineUnavailable, Draining."""
+        messages.Request but `owner`. Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
-        request = Request(id=self._client.new_id(), prompt=prompt, **fields)
+        request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
         self._deliveries.append(self._client.submit(request))
+        if request.sampling.choice == 0:
+            self.tokens_in += request.prompt_tokens
         self._release(1)
         self._open.add(request.id)
 
@@ -135,6 +141,7 @@ class Flight:
         """Times a request's tokens; `last` is when the tokens before came."""
         if not update.tokens:
             return last
+        self.tokens_out += len(update.tokens)
         if update.finished is not None and update.finished.tokens:  # gathered in the engine
             self._metrics.gathered(update.finished, self._before_engine)
             return last

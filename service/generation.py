@@ -30,9 +30,10 @@ class Task:
     timeout: float
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
+    ends: frozenset[int] = frozenset()  # see Answer
 
     def answer(self, runtime: Runtime) -> Answer:
-        return Answer(runtime.tokenizer, self.prompt, self.stop)
+        return Answer(runtime.tokenizer, self.prompt, self.stop, self.ends)
 
     def submit(self, flight: Flight, *, stream: bool) -> None:
         several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.messages import ModelInfo, SamplingParams
+from service.chat_template import ChatTemplate
 from service.errors import ApiError, invalid
+from service.schemas.chat import ChatMessage
 from service.settings import Settings
 from service.stop import StopStrings
 from service.tokenizer import THREAD_CHARACTERS, Tokenizer
@@ -70,6 +72,39 @@ async def read_prompt(
     return ids
 
 
+async def read_messages(
+    messages: Sequence[ChatMessage], template: ChatTemplate, info: ModelInfo
+) -> array[int]:
+    """A conversation's token ids, at least one. Raises ApiError 400."""
+    plain = [_plain_message(message) for message in messages]
+    try:
+        ids = await template.encode(plain)
+    except InvalidRequest as error:
+        raise invalid("messages", error.message) from error
+    if not ids:
+        raise invalid("messages", "the chat template makes an empty text of them")
+    check_ids("messages", ids, info)
+    return ids
+
+
+def _plain_message(message: ChatMessage) -> dict[str, str]:
+    """A message as templates know it. Instructions of developers are the system's there."""
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join([part["text"] for part in content])
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": content}
+    return plain if message.name is None else {**plain, "name": message.name}
+
+
+def end_of_text(param: str, info: ModelInfo) -> list[int]:
+    """The end-of-text token, from which a model writes as at the beginning of a text. Raises
+    ApiError 400 where it has none."""
+    if info.eos_token_id is None:
+        raise invalid(param, "is empty, and the model has no end-of-text token instead")
+    return [info.eos_token_id]
+
+
 def sampling_params(
     values: Mapping[str, Any], settings: Settings, info: ModelInfo
 ) -> SamplingParams:
@@ -79,15 +114,15 @@ def sampling_params(
     if "max_tokens" in given:
         _check_most("max_tokens", given["max_tokens"], settings.max_tokens)
     if "logprobs" in given:
-        _check_most("logprobs", given["logprobs"], min(settings.max_logprobs, info.vocab_size))
+        check_top("logprobs", given["logprobs"], settings, info)
     if "stop_token_ids" in given:
         ids = given["stop_token_ids"] = tuple(given["stop_token_ids"])
         check_count("stop_token_ids", len(ids), settings.max_stop_token_ids, "token ids")
-        _check_ids("stop_token_ids", ids, info)
+        check_ids("stop_token_ids", ids, info)
     if "logit_bias" in given:
         bias = given["logit_bias"]
         check_count("logit_bias", len(bias), settings.max_logit_bias, "entries")
-        _check_ids("logit_bias", bias, info)
+        check_ids("logit_bias", bias, info)
     if "top_k" in given:
         given["top_k"] = max(given["top_k"], 0)
     given["seed"] = given.get("seed", random.getrandbits(63)) % 2**63
@@ -124,12 +159,18 @@ async def read_stops(
     return [tables.get(texts) for texts in lists]
 
 
+def check_top(param: str, top: int, settings: Settings, info: ModelInfo) -> None:
+    """Raises ApiError 400 for more alternatives than the server or the model has."""
+    _check_most(param, top, min(settings.max_logprobs, info.vocab_size))
+
+
 def _check_most(param: str, value: int, limit: int) -> None:
     if value > limit:
         raise invalid(param, f"{value} is too large; allowed: up to {limit}")
 
 
-def _check_ids(param: str, ids: Any, info: ModelInfo) -> None:
+def check_ids(param: str, ids: Iterable[int], info: ModelInfo) -> None:
+    """Raises ApiError 400 for an id beyond the model's vocabulary."""
     for token in ids:
         if token >= info.vocab_size:
             raise invalid(

@@ -39,7 +39,7 @@ class Metrics:
         )
         self._end_to_end = self._histogram(
             "e2e_request_latency_seconds",
-            "From an HTTP request's arrival until its last byte: generate, completions.",
+            "From an HTTP request's arrival until its last byte: generate, completions, chat.",
         )
         self._score_latency = self._histogram(
             "score_latency_seconds",
@@ -179,7 +179,7 @@ class Metrics:
         self._http.labels(method=method, path=path, status=str(status)).inc()
         if outcome is None:
             return
-        endpoint = path.rsplit("/", 1)[-1]
+        endpoint = path.removeprefix("/v1/")  # "chat/completions" is none of "completions"
         self._requests.labels(endpoint=endpoint, outcome=outcome).inc()
         if outcome == "ok":
             latency = self._score_latency if endpoint == "score" else self._end_to_end

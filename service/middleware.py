@@ -1,4 +1,4 @@
-"""What wraps every request, as plain ASGI: request ids and HTTP metrics."""
+"""What wraps every request, as plain ASGI: request ids, HTTP metrics and the access log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.access_log import AccessLog, Exchange, timestamp
+from service.flight import Flight
 from service.metrics import Metrics
-from service.streaming import OUTCOME, ClientGone
+from service.scope import ARRIVED, FLIGHT, KEY_NAME, OUTCOME, REQUEST_ID
+from service.streaming import ClientGone
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions"}
-REQUEST_ID = "minserve.request_id"
-ARRIVED = "minserve.arrived"  # by time.perf_counter
+INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions", "/v1/chat/completions"}
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
@@ -40,12 +41,13 @@ class RequestIds:
         await self.app(scope, receive, send_with_id)
 
 
-class HttpMetrics:
-    """Counts and times requests, by route template; ends those whose client has left."""
+class Account:
+    """Counts, times and logs requests, by route template; ends those whose client has left."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: AccessLog) -> None:
         self.app = app
         self.metrics = metrics
+        self.log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,13 +66,32 @@ class HttpMetrics:
         except ClientGone:
             status = CLIENT_CLOSED
         finally:
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            path = getattr(scope.get("route"), "path", "other")
-            outcome = None
-            if path in INFERENCE_PATHS:
-                outcome = scope.get(OUTCOME) or _outcome(status)
-            elapsed = time.perf_counter() - start
-            self.metrics.http_request(method, path, status, outcome, elapsed)
+            self._add(scope, status, time.perf_counter() - start)
+
+    def _add(self, scope: Scope, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        path = getattr(scope.get("route"), "path", "other")
+        outcome = None
+        if path in INFERENCE_PATHS:
+            outcome = scope.get(OUTCOME) or _outcome(status)
+        self.metrics.http_request(method, path, status, outcome, seconds)
+        if not self.log.on:
+            return
+        flight: Flight | None = scope.get(FLIGHT)
+        self.log.add(
+            Exchange(
+                time=timestamp(),
+                request_id=scope[REQUEST_ID],
+                method=method,
+                route=path,
+                status=status,
+                outcome=outcome,
+                seconds=round(seconds, 6),
+                tokens_in=flight.tokens_in if flight else None,
+                tokens_out=flight.tokens_out if flight else None,
+                key=scope.get(KEY_NAME),
+            )
+        )
 
 
 def _outcome(status: int) -> str:

@@ -17,6 +17,7 @@ from fastapi import Request
 from engine.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, EngineLoading
 from engine.messages import ModelInfo
+from service.chat_template import ChatTemplate
 from service.flight import Flight
 from service.metrics import Metrics
 from service.places import Places
@@ -39,6 +40,7 @@ class Runtime:
         self.settings = settings
         self.metrics = Metrics(client)
         self.tokenizer: Tokenizer | None = None
+        self.chat = ChatTemplate(None)
         self.failure: EngineError | None = None
         self.draining = False
         self.loaded_at = 0  # seconds since 1970
@@ -78,9 +80,10 @@ class Runtime:
         """What clients call the model."""
         return self.settings.model_name or self.info.name
 
-    def flight(self, arrived: float) -> Flight:
-        """One HTTP request that arrived then, by time.perf_counter (a context manager)."""
-        return Flight(self.client, self.metrics, self.places, self.flights, arrived)
+    def flight(self, arrived: float, owner: str) -> Flight:
+        """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
+        the name of its key."""
+        return Flight(self.client, self.metrics, self.places, self.flights, arrived, owner)
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""
@@ -90,6 +93,7 @@ class Runtime:
             info = await self.client.ready(self.settings.load_timeout)
             folder = Path(info.folder)
             self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder, info.vocab_size)
+            self.chat = await asyncio.to_thread(ChatTemplate.load, folder, self.tokenizer)
             self.metrics.model_loaded(self.settings.model_name or info.name, info)
             self.client.on_step(self.metrics.on_step)
             self.loaded_at = int(time.time())

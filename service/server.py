@@ -23,6 +23,7 @@ from service.app import create_app
 from service.runtime import Runtime
 from service.settings import Settings
 from service.stalled import MeteredProtocol, cut_stalled
+from service.tls import CIPHERS, check_tls
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,10 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        timeout = self._runtime.settings.stall_timeout
-        watch = asyncio.create_task(cut_stalled(self.server_state.connections, timeout))
+        settings, connections = self._runtime.settings, self.server_state.connections
+        watch = asyncio.create_task(
+            cut_stalled(connections, settings.stall_timeout, settings.receive_timeout)
+        )
         try:
             await super().serve(sockets)
         finally:
@@ -77,24 +80,26 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
-    client = EngineClient.spawn(settings.engine_config())
-    try:
-        listener = listen(settings.host, settings.port)
-    except OSError as error:
-        reason = error.strerror or error
-        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
-        return 2
+    check_tls(settings.tls_certificate, settings.tls_key)
     failures: list[EngineError] = []
 
     def on_failure(error: EngineError) -> None:
         failures.append(error)
         server.stop()
 
-    app = create_app(client, settings, on_failure)
+    app = create_app(EngineClient.spawn(settings.engine_config()), settings, on_failure)
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        reason = error.strerror or error
+        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
+        return 2
     server = Server(_uvicorn_config(app, settings), app.state.runtime)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    logger.info("listening on http://%s:%d (see /docs); loading %s", address, port, settings.model)
+    scheme = "https" if settings.tls_certificate else "http"
+    url = f"{scheme}://{address}:{port}"
+    logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     with listener:
         server.run([listener])
     if not failures:
@@ -120,4 +125,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=LAST_FRAMES,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        ssl_ciphers=CIPHERS,
     )

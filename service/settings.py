@@ -5,12 +5,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SecretStr
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import EngineConfig
+from service.access_log import AccessLogFormat
+
+# As browsers send it; * stands for all of them.
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\sA-Z/?#@,]+)$")]
+
+
+def _split(value: Any) -> Any:
+    """An environment variable holds several values separated by commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 class Settings(BaseSettings):
@@ -23,6 +33,15 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+
+    access_log: AccessLogFormat = "off"  # one line per request on stdout
+
+    # Who may ask. Keys are never options: the arguments of a process can be read by others.
+    api_keys: SecretStr | None = None  # name:key, several separated by commas
+    api_keys_file: Path | None = None  # name:key or name key, one per line
+    admin_key: SecretStr | None = None
+    admin_key_file: Path | None = None
+    metrics_access: Literal["open", "key", "admin"] = "open"  # whose key /metrics asks for
 
     # The engine (engine.config.EngineConfig checks the values).
     model: str = "shakespeare-mingru"
@@ -37,6 +56,11 @@ class Settings(BaseSettings):
     threads: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
+
+    # The connection.
+    tls_certificate: Path | None = None  # PEM, with the chain; None = plain HTTP
+    tls_key: Path | None = None  # PEM; None = it is in the certificate's file
+    cors_origin: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] = ()
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20
@@ -56,6 +80,7 @@ class Settings(BaseSettings):
     request_timeout: PositiveFloat = 600.0  # where the request names none
     max_request_timeout: PositiveFloat = 3600.0
     drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
+    receive_timeout: PositiveFloat = 60.0  # for a request's head, and then for its body
     stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
     ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
 

@@ -1,8 +1,10 @@
-"""Clients that read nothing of what they are sent: their connections are cut.
+"""Clients that read nothing of what they are sent, or do not end what they send: their connections
+are cut.
 
 A transport that is closed waits until its buffer is empty, which such a client puts off for ever;
 so it is aborted, which ends the request as a client's leaving does. This holds for whatever is
-being written: streams, plain answers, errors.
+being written: streams, plain answers, errors. (The heads of requests: `service.heads`; their
+bodies: `service.admission`.)
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from service.heads import BoundedHeads
 
 LOOKS = 4  # at every connection, within the time that it may stall
 
@@ -47,18 +49,21 @@ class MeteredTransport:
             self._transport.abort()
 
 
-class MeteredProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class MeteredProtocol(BoundedHeads):
     """uvicorn's HTTP protocol over a metered transport."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(MeteredTransport(transport, asyncio.get_running_loop().time()))
+        now = asyncio.get_running_loop().time()
+        super().connection_made(MeteredTransport(transport, now))  # type: ignore[arg-type]
 
 
-async def cut_stalled(connections: Iterable[Any], timeout: float) -> None:
-    """Watches over the protocols in `connections`, a live collection, until it is cancelled."""
+async def cut_stalled(connections: Iterable[Any], stall: float, receive: float) -> None:
+    """Watches over the protocols in `connections`, a live collection, until it is cancelled.
+    Seconds: `stall` without a read, `receive` for a request's head."""
     while True:
-        await asyncio.sleep(timeout / LOOKS)
+        await asyncio.sleep(min(stall, receive) / LOOKS)
         now = asyncio.get_running_loop().time()
         for protocol in list(connections):
-            if isinstance(protocol.transport, MeteredTransport):
-                protocol.transport.cut_if_stalled(now, timeout)
+            if isinstance(protocol, MeteredProtocol):
+                protocol.cut_if_late(now, receive)
+                protocol.transport.cut_if_stalled(now, stall)

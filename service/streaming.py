@@ -20,13 +20,12 @@ from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, StepFailed
 from service.errors import ApiError, from_engine
 from service.flight import Flight
+from service.scope import OUTCOME
 from service.wire import DONE, event
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Where an outcome that the status cannot tell is left for service.middleware.
-OUTCOME = "minserve.outcome"
 
 
 class ClientGone(Exception):

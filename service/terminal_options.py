@@ -65,6 +65,26 @@ RequestTimeout = Annotated[float | None, Option(help="Seconds, where a request n
 DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
 LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
 
+AccessLog = Annotated[
+    str | None, Option(help="A line per request on stdout, without texts: json, text, off [off].")
+]
+ApiKeysFile = Annotated[
+    Path | None, Option(help="Keys of clients, one name:key per line [anybody may ask].")
+]
+AdminKeyFile = Annotated[Path | None, Option(help="The key of administration [there is none].")]
+MetricsAccess = Annotated[
+    str | None, Option(help="Who may read /metrics: open, key (any) or admin [open].")
+]
+
+TlsCertificate = Annotated[
+    Path | None, Option(help="PEM file with the chain; serves HTTPS [plain HTTP].")
+]
+TlsKey = Annotated[Path | None, Option(help="PEM file, without passphrase [in the certificate's].")]
+CorsOrigin = Annotated[
+    list[str] | None,
+    Option(help="Whose pages in browsers may ask: https://HOST or *; repeatable [nobody's]."),
+]
+
 # generate
 Temperature = Annotated[float, Option(help="0 = always the most likely token.")]
 OffAtZero = Annotated[float, Option(help="0 = off.")]

@@ -13,6 +13,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,16 +78,34 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> array[int]:
         """The text's token ids; `special` adds what the tokenizer puts around a text (such as a
         beginning-of-text token). Raises InvalidRequest for text that UTF-8 cannot hold."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text holds a lone surrogate at character {error.start}, which is no "
-                "Unicode character"
-            ) from error
+        data = _check_unicode(text)
         if self._byte_ids is not None:
             return array("i", map(self._byte_ids.__getitem__, data))
         return array("i", self._library.encode(text, add_special_tokens=special).ids)
+
+    def encode_with_special(self, parts: Iterable[str]) -> array[int]:
+        """The token ids of a text whose special tokens are meant as such, and that is cut into
+        parts where none may be seen; nothing is put around it. Raises as `encode`."""
+        ids = array("i")
+        for text in parts:
+            _check_unicode(text)
+            ids.extend(self._with_special.encode(text, add_special_tokens=False).ids)
+        return ids
+
+    @cached_property
+    def _with_special(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, as it is where nothing is kept from it."""
+        return tokenizers.Tokenizer.from_str(self._library.to_str())
+
+    @cached_property
+    def special_names(self) -> list[str]:
+        """The special tokens' texts."""
+        return [name for id in self._special if (name := self._library.id_to_token(id))]
+
+    def id_of(self, name: str) -> int | None:
+        """The token of this name."""
+        token: int | None = self._library.token_to_id(name)
+        return token
 
     async def encode_async(self, text: str, *, special: bool = True) -> array[int]:
         """`encode`, beside the event loop where the text is long."""
@@ -136,14 +155,19 @@ class Tokenizer:
 
     def name(self, token: int) -> str:
         """A token as a string: its text, or `bytes:\\xNN` where that is not whole UTF-8."""
+        return _name_bytes(self.bytes_of(token))
+
+    def bytes_of(self, token: int) -> bytes:
+        """A token's bytes; a special token's are its name's."""
         if self._bytes is not None and token not in self._special:
-            return _name_bytes(self._token_bytes(token))
+            return self._token_bytes(token)
         name = self._library.id_to_token(token)
         if name is None:  # the model's vocabulary may be padded beyond the tokenizer's
-            return ""
+            return b""
         if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
-            return _name_bytes(bytes.fromhex(match[1]))
-        return name if token in self._special else name.replace("\u2581", " ")
+            return bytes.fromhex(match[1])
+        text: str = name if token in self._special else name.replace("\u2581", " ")
+        return text.encode()
 
     def _token_bytes(self, token: int) -> bytes:
         assert self._bytes is not None
@@ -191,6 +215,17 @@ def _byte_alphabet() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _check_unicode(text: str) -> bytes:
+    """The text as UTF-8. Raises InvalidRequest for text that it cannot hold."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text holds a lone surrogate at character {error.start}, which is no "
+            "Unicode character"
+        ) from error
 
 
 def _name_bytes(data: bytes) -> str:

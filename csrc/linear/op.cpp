@@ -1,19 +1,14 @@
 // Linear maps with their neighbours folded in: checks, outputs, arguments. CUDA only.
 #include <cstdint>
-#include <string_view>
 
 #include "../common/deal.h"
 #include "../common/operators.h"
 #include "launch.h"
+#include "require_hopper.h"
 
 namespace minserve {
 
 namespace {
-
-// The kernels' code is in the library only where it was built for this very architecture.
-bool built_for_hopper() {
-  return std::string_view(MINSERVE_CUDA_ARCHS).find("90a") != std::string_view::npos;
-}
 
 std::uintptr_t address(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
@@ -33,10 +28,7 @@ constexpr std::uintptr_t kMatrixAlignment = 16, kVectorAlignment = 8;
 struct Maps {
   Maps(const char* op, const Tensor& x, const char* x_name)
       : check(op, x, x_name), dtype(check.dtype(false)) {
-    check.require(!x.is_cpu() && built_for_hopper() && cuda::linear_supported(x.get_device_index()),
-                  "needs a Hopper GPU and kernels built for it (90a; built for " MINSERVE_CUDA_ARCHS
-                  "), got ",
-                  describe(x));
+    require_hopper(check, x);
     check.require(dtype == Dtype::bf16 || dtype == Dtype::f16, x_name,
                   " must be bfloat16 or float16, got ", describe(x));
     check.require(x.dim() == 2 && x.is_contiguous(), x_name, " must be a contiguous matrix, got ",

@@ -2,9 +2,8 @@
 // says itself whether it has been written.
 //
 // A word with all bits set is nothing yet: as two bfloat16 it is NaNs that no arithmetic makes (a
-// GPU's own have a sign of zero). Readers ask again until every word they
-// need is something. A step uses one of two sets of words and clears the other, which nobody reads
-// before the next kernel.
+// GPU's own have a sign of zero). Readers ask again until every word they need is something. A step
+// uses one of two sets of words and clears the other, which nobody reads before the next kernel.
 //
 // A unit's values are a line of their own, written at once: a line into which several blocks write
 // while all look at it goes back and forth for each of them.

@@ -2,11 +2,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <string_view>
 
 #include "../common/deal.h"
 #include "../common/operators.h"
-#include "../linear/launch.h"
+#include "../linear/require_hopper.h"
 #include "launch.h"
 
 namespace minserve {
@@ -27,14 +26,6 @@ enum Field {
   kTapsBias,
   kFields
 };
-
-void require_hopper(const Check& check, const Tensor& t) {
-  const bool built = std::string_view(MINSERVE_CUDA_ARCHS).find("90a") != std::string_view::npos;
-  check.require(!t.is_cpu() && built && cuda::linear_supported(t.get_device_index()),
-                "needs a Hopper GPU and kernels built for it (90a; built for " MINSERVE_CUDA_ARCHS
-                "), got ",
-                describe(t));
-}
 
 const void* pointer(std::int64_t address) {
   return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));

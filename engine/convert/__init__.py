@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint import (
+    CHAT,
     CONFIG,
     TOKENIZER,
     load_model,
@@ -75,7 +76,7 @@ def convert(
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
     folder = source if source.is_dir() else source.parent
-    _write(destination, model, config, folder / TOKENIZER)
+    _write(destination, model, config, folder)
     return config
 
 
@@ -96,13 +97,14 @@ def _read(source: Path) -> tuple[LM, ModelConfig]:
     return model, config
 
 
-def _write(destination: Path, model: LM, config: ModelConfig, tokenizer: Path) -> None:
+def _write(destination: Path, model: LM, config: ModelConfig, source: Path) -> None:
     partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
         save_model(partial, model, config, config.dtype)
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        for name in (TOKENIZER, *CHAT):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
         partial.rename(destination)
     except OSError as error:
         raise CheckpointError(f"{destination}: cannot be written: {error.strerror}") from error

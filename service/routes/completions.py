@@ -12,22 +12,29 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from engine.messages import pack_ids
+from engine.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, usage
+from service.answer import Answer, LogprobArrays, Piece, total_usage, usage
+from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
-from service.middleware import REQUEST_ID
+from service.inputs import (
+    check_count,
+    check_model,
+    end_of_text,
+    read_prompt,
+    read_stops,
+    sampling_params,
+)
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import StreamOptions, statuses
 from service.schemas.completions import (
     EXAMPLES,
     CompletionRequest,
     CompletionResponse,
-    StreamOptions,
 )
+from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
@@ -41,14 +48,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post(
-    "/v1/completions",
-    responses={
-        200: {"model": CompletionResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/v1/completions", responses=statuses(CompletionResponse))
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
@@ -57,55 +57,73 @@ async def completions(
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
-    _check_neutral(body)
-    tasks = await _tasks(body, runtime, flight)
+    n = body.n or 1
+    draws = body.best_of or n
+    _check(body, n, draws)
+    drawn = await _tasks(body, runtime, flight, draws)
+    tasks = [task for i, task in enumerate(drawn) if i % draws < n]  # one per choice
     answer_id = f"cmpl-{request.scope[REQUEST_ID]}"
     echoed = sum(len(task.prompt) for task in tasks) if body.echo else 0
     view = await render(echoed, lambda: _View(body, runtime, tasks, answer_id))
     if body.stream:
         chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
         return EventStream(chunks)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, drawn))
     tokens = echoed + sum(len(outcome.pieces) for outcome in outcomes)
-    return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
+
+    def answer() -> JSONResponse:
+        content = view.response(choose(outcomes, draws, n))
+        content["usage"] = total_usage([outcome.answer for outcome in outcomes], draws)
+        return JSONResponse(content)
+
+    return await render(tokens, answer)
 
 
-def _check_neutral(body: CompletionRequest) -> None:
-    n = body.n or 1
-    if body.best_of not in (None, n):
-        raise invalid("best_of", f"is not supported; allowed: null or n ({n})")
+def _check(body: CompletionRequest, n: int, draws: int) -> None:
+    if draws < n:
+        raise invalid("best_of", f"is {draws}; allowed: null or at least n ({n})")
+    if draws > n and body.stream:
+        raise invalid("best_of", f"is {draws}; allowed with stream: null or n ({n})")
     if body.suffix:
         raise invalid("suffix", "is not supported; allowed: null or an empty string")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "allowed with stream: true only")
 
 
-async def _tasks(body: CompletionRequest, runtime: Runtime, flight: Flight) -> list[Task]:
-    """One task per choice."""
+async def _tasks(
+    body: CompletionRequest, runtime: Runtime, flight: Flight, draws: int
+) -> list[Task]:
+    """One task per sample, `draws` of each prompt."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     n = body.n or 1
-    prompts: list[Any] = [body.prompt]
+    prompts: list[Any] = [end_of_text("prompt", info) if body.prompt is None else body.prompt]
     names = ["prompt"]
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
         prompts = body.prompt
         names = [f"prompt[{i}]" for i in range(len(prompts))]
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
-    check_count("n", n, settings.max_n, "samples of one prompt")
-    flight.reserve(len(prompts) * n)
-    params = sampling_params({name: getattr(body, name) for name in SAMPLING}, settings, info)
+    check_count("n" if draws == n else "best_of", draws, settings.max_n, "samples of one prompt")
+    flight.reserve(len(prompts) * draws)
+    values = {name: getattr(body, name) for name in SAMPLING}
+    if draws > n and body.logprobs is None:
+        values["logprobs"] = 0  # to choose by
+    params = sampling_params(values, settings, info)
+    ends: frozenset[int] = frozenset()
+    if body.echo and body.logprobs is not None and (params.max_tokens, params.min_tokens) == (1, 0):
+        params, ends = _with_ends(params, info)
     [stop] = await read_stops([body.stop], settings, tokenizer)
     size = RequestSize("prompt", settings)
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed % 2**63
         ids = await read_prompt(prompt, name, tokenizer, info)
-        size.add_prompt(len(ids), n)
-        if body.logprobs is not None:
-            reported = len(ids) if body.echo else 0
+        size.add_prompt(len(ids), draws)
+        if params.logprobs is not None:
+            reported = len(ids) if body.echo and body.logprobs is not None else 0
             reported += 0 if body.stream else params.max_tokens
-            size.add_reports(reported, body.logprobs, n)
+            size.add_reports(reported, params.logprobs, draws)
         packed = pack_ids(ids)
-        for choice in range(n):
+        for choice in range(draws):
             tasks.append(
                 Task(
                     ids,
@@ -114,10 +132,22 @@ async def _tasks(body: CompletionRequest, runtime: Runtime, flight: Flight) -> l
                     stop,
                     settings.request_timeout,
                     score_top=body.logprobs if body.echo else None,
-                    shared=n > 1,
+                    shared=draws > 1,
+                    ends=ends,
                 )
             )
     return tasks
+
+
+def _with_ends(params: SamplingParams, info: ModelInfo) -> tuple[SamplingParams, frozenset[int]]:
+    """The same draw of one token, but the engine delivers it whatever it is; and the tokens that
+    end a text. Who scores a prompt by its echo counts on one token after it (lm-eval cuts the last
+    entry of the arrays off)."""
+    ends = set(params.stop_token_ids)
+    if info.eos_token_id is not None and not params.ignore_eos:
+        ends.add(info.eos_token_id)
+    delivered = msgspec.structs.replace(params, ignore_eos=True, stop_token_ids=())
+    return delivered, frozenset(ends)
 
 
 class _View:
@@ -146,13 +176,9 @@ class _View:
         self._begun: set[int] = set()  # choices that have had their first event
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """The answer that is not streamed, but for its usage."""
         choices = [self._whole(i, outcome) for i, outcome in enumerate(outcomes)]
-        return {
-            **self._head,
-            "choices": choices,
-            "usage": self._usage([outcome.answer for outcome in outcomes]),
-        }
+        return {**self._head, "choices": choices}
 
     def render(
         self, index: int, answer: Answer, pieces: list[Piece]
@@ -179,7 +205,7 @@ class _View:
         """The usage chunk, where it is asked for."""
         if not self._options.include_usage:
             return b""
-        return event({**self._head, "choices": [], "usage": self._usage(answers)})
+        return event({**self._head, "choices": [], "usage": total_usage(answers, self._n)})
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
         if outcome.error is not None:
@@ -241,10 +267,3 @@ class _View:
             arrays.add_prompt(self._tasks[index].prompt, answer.scores)
         arrays.add_pieces(pieces, shift=len(self._echo(index)))
         return arrays.to_dict()
-
-    def _usage(self, answers: list[Answer]) -> dict[str, int]:
-        """A prompt counts once, however many samples it has."""
-        return usage(
-            sum(answer.prompt_tokens for answer in answers[:: self._n]),
-            sum(answer.completion_tokens for answer in answers),
-        )

@@ -14,10 +14,10 @@ from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
 from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
-from service.middleware import REQUEST_ID
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
+from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.wire import JSONResponse, event, render
@@ -30,14 +30,7 @@ PER_PROMPT = tuple(
 SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
 
 
-@router.post(
-    "/v1/generate",
-    responses={
-        200: {"model": GenerateResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/v1/generate", responses=statuses(GenerateResponse))
 async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,

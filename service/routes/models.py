@@ -8,19 +8,21 @@ from fastapi import APIRouter, Depends, Response
 
 from service.inputs import check_model
 from service.runtime import Runtime, get_runtime
+from service.schemas.common import ErrorBody, statuses
+from service.schemas.models import ModelCard, ModelList
 from service.wire import JSONResponse
 
 router = APIRouter(tags=["models"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses={200: {"model": ModelList}, "5XX": {"model": ErrorBody}})
 async def list_models(runtime: CurrentRuntime) -> Response:
     """Every model that requests may name."""
     return JSONResponse({"object": "list", "data": [_describe(runtime)]})
 
 
-@router.get("/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", responses=statuses(ModelCard))
 async def get_model(model: str, runtime: CurrentRuntime) -> Response:
     """One model."""
     check_model(model, runtime.model_name, runtime.info)
@@ -34,6 +36,7 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "object": "model",
         "created": runtime.loaded_at,
         "owned_by": "minserve",
+        "root": info.name,
         "cell": info.cell,
         "parameters": info.parameters,
         "vocab_size": info.vocab_size,

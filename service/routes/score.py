@@ -13,13 +13,12 @@ from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
-from service.errors import invalid
 from service.flight import Flight
-from service.inputs import check_count, check_model, read_prompt
-from service.middleware import REQUEST_ID
+from service.inputs import check_count, check_model, end_of_text, read_prompt
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import ErrorBody
+from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
+from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import ends_all, error_body, unless_client_leaves
 from service.wire import JSONResponse, render
@@ -39,14 +38,7 @@ class Task:
     shared: bool = False  # other tasks begin with the same tokens before `start`: read them once
 
 
-@router.post(
-    "/v1/score",
-    responses={
-        200: {"model": ScoreResponse},
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    },
-)
+@router.post("/v1/score", responses=statuses(ScoreResponse))
 async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
@@ -106,12 +98,8 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
     for i, item in enumerate(items):
         if item.context:
             context = await read_prompt(item.context, f"items[{i}].context", tokenizer, info)
-        elif info.eos_token_id is not None:
-            context = array("i", [info.eos_token_id])
         else:
-            raise invalid(
-                f"items[{i}].context", "is empty, and the model has no end-of-text token instead"
-            )
+            context = array("i", end_of_text(f"items[{i}].context", info))
         for j, continuation in enumerate(item.continuations):
             name = f"items[{i}].continuations[{j}]"
             tokens = await read_prompt(continuation, name, tokenizer, info, special=False)

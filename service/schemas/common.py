@@ -128,6 +128,12 @@ PerPromptList = Annotated[
 ]
 
 
+class StreamOptions(RequestModel):
+    include_usage: bool | None = Field(default=None, description="one last chunk with the usage")
+    continuous_usage_stats: bool | None = Field(default=None, description="usage on every chunk")
+    include_obfuscation: bool | None = Field(default=None, description="has no effect")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
@@ -154,3 +160,8 @@ class ErrorBody(BaseModel):
     """Every error."""
 
     error: ErrorDetail
+
+
+def statuses(answer: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with `answer` or an error."""
+    return {200: {"model": answer}, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from service.schemas.common import (
     INT32_MAX,
-    ErrorDetail,
-    LogitBias,
     Logprobs,
     Many,
-    MinP,
-    MinTokens,
-    Penalty,
     Prompt,
-    RepetitionPenalty,
-    RequestModel,
-    Seed,
-    Stop,
-    Temperature,
-    TokenId,
-    TopK,
     TopLogprobs,
-    TopP,
     Usage,
 )
+from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
 
 
 def _one_or_many(value: Any) -> str | None:
@@ -49,61 +37,34 @@ Prompts = Annotated[
 ]
 
 
-class StreamOptions(RequestModel):
-    include_usage: bool | None = Field(default=None, description="one last chunk with the usage")
-    continuous_usage_stats: bool | None = Field(default=None, description="usage on every chunk")
-    include_obfuscation: bool | None = Field(default=None, description="has no effect")
+class CompletionRequest(OpenAIRequest):
+    """null means the default, everywhere. `suffix` is accepted at its neutral value only."""
 
-
-class CompletionRequest(RequestModel):
-    """null means the default, everywhere. `best_of` and `suffix` are accepted at their neutral
-    values only."""
-
-    model: str | None = None
-    prompt: Prompts
+    prompt: Prompts | None = Field(description="null stands for the end-of-text token")
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None, description="default 16; 0 reads the prompt only (with echo: scores it)"
     )
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: Stop | None = None
-    seed: Seed | None = None
     logprobs: TopLogprobs | None = None
-    echo: bool | None = None
-    logit_bias: LogitBias | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    best_of: int | None = Field(default=None, description="only n (or null)")
+    echo: bool | None = Field(
+        default=None,
+        description="the prompt before the answer. With logprobs and max_tokens 1 a token that "
+        "ends the text is reported like any other, so that the arrays end with one drawn token",
+    )
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="draws so many samples (at least n) of each prompt and answers with the n of "
+        "the highest mean log-probability per token; their tokens count in usage. Beyond n not "
+        "with stream",
+    )
     suffix: str | None = Field(default=None, description="only null or empty")
-    # Extensions
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    min_tokens: MinTokens | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Many[TokenId] | None = None
-    return_token_ids: bool | None = None
 
 
-class Choice(BaseModel):
-    index: int
+class Choice(OpenAIChoice):
     text: str | None = Field(description="null without a tokenizer")
     logprobs: Logprobs | None
-    finish_reason: str | None
-    token_ids: list[int] | None = Field(default=None, description="with return_token_ids")
-    prompt_token_ids: list[int] | None = Field(default=None, description="with return_token_ids")
-    error: ErrorDetail | None = None
 
 
-class CompletionResponse(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
+class CompletionResponse(OpenAIResponse):
     choices: list[Choice]
     usage: Usage | None = None
 
@@ -121,6 +82,9 @@ EXAMPLES: dict[str, Any] = {
             "stream": True,
             "stream_options": {"include_usage": True},
         },
+    },
+    "the best of four samples": {
+        "value": {"prompt": "ROMEO:", "best_of": 4, "max_tokens": 16, "logprobs": 0, "seed": 1},
     },
     "scoring of a prompt": {
         "value": {"prompt": "To be, or not to be", "max_tokens": 0, "echo": True, "logprobs": 1},

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from tests.e2e.conftest import Server
 
@@ -102,6 +103,50 @@ def test_openai_client(server: Server) -> None:
     parts = list(client.completions.create(**request, stream=True))  # type: ignore[call-overload]
     assert plain.usage.completion_tokens == 16
     assert "".join(part.choices[0].text for part in parts if part.choices) == plain.choices[0].text
+
+
+def test_lm_eval_finds_the_greedy_continuations(server: Server) -> None:
+    """By its own rule: a token is greedy where its log-probability is the very float of the best
+    alternative, over the echo without the one token that is drawn after it."""
+    contexts = ["ROMEO:", "KING HENRY VI:\n", "To be, or not to be", "Enter the"]
+    answers = _generate(
+        server.url, prompts=contexts, max_tokens=24, temperature=0, ignore_eos=True
+    )["results"]
+    pairs = []
+    for context, answer in zip(contexts, answers, strict=True):
+        before, after = list(context.encode()), answer["token_ids"]
+        changed = [*after[:-1], (after[-1] + 1) % 256]
+        pairs += [(before, after), (before, changed), (before, list(b"zq9\xff"))]
+    request = {
+        "model": server.model,  # type: ignore[attr-defined]
+        "prompt": [before + after for before, after in pairs],
+        "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True,
+    }  # fmt: skip
+    response = httpx.post(f"{server.url}/v1/completions", json=request, timeout=120)
+    assert response.status_code == 200, response.text
+    items = [{"context": before, "continuations": [after]} for before, after in pairs]
+    scored = httpx.post(f"{server.url}/v1/score", json={"items": items}, timeout=120).json()
+    verdicts = []
+    for choice, (before, after), item in zip(
+        response.json()["choices"], pairs, scored["results"], strict=True
+    ):
+        own = choice["logprobs"]["token_logprobs"][len(before) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(before) : -1]
+        assert len(own) == len(after)
+        verdicts.append(all(one == max(top.values()) for one, top in zip(own, tops, strict=True)))
+        (same,) = item["continuations"]
+        assert verdicts[-1] is same["is_greedy"]
+        assert abs(sum(own) - same["logprob"]) < 1e-3
+    assert verdicts == [True, False, False] * len(contexts)
+
+
+def test_no_chat_without_a_template(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(
+            model=server.model,  # type: ignore[attr-defined]
+            messages=[{"role": "user", "content": "Speak"}],
+        )
 
 
 def test_bad_requests_leave_the_engine_alive(server: Server) -> None:

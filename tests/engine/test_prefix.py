@@ -8,11 +8,11 @@ import pytest
 
 from engine.messages import pack_ids
 from engine.prefix import Hit, SharedPrefixes
-from engine.sequence import prefixes
+from engine.sequence import MOST_OWNER_BYTES, prefixes
 
 
-def keep(shared: SharedPrefixes, prompt: bytes, length: int) -> int:
-    prefix = prefixes(prompt, [length])[length]
+def keep(shared: SharedPrefixes, prompt: bytes, length: int, owner: str = "") -> int:
+    prefix = prefixes(prompt, [length], owner)[length]
     shared.claim(prefix, reader=1)
     row = shared.reserve(prefix, reader=1)
     shared.keep(prefix, reader=1)
@@ -39,6 +39,17 @@ def test_one_other_token_is_another_prefix(wrong: int) -> None:
     other = list(range(50))
     other[wrong] += 1
     assert shared.find(pack_ids(other), limit=49) is None
+
+
+def test_each_owner_has_its_own() -> None:
+    shared = SharedPrefixes(rows=8, first_row=0)
+    prompt = pack_ids(range(50))
+    names = ("", "a", "b", "a" * MOST_OWNER_BYTES)
+    rows = {owner: keep(shared, prompt, 10, owner) for owner in names}
+    assert len(set(rows.values())) == len(names)
+    for owner, row in rows.items():
+        assert shared.find(prompt, limit=49, owner=owner) == Hit(row, 10)
+    assert shared.find(prompt, limit=49, owner="c") is None
 
 
 def test_a_kept_prefix_costs_the_same_however_long_it_is() -> None:

@@ -228,6 +228,7 @@ def test_abort_between_plan_and_commit_delivers_nothing_more() -> None:
         (ask(0, length=3, share_at=(0,)), "share_at"),
         (ask(0, length=3, share_at=(2, 4)), "share_at"),
         (ask(0, length=99, share_at=tuple(range(1, 99))), "share_at"),
+        (ask(0, owner="x" * 65), "owner"),
         (ask(0, timeout=0.0), "timeout"),
         (ask(0, timeout=float("nan")), "timeout"),
         (ask(0, sampling=SamplingParams(temperature=float("nan"))), "temperature"),
@@ -356,6 +357,26 @@ def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
     assert log.read().reason(1) == "step_failed"
     finish(scheduler, log)
     assert log.reason(2) == "length", "who waited for a prefix reads it when its reader failed"
+
+
+def test_what_one_owner_has_read_or_reads_just_now_is_nothing_to_another() -> None:
+    scheduler = make(slots=4)
+    log = Log(scheduler)
+    scheduler.add("c", ask(0, length=9, max_tokens=1, share_at=(8,), owner="a"), 0)
+    scheduler.add("c", ask(1, length=9, max_tokens=1, share_at=(8,), owner="b"), 0)
+    scheduler.add("c", ask(2, length=9, max_tokens=1, share_at=(8,), owner="a"), 0)
+    first = run(scheduler).admit
+    assert [(admission.request.id, admission.cached_tokens) for admission in first] == [
+        (0, 0),
+        (1, 0),  # does not wait for 0 to read the same tokens, as 2 does
+    ]
+    (again,) = run(scheduler).admit
+    assert (again.request.id, again.cached_tokens) == (2, 8)
+    finish(scheduler, log)
+    scheduler.add("c", ask(3, length=9, max_tokens=1), 0)
+    scheduler.add("c", ask(4, length=9, max_tokens=1, owner="c"), 0)
+    scheduler.add("c", ask(5, length=9, max_tokens=1, owner="b"), 0)
+    assert [admission.cached_tokens for admission in run(scheduler).admit] == [0, 0, 8]
 
 
 def test_sequences_with_infinite_logits_fail() -> None:

@@ -217,6 +217,12 @@ def test_a_tokenizer_beside_the_weights_comes_along(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     convert(tmp_path / "w.pt", tmp_path / "with")
     assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "with" / "chat_template.jinja").exists()
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / name).write_text(name)
+    convert(tmp_path / "w.pt", tmp_path / "chat")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / "chat" / name).read_text() == name
 
 
 def test_a_checkpoint_folder_is_saved_anew(tmp_path: Path) -> None:

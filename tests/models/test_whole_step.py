@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
 from engine.models.whole_step import most_rows
+from engine.ops import whole_step
 from engine.ops.whole_step import MOST_PHASES, Phase, Program
 from engine.quantization import QUANTIZED_DTYPES
 from engine.serving import PlainModel
@@ -51,6 +55,22 @@ def test_phases_are_counted_as_they_are_made() -> None:
     layers = (MOST_PHASES - 2) // 5
     assert most_rows(config(n_layers=layers, conv_kernel=4), H100) == 8
     assert most_rows(config(n_layers=layers + 1, conv_kernel=4), H100) == 0
+
+
+def test_limits_are_those_of_the_kernel() -> None:
+    folder = Path(__file__).parents[2] / "csrc" / "whole_step"
+    text = (folder / "args.h").read_text() + (folder / "op.cpp").read_text()
+    constants = dict(re.findall(r"constexpr int (k\w+) = ([\d* ]+);", text))
+
+    def constant(name: str) -> int:
+        return math.prod(int(factor) for factor in constants[name].split("*"))
+
+    assert constant("kMostTokens") == whole_step.MOST_ROWS
+    assert constant("kMostInputBytes") == whole_step.MOST_INPUT_BYTES
+    assert constant("kMostPhases") == whole_step.MOST_PHASES
+    assert constant("kMostKeptUnits") * constant("kUnit") == whole_step.MOST_CHANNELS_EACH
+    assert constant("kMostTaps") == whole_step.MOST_TAPS
+    assert constant("kInputsMultiple") == whole_step.INPUTS_MULTIPLE
 
 
 def chain_of(model: LM) -> HopperLM:

@@ -1,9 +1,10 @@
-"""POST /v1/completions: OpenAI's shapes, with its own client and with lm-eval's requests."""
+"""POST /v1/completions: OpenAI's shapes, and its own client."""
 
 from __future__ import annotations
 
 import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from service.answer import LogprobArrays
-from tests.service.harness import Service
+from tests.service.harness import Service, fake_runner, running
 
 PATH = "/v1/completions"
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -165,32 +166,6 @@ async def test_echo_counts_characters_not_bytes(service: Service) -> None:
     assert choice["logprobs"]["text_offset"] == [0, 0]
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_what_lm_eval_sends(service: Service, max_tokens: int) -> None:
-    """local-completions: log-probabilities of a continuation after a context of 2 tokens."""
-    body = await service.post(
-        PATH,
-        {
-            "model": "fake",
-            "prompt": [[97, 98, 99, 101], [97, 98, 98]],
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "logprobs": 1,
-            "seed": 1234,
-            "echo": True,
-        },
-    )
-    end = None if max_tokens == 0 else -1
-    found = []
-    for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
-        own = choice["logprobs"]["token_logprobs"][2:end]
-        tops = choice["logprobs"]["top_logprobs"][2:end]
-        greedy = all(one == max(top.values()) for one, top in zip(own, tops, strict=True))
-        found.append((sum(own), greedy))
-    assert found[0] == (HALF + QUARTER, False)
-    assert found[1][0] == pytest.approx(math.log(0.25 / 255))
-
-
 async def test_stream_and_usage_chunk(service: Service) -> None:
     frames = await service.stream(
         PATH,
@@ -257,11 +232,23 @@ async def test_every_openai_field_is_accepted(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("best_of", 2), ("suffix", "x"), ("stream_options", {})]
+    ("field", "value"), [("suffix", "x"), ("stream_options", {}), ("best_of", 1)]
 )
 async def test_what_is_not_supported_says_so(service: Service, field: str, value: Any) -> None:
-    message = await service.refused(PATH, {"prompt": "a", field: value}, field)
+    message = await service.refused(PATH, {"prompt": "a", "n": 2, field: value}, field)
     assert "allowed" in message
+
+
+async def test_no_prompt_stands_for_the_end_of_text(service: Service) -> None:
+    request = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    (choice,) = (await service.post(PATH, {**request, "prompt": None}))["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([256], [0])
+    await service.refused(PATH, request, "prompt")
+
+
+async def test_no_prompt_and_no_end_of_text(tmp_path: Path) -> None:
+    async with running(fake_runner(tmp_path, eos=None)) as service:
+        assert "no end-of-text" in await service.refused(PATH, {"prompt": None}, "prompt")
 
 
 @pytest.fixture

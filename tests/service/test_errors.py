@@ -60,6 +60,12 @@ GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
         ({"prompts": ["a"], "stop": ["x"] * 17}, "stop", "at most 16"),
         ({"prompts": ["a"], "stop": "x" * 1025}, "stop", "at most 1024"),
         ({"prompts": ["a"], "stop_token_ids": [300]}, "stop_token_ids", "0 to 256"),
+        ({"prompts": ["a"], "stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+        (
+            {"prompts": ["a"], "logit_bias": {str(i): 1 for i in range(1025)}},
+            "logit_bias",
+            "at most 1024",
+        ),
         ({"prompts": ["a"], "logprobs": 21}, "logprobs", "up to 20"),
         ({"prompts": ["a"], "timeout": 0}, "timeout", "greater than 0"),
         ({"prompts": ["a"], "timeout": 10**6}, "timeout", "up to 3600"),
@@ -84,7 +90,7 @@ async def test_generate(service: Service, body: Any, param: str | None, words: s
         ({"prompt": ["a", 1]}, "prompt[1]", "must be a string"),
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ({"prompt": "a", "n": 129}, "n", "at most 128"),
-        ({"prompt": "a", "nonsense": 1}, "nonsense", "allowed: model, prompt"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense", "allowed: model, temperature"),
         (
             {"prompt": "a", "stream": True, "stream_options": {"usage": True}},
             "stream_options.usage",
@@ -206,10 +212,21 @@ async def test_an_unexpected_error_is_no_traceback(
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr("service.routes.generate.gather", fail)
-    response = await service.http.post(GENERATE, json={"prompts": ["a"]})
+    ids = {"x-request-id": "mine"}
+    response = await service.http.post(GENERATE, json={"prompts": ["a"]}, headers=ids)
     assert response.status_code == 500
+    assert response.headers["x-request-id"] == "mine"
     assert "secret" not in response.text
     error_message(response.json(), None)
+
+
+async def test_an_error_gives_little_of_the_request_back(service: Service) -> None:
+    long = "x" * 1_000_000
+    for body in ({"prompts": ["a"], long: 1}, {"prompts": ["a"], "model": long}):
+        response = await service.http.post(GENERATE, json=body)
+        assert response.status_code in (400, 404)
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(response.content) < 4000
 
 
 async def test_after_every_error_it_still_serves(service: Service) -> None:

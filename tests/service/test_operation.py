@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
+from service.schemas.models import ModelList
 from service.settings import Settings
 from service.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, parse_events, running
@@ -239,8 +240,10 @@ async def test_models(service: Service) -> None:
     (model,) = body["data"]
     assert (model["id"], model["object"], model["owned_by"]) == ("fake", "model", "minserve")
     assert model["created"] > 1_600_000_000
+    assert model["root"] == "fake"
     assert model["deterministic"] is False
     assert (await service.http.get("/v1/models/fake")).json() == model
+    ModelList.model_validate(body, extra="forbid")
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

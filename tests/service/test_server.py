@@ -29,12 +29,12 @@ from service.server import serve
 from service.settings import Settings
 transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
 EngineClient.spawn = lambda config: EngineClient(ProcessTransport(config, engine="ENGINE"))
-sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL)))
+sys.exit(serve(Settings(port=PORT, max_slots=4, stall_timeout=STALL, **OPTIONS)))
 """
 
 
 class Process:
-    """A server under test; `lines` is what it says."""
+    """A server under test; `lines` is what it says, `output` what it prints."""
 
     def __init__(
         self,
@@ -42,12 +42,14 @@ class Process:
         engine: str = "tests.engine.fake:fake_engine",
         stall_timeout: float = 60,
         python: str | None = None,  # that runs the worker
+        **settings: Any,
     ) -> None:
         program = PROGRAM.replace("ENGINE", engine).replace("PORT", str(port))
         program = program.replace("STALL", str(stall_timeout))
-        program = program.replace("PYTHON", repr(python))
+        program = program.replace("PYTHON", repr(python)).replace("OPTIONS", repr(settings))
         self.popen = subprocess.Popen(
             [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -55,33 +57,46 @@ class Process:
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.output: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in ((self.popen.stderr, self.lines), (self.popen.stdout, self.output))
+        ]
+        for reader in self._readers:
+            reader.start()
 
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.lines.append(line.rstrip())
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line.rstrip())
 
     def said(self, pattern: str) -> re.Match[str]:
-        """Waits until a line matches."""
+        """Waits until a line of the log matches."""
+        return self._await(pattern, self.lines)
+
+    def printed(self, pattern: str) -> re.Match[str]:
+        """Waits until a line of the output matches."""
+        return self._await(pattern, self.output)
+
+    def _await(self, pattern: str, lines: list[str]) -> re.Match[str]:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            for line in list(self.lines):
+            for line in list(lines):
                 if match := re.search(pattern, line):
                     return match
-            if self.popen.poll() is not None and not self._reader.is_alive():
+            ended = self.popen.poll() is not None
+            if ended and not any(reader.is_alive() for reader in self._readers):
                 break
             time.sleep(0.01)
-        raise AssertionError(f"never said {pattern!r}: {self.lines}")
+        raise AssertionError(f"never said {pattern!r}: {lines}")
 
     @property
     def url(self) -> str:
-        return self.said(r"listening on (http://\S+)")[1]
+        return self.said(r"listening on (https?://\S+)")[1]
 
     def exit_code(self) -> int:
         code = self.popen.wait(60)
-        self._reader.join(10)
+        for reader in self._readers:
+            reader.join(10)
         return code
 
 
@@ -237,6 +252,58 @@ def test_a_client_that_sends_too_much_gets_its_413(chunked: bool) -> None:
                 answer += data
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"body_too_large" in answer
+
+
+def _address(process: Process) -> tuple[str, int]:
+    host, port = process.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def _raw(process: Process, *pieces: bytes) -> bytes:
+    """All that comes back for what is sent, until the server closes the connection."""
+    answer = b""
+    with socket.create_connection(_address(process), timeout=60) as client:
+        with suppress(ConnectionError):  # while it is being sent
+            for piece in pieces:
+                client.sendall(piece)
+        with suppress(ConnectionError):
+            while data := client.recv(2**16):
+                answer += data
+    return answer
+
+
+def test_a_head_without_end_is_refused() -> None:
+    with serving() as process:
+        process.said("ready: fake")
+        fits = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: %b\r\n\r\n"
+        assert _raw(process, fits % (b"x" * 60_000)).startswith(b"HTTP/1.1 200 ")
+        one_header = b"GET /health HTTP/1.1\r\nx: ", *[b"x" * 10_000] * 10_000
+        many = b"GET /health HTTP/1.1\r\n", *[b"x: %b\r\n" % (b"y" * 10_000)] * 10_000
+        for pieces in (one_header, many):
+            answer = _raw(process, *pieces)
+            assert not answer or answer.startswith(b"HTTP/1.1 431 ")  # a reset may take it away
+        head = b"GET /health HTTP/1.1\r\nhost: x\r\nx: "
+        assert httpx.get(f"{process.url}/ready").status_code == 200
+        with socket.create_connection(_address(process), timeout=60) as client:
+            for piece in (head, *[b"x" * 10_000] * 8):  # slowly, so that each is a read
+                client.sendall(piece)
+                time.sleep(0.05)
+            assert client.recv(2**16).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_request_that_does_not_end_loses_its_connection() -> None:
+    head = b"POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"
+    with serving(receive_timeout=0.5) as process:
+        process.said("ready: fake")
+        for sent in (b"", b"GET / HT", head[:-10]):
+            assert _raw(process, sent) == b""
+        answer = _raw(process, head)
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in answer
+        with httpx.Client(base_url=process.url, timeout=60) as client:  # one that works stays
+            body = {"prompts": [[97]], "max_tokens": 2000, "ignore_eos": True}
+            begun = time.monotonic()
+            while time.monotonic() < begun + 1:
+                assert client.post("/v1/generate", json=body).status_code == 200
 
 
 def _sockets(pid: int) -> int:

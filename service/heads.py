@@ -1,0 +1,75 @@
+"""Request heads are bounded, in bytes and in time: they come before any key can be asked for.
+
+httptools gathers a head of any size and waits for its end for ever. (h11, which stands in for it on
+other systems, bounds the size itself.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from service.errors import ApiError
+from service.wire import encode
+
+MOST_HEAD_BYTES = 64 * 2**10  # in reads between that in which it begins and that in which it ends
+TELLS_HEADS = hasattr(AutoHTTPProtocol, "on_headers_complete")
+
+
+class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's HTTP protocol, which answers 431 to a head that is too large."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_bytes = 0
+        self._awaited_since: float | None = None  # a head, by the loop's time
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        if TELLS_HEADS:
+            self._awaited_since = asyncio.get_running_loop().time()
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request has come."""
+        self._head_bytes = 0
+        self._awaited_since = asyncio.get_running_loop().time()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The head has come."""
+        self._awaited_since = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        if self._awaited_since is not None:
+            # What comes now may be a body for the most part.
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._refuse()
+                return
+            self._head_bytes += len(data)
+        super().data_received(data)
+
+    def cut_if_late(self, now: float, timeout: float) -> None:
+        """Closes where a head has been awaited for `timeout` seconds, and nothing is answered."""
+        if self._awaited_since is not None and now - self._awaited_since >= timeout:
+            self.transport.close()
+
+    def _refuse(self) -> None:
+        if self.transport.is_closing():
+            return
+        # An answer under way to a request before it would be torn by another one.
+        if self.cycle is None or self.cycle.response_complete:
+            error = ApiError(
+                431,
+                f"the request's head is too large; allowed: up to {MOST_HEAD_BYTES} bytes",
+                code="head_too_large",
+            )
+            body = encode(error.body)
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b" % (len(body), body)
+            )
+        self.transport.close()

@@ -1,0 +1,142 @@
+"""API keys: a client shows one, and is known by its name from then on.
+
+Each line of a file is `name:key` or `name key`; empty lines and those that begin with # say
+nothing. Several keys may have one name, so that a key can be replaced while the old one is still
+in use: what requests share, they share by name.
+
+Keys are held as digests. The digest of what a client shows is compared with all of them, each in
+constant time, so that the time taken tells nothing about any key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LEAST_LENGTH = 16  # of a key: 96 bits of base64
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+KEY = re.compile(rf"[!-+\--~]{{{LEAST_LENGTH},512}}")  # visible ASCII but the comma
+ALLOWED_KEY = f"{LEAST_LENGTH} to 512 visible ASCII characters without commas"
+LINE = re.compile(r"([^\s:]+)\s*[\s:]\s*(\S+)")
+RISKY_MODE = 0o027  # others may read, or anybody but the owner may write
+LOOK_SECONDS = 1.0  # between looks at a file that may have changed
+
+
+class KeyRing:
+    """Digests of keys, and whose each of them is."""
+
+    def __init__(self, names: Mapping[bytes, str]) -> None:
+        self._names = tuple(names.items())
+
+    def name_of(self, key: bytes) -> str | None:
+        """Whose key it is; None for a key that is not known."""
+        shown, found = sha256(key).digest(), None
+        for digest, name in self._names:
+            if hmac.compare_digest(digest, shown):
+                found = name
+        return found
+
+
+def single_key(key: str, name: str, source: str) -> KeyRing:
+    """A ring of one key. Raises ConfigError, which does not show it."""
+    if not KEY.fullmatch(key):
+        raise ConfigError(f"{source} is no key; allowed: {ALLOWED_KEY}")
+    return KeyRing({sha256(key.encode()).digest(): name})
+
+
+def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, str]:
+    """Names by their keys' digests, at least one. Raises ConfigError, which tells the entry of
+    `source` that is wrong, but never shows a key."""
+    names: dict[bytes, str] = {}
+    for number, line in enumerate(text.split(separator), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        where = f"{source}, entry {number}"
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise ConfigError(f"{where}: allowed: name:key")
+        name, key = match.groups()
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"{where}: names have up to 64 letters, digits, and . _ -")
+        if not KEY.fullmatch(key):
+            raise ConfigError(f"{where}: the key of {name}; allowed: {ALLOWED_KEY}")
+        if names.setdefault(sha256(key.encode()).digest(), name) != name:
+            raise ConfigError(f"{where}: the key of {name} is also another's")
+    if not names:
+        raise ConfigError(f"{source} holds no keys")
+    return names
+
+
+def read_secret(path: Path) -> str:
+    """The text of a file, with a warning where others may read it. Raises ConfigError."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & RISKY_MODE:
+                logger.warning("warning: %s should be readable by its owner alone", path)
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8") from error
+
+
+class ApiKeys:
+    """The keys of the environment and of a file, which is read again when it has changed."""
+
+    def __init__(self, listed: str | None, path: Path | None) -> None:
+        """`listed` holds entries separated by commas. Raises ConfigError."""
+        self._fixed = (
+            {} if listed is None else parse_keys(listed, "MINSERVE_API_KEYS", separator=",")
+        )
+        self._path = path
+        self._stamp = self._look()
+        self._ring = self._read()
+
+    def name_of(self, key: bytes) -> str | None:
+        """As `KeyRing.name_of`."""
+        return self._ring.name_of(key)
+
+    async def watch(self) -> None:
+        """Follows the file until it is cancelled. Keys stay as they are while the file cannot be
+        read, or has a mistake."""
+        while self._path is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+            stamp = await asyncio.to_thread(self._look)
+            if stamp == self._stamp:
+                continue
+            self._stamp = stamp
+            try:
+                self._ring = await asyncio.to_thread(self._read)
+                logger.info("%s has changed: its keys hold from now on", self._path)
+            except ConfigError as error:
+                logger.error("error: %s; the keys stay as they were", error.message)
+
+    def _look(self) -> tuple[int, ...] | None:
+        """What changes when the file does."""
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _read(self) -> KeyRing:
+        names = dict(self._fixed)
+        if self._path is not None:
+            source = str(self._path)
+            for digest, name in parse_keys(read_secret(self._path), source).items():
+                if names.setdefault(digest, name) != name:
+                    raise ConfigError(f"{source}: MINSERVE_API_KEYS has the key of {name} too")
+        return KeyRing(names)

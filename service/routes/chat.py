@@ -1,0 +1,224 @@
+"""POST /v1/chat/completions: OpenAI's chat API, for models whose tokenizer has a chat template."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from engine.errors import EngineError
+from engine.messages import ModelInfo, SamplingParams, TokenLogprobs, pack_ids
+from service.admission import InferenceRoute, get_flight
+from service.answer import LEAST_LOGPROB, Answer, Piece, total_usage, usage
+from service.errors import invalid
+from service.flight import Flight
+from service.generation import Outcome, Task, gather, stream
+from service.inputs import (
+    check_count,
+    check_model,
+    check_top,
+    read_messages,
+    read_stops,
+    sampling_params,
+)
+from service.runtime import Runtime, get_runtime
+from service.schemas.chat import ChatRequest, ChatResponse
+from service.schemas.common import StreamOptions, statuses
+from service.scope import REQUEST_ID
+from service.settings import Settings
+from service.size import RequestSize
+from service.streaming import EventStream, error_body, unless_client_leaves
+from service.wire import JSONResponse, event, render
+
+router = APIRouter(route_class=InferenceRoute, tags=["inference"])
+
+# Nothing else ends the answer of a model without a context limit that never ends its turn.
+DEFAULT_TOKENS = 1024
+SAMPLING = (
+    "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+
+
+@router.post("/v1/chat/completions", responses=statuses(ChatResponse))
+async def chat_completions(
+    body: Annotated[ChatRequest, Body()],
+    request: Request,
+    runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: Annotated[Flight, Depends(get_flight)],
+) -> Response:
+    """Answers a conversation, as OpenAI's API does. 400 for a model without a chat template."""
+    check_model(body.model, runtime.model_name, runtime.info)
+    _check(body)
+    tasks = await _tasks(body, runtime, flight)
+    view = _View(body, runtime, tasks, f"chatcmpl-{request.scope[REQUEST_ID]}")
+    if body.stream:
+        chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
+        return EventStream(chunks)
+    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
+
+
+def _check(body: ChatRequest) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "allowed with logprobs: true only")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "allowed with stream: true only")
+    if None not in (body.max_tokens, body.max_completion_tokens) and (
+        body.max_tokens != body.max_completion_tokens
+    ):
+        raise invalid(
+            "max_tokens", f"allowed: null or max_completion_tokens ({body.max_completion_tokens})"
+        )
+
+
+async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Task]:
+    """One task per choice."""
+    settings, info = runtime.settings, runtime.info
+    n = body.n or 1
+    check_count("n", n, settings.max_n, "samples of one conversation")
+    flight.reserve(n)
+    params = _params(body, settings, info, runtime.chat.end_id)
+    [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
+    ids = await read_messages(body.messages, runtime.chat, info)
+    size = RequestSize("messages", settings)
+    size.add_prompt(len(ids), n)
+    if params.logprobs is not None and not body.stream:
+        size.add_reports(params.max_tokens, params.logprobs, n)
+    packed = pack_ids(ids)
+    return [
+        Task(
+            ids,
+            packed,
+            msgspec.structs.replace(params, choice=choice),
+            stop,
+            settings.request_timeout,
+            shared=n > 1,
+        )
+        for choice in range(n)
+    ]
+
+
+def _params(
+    body: ChatRequest, settings: Settings, info: ModelInfo, end_id: int | None
+) -> SamplingParams:
+    """Sampling parameters; `end_id` ends a turn, whatever token the model's own end of text is."""
+    values = {name: getattr(body, name) for name in SAMPLING}
+    values["seed"] = random.getrandbits(63) if body.seed is None else body.seed
+    values["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    if values["max_tokens"] is None:
+        values["max_tokens"] = min(DEFAULT_TOKENS, settings.max_tokens)
+    if body.logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+        check_top("top_logprobs", values["logprobs"], settings, info)
+    params = sampling_params(values, settings, info)
+    if end_id is None or end_id == info.eos_token_id or body.ignore_eos:
+        return params
+    return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
+
+
+class _View:
+    """Answers as OpenAI's API shows them."""
+
+    def __init__(
+        self, body: ChatRequest, runtime: Runtime, tasks: list[Task], answer_id: str
+    ) -> None:
+        self._body = body
+        self._options = body.stream_options or StreamOptions()
+        self._tokenizer = runtime.tokenizer
+        self._tasks = tasks
+        self._head = {
+            "id": answer_id,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": runtime.model_name,
+        }
+        self._begun: set[int] = set()  # choices that have had their first event
+
+    def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        answers = [outcome.answer for outcome in outcomes]
+        return {
+            **self._head,
+            "choices": [self._whole(i, outcome) for i, outcome in enumerate(outcomes)],
+            "usage": total_usage(answers, len(answers)),
+        }
+
+    def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        message = {"role": "assistant", "content": outcome.text, "refusal": None}
+        choice: dict[str, Any] = {"index": index, "message": message}
+        if outcome.error is not None:
+            return {
+                **choice, "logprobs": None, "finish_reason": "error", **error_body(outcome.error),
+            }  # fmt: skip
+        choice["logprobs"] = self._logprobs(outcome.pieces)
+        choice["finish_reason"] = outcome.answer.finish_reason
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = list(self._tasks[index].prompt)
+            choice["token_ids"] = outcome.tokens
+        return choice
+
+    def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+        """Events for one choice's new pieces."""
+        return b"".join([self._chunk(index, answer, piece) for piece in pieces])
+
+    def _chunk(self, index: int, answer: Answer, piece: Piece) -> bytes:
+        delta = {"content": piece.text}
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs([piece]),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = [] if piece.token is None else [piece.token]
+        if index not in self._begun:
+            self._begun.add(index)
+            delta["role"] = "assistant"
+            if self._body.return_token_ids:
+                choice["prompt_token_ids"] = list(self._tasks[index].prompt)
+        content: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            content["usage"] = usage(answer.prompt_tokens, piece.count)
+        elif self._options.include_usage:
+            content["usage"] = None
+        return event(content)
+
+    def render_error(self, index: int, error: EngineError) -> bytes:
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": "error"}
+        return event({**self._head, "choices": [{**choice, **error_body(error)}]})
+
+    def last(self, answers: list[Answer]) -> bytes:
+        """The usage chunk, where it is asked for."""
+        if not self._options.include_usage:
+            return b""
+        return event({**self._head, "choices": [], "usage": total_usage(answers, len(answers))})
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        content = [
+            self._token_logprobs(piece.token, piece.logprobs)
+            for piece in pieces
+            if piece.token is not None and piece.logprobs is not None
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token_logprobs(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        best = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        return {
+            **self._named(token, logprobs.logprob),
+            "top_logprobs": [self._named(other, value) for other, value in best],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        assert self._tokenizer is not None  # nobody reads messages without one
+        return {
+            "token": self._tokenizer.name(token),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(self._tokenizer.bytes_of(token)),
+        }

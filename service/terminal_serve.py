@@ -1,0 +1,55 @@
+"""`minserve serve`: its options become settings, and the server runs."""
+
+from __future__ import annotations
+
+from typer import Exit
+
+from engine.errors import ConfigError
+from service import terminal_options as options
+
+
+def serve(
+    host: options.Host = None,
+    port: options.Port = None,
+    model: options.ServedModel = None,
+    model_name: options.ModelName = None,
+    device: options.ServedDevice = None,
+    dtype: options.ServedDtype = None,
+    quantize: options.ServedQuantize = None,
+    max_slots: options.MaxSlots = None,
+    max_waiting: options.MaxWaiting = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    share_slots: options.ShareSlots = None,
+    threads: options.Threads = None,
+    cuda_graphs: options.CudaGraphs = None,
+    deterministic: options.ServedDeterministic = None,
+    max_tokens: options.MaxTokens = None,
+    max_prompts: options.MaxPrompts = None,
+    max_body_bytes: options.MaxBodyBytes = None,
+    load_timeout: options.LoadTimeout = None,
+    request_timeout: options.RequestTimeout = None,
+    drain_timeout: options.DrainTimeout = None,
+    log_level: options.LogLevel = None,
+    access_log: options.AccessLog = None,
+    api_keys_file: options.ApiKeysFile = None,
+    admin_key_file: options.AdminKeyFile = None,
+    metrics_access: options.MetricsAccess = None,
+    tls_certificate: options.TlsCertificate = None,
+    tls_key: options.TlsKey = None,
+    cors_origin: options.CorsOrigin = None,
+) -> None:
+    """Serves a model over HTTP.
+
+    Environment variables set the same, and finer things: MINSERVE_PORT for --port. Options win.
+    """
+    given = {name: value for name, value in locals().items() if value not in (None, [])}
+    from pydantic import ValidationError
+
+    from service.server import serve as run
+    from service.settings import Settings
+
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        raise ConfigError(options.describe(error.errors()[0])) from error
+    raise Exit(run(settings))

@@ -1,0 +1,55 @@
+"""The application over the fake model on a real socket, in a thread: for clients that block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from tests.engine.fake import FakeRunner
+from tests.service.harness import Service, running
+
+
+@contextmanager
+def listening(runner: FakeRunner, **settings: Any) -> Iterator[tuple[str, Service]]:
+    """Its address, and the service. Its parts live in the thread's event loop; look, don't call."""
+    found: dict[str, Any] = {}
+    begun, over = threading.Event(), threading.Event()
+
+    async def live() -> None:
+        async with running(runner, **settings) as service:
+            server = uvicorn.Server(_config(service.app))
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.005)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            found.update(url=f"http://127.0.0.1:{port}", service=service)
+            begun.set()
+            await asyncio.to_thread(over.wait)
+            server.should_exit = True
+            await serving
+
+    def run() -> None:
+        try:
+            asyncio.run(live())
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert begun.wait(30) and found, "the server did not start"
+        yield found["url"], found["service"]
+    finally:
+        over.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=5)

@@ -1,0 +1,66 @@
+"""Pages of other origins: nothing is allowed to them unless the settings name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from service.settings import Settings
+from tests.service.harness import Service, fake_runner, running
+from tests.service.test_access import ALICE, KEYS, bearer
+from tests.service.test_operation import scrape, value
+
+PAGE = "https://page.example"
+ASKS = {
+    "origin": PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+async def test_off_by_default(service: Service) -> None:
+    response = await service.http.options("/v1/generate", headers=ASKS)
+    assert response.status_code == 405
+    assert "access-control-allow-origin" not in response.headers
+    response = await service.http.get("/v1/models", headers={"origin": PAGE})
+    assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_named_origin_may_ask_and_read_errors(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder), cors_origin=[PAGE], api_keys=KEYS) as service:
+        preflight = await service.http.options("/v1/generate", headers=ASKS)
+        assert preflight.status_code == 200  # browsers send no key with it
+        assert preflight.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        assert "access-control-allow-credentials" not in preflight.headers
+        for headers, status in (({}, 401), (bearer(ALICE), 200)):
+            response = await service.http.get("/v1/models", headers={"origin": PAGE, **headers})
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in response.headers["access-control-expose-headers"]
+        other = await service.http.options(
+            "/v1/generate", headers={**ASKS, "origin": "https://other.example"}
+        )
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+        http = "minserve_http_requests_total"
+        families = await scrape(service)
+        assert value(families, http, method="OPTIONS", path="other", status="200") == 1
+
+
+async def test_any_origin(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder), cors_origin=["*"]) as service:
+        response = await service.http.get("/v1/models", headers={"origin": PAGE})
+        assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_origins_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().cors_origin == ()
+    monkeypatch.setenv("MINSERVE_CORS_ORIGIN", f"{PAGE}, http://localhost:3000")
+    assert Settings().cors_origin == (PAGE, "http://localhost:3000")
+    for wrong in ("page.example", f"{PAGE}/", "HTTPS://page.example", "https://Page.example", ""):
+        monkeypatch.setenv("MINSERVE_CORS_ORIGIN", wrong)
+        with pytest.raises(ValidationError, match="cors_origin"):
+            Settings()
