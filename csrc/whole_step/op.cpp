@@ -67,7 +67,7 @@ class Plan {
 
   void add(const std::int64_t* from) {
     const int n = args.phases++;
-    WholeStepPhase& phase = args.phase[n];
+    WholeStepPhase& phase = args.phase[n] = {};
     const auto kind = static_cast<PhaseKind>(from[kKind]);
     const std::int64_t channels = from[kChannels], inputs = from[kInputs];
     check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::logits) &&
