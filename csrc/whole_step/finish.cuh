@@ -11,6 +11,10 @@ namespace minserve {
 namespace cuda {
 namespace whole {
 
+// Whether results of products, and rows of an 8-bit table, have a scale.
+template <WeightType kType>
+constexpr bool kScaled = kType != WeightType::bf16;
+
 __device__ __forceinline__ float2 numbers(unsigned pair) {
   return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
 }
@@ -25,7 +29,7 @@ __device__ __forceinline__ float2 load_floats(const float* p) {
 // Two neighbouring numbers of a table's row; an 8-bit table's are scaled and rounded.
 template <WeightType kType>
 __device__ __forceinline__ float2 look_up(const WholeStepPhase& phase, int row, std::int64_t at) {
-  if (!Tiles<kType>::kScaled || !phase.scale) return load_pair(phase.weight, at);
+  if (!kScaled<kType> || !phase.scale) return load_pair(phase.weight, at);
   const unsigned two = *reinterpret_cast<const unsigned short*>(
       static_cast<const unsigned char*>(phase.weight) + at);
   const float2 x = numbers(widened<kType, false>(two));
@@ -109,7 +113,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       const int channel = unit * kUnit + lane % 4 * 2;
       // What every step needs besides the sums is on its way before they are there.
       float2 shift[kGates] = {}, factor[kGates], before = {};
-      if (Tiles<kType>::kScaled && kind != PhaseKind::embed) {
+      if (kScaled<kType> && kind != PhaseKind::embed) {
         factor[0] = load_floats(phase.scale + channel);
         if (kind == PhaseKind::gates) {
 #pragma unroll
@@ -153,7 +157,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         if (lane == 0) arrive(shared.taken[warp]);
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
-          if (Tiles<kType>::kScaled && (gate == 0 || kind == PhaseKind::gates)) {
+          if (kScaled<kType> && (gate == 0 || kind == PhaseKind::gates)) {
             y[gate].x *= factor[gate].x, y[gate].y *= factor[gate].y;
           }
           y[gate].x = y[gate].x * scale + shift[gate].x;

@@ -17,7 +17,7 @@
 namespace minserve {
 namespace cuda {
 
-template <template <class> class CellOf, bool kAny, WeightType kType>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit>
 __global__ void __launch_bounds__(whole::kThreads, 1)
     whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   if (warp < whole::kMultiplying) {
     whole::arrive_at(whole::kLooked);
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
-    whole::multiply<kGates, kType>(args, shared, ring, inputs, set);
+    whole::multiply<kGates, kType, kSplit>(args, shared, ring, inputs, set);
   } else {
     if constexpr (kAny) {
       const AnyOptions options{args.linear_candidate, args.normalize_gates};

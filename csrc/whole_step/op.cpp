@@ -97,10 +97,10 @@ class Plan {
                      channels, " channels is too wide for ", blocks_, " multiprocessors");
     } else {
       const WholeStepPhase& before = args.phase[n - 1];
-      check_.require(inputs == before.units * kUnit && inputs % kInputsMultiple == 0,
-                     "inputs of phase ", n,
-                     " must be the channels of the one before, a multiple of ", kInputsMultiple,
-                     ", got ", inputs);
+      const int block = inputs_of_block(args.weights);
+      check_.require(inputs == before.units * kUnit && inputs % block == 0, "inputs of phase ", n,
+                     " must be the channels of the one before, a multiple of ", block, ", got ",
+                     inputs);
       phase.in = before.out;
       widest_input = std::max(widest_input, phase.inputs);
     }
@@ -141,26 +141,24 @@ class Plan {
 void whole_step_map(const Tensor& weight, const Tensor& map) {
   const Check check("whole_step_map", weight, "weight");
   require_hopper(check, weight);
-  const ScalarType type = weight.scalar_type();
+  const ScalarType scalar = weight.scalar_type();
+  const WeightType type = scalar == ScalarType::BFloat16 ? WeightType::bf16
+                          : scalar == ScalarType::Char   ? WeightType::int8
+                                                         : WeightType::fp8;
   check.require(
-      (type == ScalarType::BFloat16 || type == ScalarType::Char ||
-       type == ScalarType::Float8_e4m3fn) &&
-          weight.dim() == 2 && weight.is_contiguous() && weight.size(0) > 0 &&
-          weight.size(0) % kUnit == 0 && weight.size(1) > 0 &&
-          weight.size(1) % kInputsMultiple == 0 &&
+      (type != WeightType::fp8 || scalar == ScalarType::Float8_e4m3fn) && weight.dim() == 2 &&
+          weight.is_contiguous() && weight.size(0) > 0 && weight.size(0) % kUnit == 0 &&
+          weight.size(1) > 0 && weight.size(1) % inputs_of_block(type) == 0 &&
           reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % 16 == 0,
       "weight must be a contiguous matrix of bfloat16, int8 or float8_e4m3fn, rows a multiple of ",
-      kUnit, ", inputs of ", kInputsMultiple, ", beginning at a multiple of 16 bytes; got ",
+      kUnit, ", inputs of ", inputs_of_block(type), ", beginning at a multiple of 16 bytes; got ",
       describe(weight));
   check.require(map.is_cpu() && map.scalar_type() == ScalarType::Byte && map.is_contiguous() &&
                     map.numel() == kTensorMapBytes,
                 "map must be uint8[", kTensorMapBytes, "] on the CPU, got ", describe(map));
   alignas(64) unsigned char bytes[kTensorMapBytes];
-  cuda::map_weight(bytes, weight.const_data_ptr(),
-                   type == ScalarType::BFloat16 ? WeightType::bf16
-                   : type == ScalarType::Char   ? WeightType::int8
-                                                : WeightType::fp8,
-                   weight.size(0), weight.size(1), weight.get_device_index());
+  cuda::map_weight(bytes, weight.const_data_ptr(), type, weight.size(0), weight.size(1),
+                   weight.get_device_index());
   std::memcpy(map.mutable_data_ptr(), bytes, sizeof(bytes));
 }
 
@@ -178,10 +176,14 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor&
   check.tensor(slots_given, "slots", ScalarType::Int, {batch}, "[batch], int32");
   check.require(tokens.is_contiguous(), "tokens must be contiguous");
   const Tensor slots = torch::stable::contiguous(slots_given);
-  args.input_bytes = static_cast<int>(batch * plan.widest_input * 2);
-  check.require(batch >= 1 && batch <= kMostTokens && args.input_bytes <= kMostInputBytes,
-                "batch must be 1 to ",
-                std::min(kMostTokens, kMostInputBytes / (2 * plan.widest_input)), ", got ", batch);
+  check.require(
+      batch >= 1 && batch <= kMostTokens && batch * plan.widest_input * 2 <= kMostInputBytes,
+      "batch must be 1 to ", std::min(kMostTokens, kMostInputBytes / (2 * plan.widest_input)),
+      ", got ", batch);
+  const int tokens_of_batch = static_cast<int>(batch);
+  args.input_bytes =
+      plan.widest_input / inputs_of_block(args.weights) *
+      bytes_of_block(args.weights, splits(args.weights, tokens_of_batch), tokens_of_batch);
   check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
   check.tensor(cell, "cell", ScalarType::Float, {plan.layers, -1, plan.inner},
                "[layers, num_slots, inner]");
@@ -206,7 +208,7 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor&
   check.tensor(ended, "ended", ScalarType::Long, {1}, "[1], int64");
   check.require(exchange.is_contiguous(), "exchange must be contiguous");
 
-  args.batch = static_cast<int>(batch);
+  args.batch = tokens_of_batch;
   args.gates = static_cast<int>(gates);
   args.linear_candidate = linear_candidate;
   args.normalize_gates = normalize_gates;

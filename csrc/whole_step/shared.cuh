@@ -12,11 +12,10 @@ namespace whole {
 constexpr int kMultiplying = 12, kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
 
-constexpr int kBlock = 64;  // inputs of a warp
-constexpr int kBlockUnits = kBlock / kUnit;
-constexpr int kStageBytes = kMultiplying * kBlock * kUnit * 2;  // 8 rows
+// A stage is a block of inputs for each warp that multiplies, of 8 rows.
+constexpr int kWarpBytes = kBlockBytes * kUnit;
+constexpr int kStageBytes = kMultiplying * kWarpBytes;
 static_assert(kMostKeptUnits == kFinishing, "each warp that finishes keeps one unit");
-static_assert(kInputsMultiple == kBlock, "warps take whole blocks");
 static_assert(sizeof(WholeStepArgs) <= 32764, "what a kernel's arguments may have");
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other

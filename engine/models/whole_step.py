@@ -17,7 +17,7 @@ from engine.models.lm import LM, Layer
 from engine.models.quantized import QuantLinear
 from engine.ops import library
 from engine.ops.whole_step import (
-    INPUTS_MULTIPLE,
+    BLOCK_BYTES,
     MOST_CHANNELS_EACH,
     MOST_INPUT_BYTES,
     MOST_PHASES,
@@ -33,10 +33,11 @@ def most_rows(config: ModelConfig, processors: int) -> int:
     """How many sequences a step on a GPU of so many multiprocessors may have; 0: the kernel does
     not take such a model. What `runs_kernels` asks is taken as given."""
     hidden = [config.mlp_hidden] if config.mlp_hidden else []
+    bytes_each = 2 if config.quantization is None else 1
     inputs = [config.d_model, config.inner, *hidden]
     of_layer = 2 + 2 * len(hidden) + (config.conv_kernel > 0)
     fits = (
-        all(width % INPUTS_MULTIPLE == 0 for width in inputs)
+        all(width % (BLOCK_BYTES // bytes_each) == 0 for width in inputs)
         and config.d_model <= MOST_CHANNELS_EACH * processors
         and config.conv_kernel <= MOST_TAPS
         and config.n_layers * of_layer + 2 <= MOST_PHASES

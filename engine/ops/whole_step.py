@@ -24,13 +24,14 @@ _MAP_BYTES = 128
 _LINE_BYTES = 16  # of a channel's values of eight tokens
 
 #: What the kernel takes: rows of a batch, bytes of all rows' inputs to one product, products,
-#: channels for each multiprocessor, taps of a convolution, what the inputs of products divide by.
+#: channels for each multiprocessor, taps of a convolution; what the inputs of products divide by,
+#: in bytes of a row of weights.
 MOST_ROWS = 8
 MOST_INPUT_BYTES = 64 * 1024
 MOST_PHASES = 224
 MOST_CHANNELS_EACH = 24
 MOST_TAPS = 4
-INPUTS_MULTIPLE = 64
+BLOCK_BYTES = 128
 
 
 # The copy engine keeps what it has read of a map, by its address. So memory that has once held maps
