@@ -132,8 +132,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // [batch, vocabulary]. plan, exchange and ended are those of engine/ops/whole_step.py
   m.def(
       "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
-      "Tensor(c!) exchange, Tensor(d!) ended, int gates, float eps, bool linear_candidate=False, "
-      "bool normalize_gates=True) -> Tensor");
+      "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
+      "bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build

@@ -19,6 +19,7 @@ from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.lm import LM
 from engine.models.packed import PackedLM, can_pack
+from engine.models.whole_step import Head, WholeStep, runs_kernels
 
 
 class ServingModel(Protocol):
@@ -45,17 +46,23 @@ class ServingModel(Protocol):
 
 
 class PlainModel:
-    """LM itself, operator by operator."""
+    """LM itself, operator by operator; but steps of a few sequences in one kernel, where there is
+    one for it."""
 
     def __init__(self, model: LM) -> None:
         self._model = model
+        whole = runs_kernels(model) and WholeStep.most_rows(model) > 0
+        self._whole = WholeStep(model, Head.of(model)) if whole else None
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
         return self._model.prefill(tokens, cu_seqlens, state, slots)
 
+    @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
+            return self._whole.step(tokens, state, slots)[:, : self._model.config.vocab_size]
         return self._model.logits(self._model.step(tokens, state, slots))
 
     def logits(self, hidden: Tensor) -> Tensor:

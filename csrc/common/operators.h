@@ -64,7 +64,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tens
 void whole_step_map(const Tensor& weight, const Tensor& map);
 Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
-                  std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates);
+                  std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
+                  bool normalize_gates);
 #endif
 
 }  // namespace minserve

@@ -2,62 +2,33 @@
 // anywhere.
 //
 // From shapes alone, and fitted to measurements of every form at the shapes of models of 6 million
-// to 1.3 billion weights and 1 to 1,024 tokens on a GPU of 132 multiprocessors: over a whole step
+// to 1.3 billion weights and 1 to 8,192 tokens on a GPU of 132 multiprocessors: over a whole step
 // the choice is within 5 % of the best form of every map in most cases, within 17 % in all.
 #pragma once
 
 #include <cstdint>
 
+#include "form.h"
+#include "wide_choice.h"
+
 namespace minserve {
-
-enum class Form {
-  tokens_8,  // 64 rows of weights (or of channels, with all gates) by so many tokens
-  tokens_16,
-  tokens_32,
-  tokens_64,
-  tokens_64_deep,  // one block to a multiprocessor, with a longer ring
-  pairs_8,         // 128 rows by so many tokens
-  pairs_16,
-  pairs_32,
-  pairs_64,
-  wide_128,  // a warpgroup for each 64 rows, two in all, or one for each gate
-  wide_128_deep,
-  wide_256,
-};
-
-struct Choice {
-  Form form;
-  int parts;      // blocks that take a part of the inputs each
-  int turns = 1;  // parts that one block takes in turn (fixed_choice.h)
-};
 
 class Chooser {
  public:
   Chooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
-  Choice choose() const {
+  // Among wide forms, with `whole`, one whose blocks have all inputs.
+  Choice choose(bool whole = false) const {
     if (tokens_ <= 32) return few();
-    const bool head = gates_ == 1 && tiles(64) >= kTwoWaves;
-    const std::int64_t blocks = tiles(gates_ > 1 ? 64 : 128) * pieces(128);
-    if (head) {
-      if (tokens_ <= 64 || blocks < kTwoWaves) return {Form::pairs_64, 1};
-      return {inputs_ >= kDeep && blocks >= 900 ? Form::wide_256 : Form::wide_128, 1};
-    }
-    if (tokens_ > 64 && blocks >= 90 && (!small() || blocks >= 190)) {
-      if (inputs_ >= kDeep) {
-        const std::int64_t wide = tiles(gates_ > 1 ? 64 : 128) * pieces(256);
-        return {wide >= (gates_ > 1 ? 120 : 100) && wide <= kOneWave ? Form::wide_256
-                                                                     : Form::wide_128_deep,
-                1};
-      }
-      if (blocks >= 130) return {Form::wide_128, 1};
-    }
+    const WideChooser wide(channels_, inputs_, gates_, tokens_, whole);
+    if (wide.pays()) return wide.choose();
+    if (gates_ == 1 && tiles(64) >= kTwoWaves) return {Form::pairs_64, 1};
     return some();
   }
 
  private:
-  static constexpr std::int64_t kOneWave = 140, kTwoWaves = 264, kDeep = 2048;
+  static constexpr std::int64_t kOneWave = 140, kTwoWaves = 264;
 
   std::int64_t tiles(std::int64_t rows) const { return (channels_ + rows - 1) / rows; }
   std::int64_t pieces(std::int64_t tokens) const { return (tokens_ + tokens - 1) / tokens; }

@@ -2,32 +2,15 @@
 #include "../common/launch.cuh"
 #include "choice.h"
 #include "embed.cuh"
-#include "encode_map.cuh"
 #include "fixed_choice.h"
 #include "kernel.cuh"
 #include "launch.h"
+#include "tensor_map.cuh"
 
 namespace minserve {
 namespace cuda {
 
 namespace {
-
-// A matrix [rows, columns] of two-byte numbers, read in boxes of box_rows by kStep.
-CUtensorMap map_of(const void* data, std::int64_t rows, std::int64_t columns, int box_rows,
-                   Dtype dtype) {
-  CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {kStep, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  const CUresult result = encode_map()(
-      &map,
-      dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) throw std::runtime_error("minserve: a matrix has no tensor map");
-  return map;
-}
 
 template <class S>
 void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
@@ -74,7 +57,7 @@ void launch_in_turns(LinearArgs args, const Choice& choice, const void* weight, 
     if (choice.form == Form::tokens_64) return launch(LinearShape<T, 1, 1, 1, 64, false, true>());
   }
   if constexpr (kGates < 3) {
-    if (choice.form == Form::wide_128_deep)
+    if (choice.form == Form::tokens_128)
       return launch(LinearShape<T, kGates, 1, 2, 128, true, true>());
   }
   launch(LinearShape<T, kGates, kGates, 1, 64, true, true>());
@@ -84,7 +67,7 @@ template <class T, int kGates>
 void launch_linear(const LinearArgs& args, const void* weight, const void* input, Dtype dtype,
                    int device, cudaStream_t stream) {
   constexpr bool kStepping = kGates > 1;
-  constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2, kGroups = kStepping ? kGates : 2;
+  constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2;
   const Choice choice = args.fixed_order
                             ? FixedChooser(args.channels, args.inputs, kGates, args.tokens).choose()
                             : Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
@@ -113,12 +96,8 @@ void launch_linear(const LinearArgs& args, const void* weight, const void* input
       return launch(LinearShape<T, kGates, kTwo, 1, 32>());
     case Form::pairs_64:
       return launch(LinearShape<T, kGates, kTwo, 1, 64>());
-    case Form::wide_128:
-      return launch(LinearShape<T, kGates, 1, kGroups, 128, kGates == 3>());
-    case Form::wide_128_deep:
-      return launch(LinearShape<T, kGates, 1, kGroups, 128, true>());
-    case Form::wide_256:
-      return launch(LinearShape<T, kGates, 1, kGroups, kGates == 3 ? 128 : 256, true>());
+    default:
+      return linear_wide(choice, args, weight, input, kGates, dtype, device, stream);
   }
 }
 

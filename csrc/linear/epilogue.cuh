@@ -127,20 +127,13 @@ __device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
   out.store(static_cast<T*>(args.out) + at.offset(args));
 }
 
-// The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
-// so that stepping differs from scanning by nothing but the order of a product's sums.
+// One step from a quad's pre-activations.
 template <class T, template <class> class CellOf>
-__device__ __forceinline__ void finish_step(const LinearArgs& args, const Place& at,
-                                            Before<T, true>& before,
-                                            float (&y)[CellOf<float>::kInputs][kQuad]) {
+__device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& at,
+                                          Before<T, true>& before,
+                                          const Quad<T> (&pre)[CellOf<float>::kInputs]) {
   using Cell = CellOf<float>;
   const bool real = before.row != nullptr;
-  Quad<T> pre[Cell::kInputs], out;
-#pragma unroll
-  for (int gate = 0; gate < Cell::kInputs; ++gate) {
-    add_bias<T>(args, gate * args.channels + at.channel, y[gate]);
-    pre[gate].set(y[gate]);
-  }
   float h[kQuad];
   const auto step = [&](auto options) {
 #pragma unroll
@@ -161,8 +154,24 @@ __device__ __forceinline__ void finish_step(const LinearArgs& args, const Place&
     before.state.set(h);
     before.state.store(before.row);
   }
+  Quad<T> out;
   out.set(h);
   out.store(static_cast<T*>(args.out) + at.offset(args));
+}
+
+// The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
+// so that stepping differs from scanning by nothing but the order of a product's sums.
+template <class T, template <class> class CellOf>
+__device__ __forceinline__ void finish_step(const LinearArgs& args, const Place& at,
+                                            Before<T, true>& before,
+                                            float (&y)[CellOf<float>::kInputs][kQuad]) {
+  Quad<T> pre[CellOf<float>::kInputs];
+#pragma unroll
+  for (int gate = 0; gate < CellOf<float>::kInputs; ++gate) {
+    add_bias<T>(args, gate * args.channels + at.channel, y[gate]);
+    pre[gate].set(y[gate]);
+  }
+  step_quad<T, CellOf>(args, at, before, pre);
 }
 
 }  // namespace cuda

@@ -28,7 +28,7 @@ class FixedChooser {
 
   Choice choose() const {
     const int parts = this->parts();
-    if (parts == 1) return {Chooser(channels_, inputs_, gates_, tokens_).choose().form, 1};
+    if (parts == 1) return {Chooser(channels_, inputs_, gates_, tokens_).choose(true).form, 1};
     const Choice shared = among_blocks(parts);
     return blocks(tokens_of(shared.form)) * parts <= kTwoWaves ? shared : in_turn(parts);
   }
@@ -61,7 +61,7 @@ class FixedChooser {
   Choice in_turn(int parts) const {
     const bool small = channels_ * gates_ * inputs_ * 2 <= (8 << 20);
     const std::int64_t wide = tiles(gates_ > 1 ? 64 : 128) * ((tokens_ + 127) / 128);
-    if (gates_ < 3 && wide >= (small ? 190 : 90)) return {Form::wide_128_deep, 1, parts};
+    if (gates_ < 3 && wide >= (small ? 190 : 90)) return {Form::tokens_128, 1, parts};
     if (blocks(64) < 64) return {Form::tokens_32, 1, parts};
     if (gates_ == 1 && blocks(64) > kOneWave) return {Form::tokens_64, 1, parts};
     return {Form::tokens_64_deep, 1, parts};

@@ -51,6 +51,22 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int c
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
       : "memory");
 }
+// From shared memory to a box of `map`; what lies outside the matrix is left out.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int row,
+                                          const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+          &map),
+      "r"(column), "r"(row), "r"(shared_address(from))
+      : "memory");
+}
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the stores of this thread have read their shared memory.
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -85,6 +101,39 @@ __device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const voi
 // Makes what this thread wrote to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- threads of a block
+
+// `threads` of them, whole warps, meet at one of the barriers 1 to 15.
+__device__ __forceinline__ void meet(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// All warps of a warpgroup change the number of registers that each of its threads has.
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Four squares of 8 x 8 two-byte numbers, turned: thread t gives the address of row t % 8 of square
+// t / 8 in shared memory, and has in each word two neighbours of a column: row 2 (t % 4) in its low
+// half, of column t / 4.
+__device__ __forceinline__ void store_turned(std::uint32_t address, const unsigned (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+__device__ __forceinline__ void load_turned(std::uint32_t address, unsigned (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
 }
 
 // --- products of warpgroups

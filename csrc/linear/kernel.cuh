@@ -17,10 +17,6 @@
 namespace minserve {
 namespace cuda {
 
-constexpr int kStep = 64;       // inputs a stage: rows of 128 bytes
-constexpr int kBlockRows = 64;  // rows of a warpgroup's product
-constexpr int kGroupThreads = 128;
-
 // kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
 // blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
 template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false,
@@ -49,7 +45,7 @@ struct LinearShape {
   static constexpr int kRing =
       ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
       1024;
-  static constexpr int kMinBlocks = kDeep || kGroups == 3                          ? 1
+  static constexpr int kMinBlocks = kDeep                                          ? 1
                                     : kGates == 1 && kGroups == 1 && kTokens <= 16 ? 3
                                                                                    : 2;
   // With parts, what they are sent lies behind the ring.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "args.h"
+#include "form.h"
 
 namespace minserve {
 
@@ -14,6 +15,10 @@ bool linear_supported(int device);
 // weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
 void linear(const LinearArgs& args, const void* weight, const void* input, int gates, Dtype dtype,
             int device, void* stream);
+
+// The same in a wide form, which WideChooser has chosen.
+void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
+                 const void* input, int gates, Dtype dtype, int device, void* stream);
 
 void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream);
 

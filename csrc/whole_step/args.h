@@ -11,12 +11,24 @@ namespace minserve {
 // numbers are also those of the plan that Python writes (engine/ops/whole_step.py).
 enum class PhaseKind : int { embed, residual, gates, gelu, logits };
 
+// What all weights of products are.
+enum class WeightType : int { bf16, int8, fp8 };  // fp8: e4m3
+
+// Inputs of each product come in blocks: what 128 bytes of a row of weights have.
+constexpr int kBlockBytes = 128;
+constexpr int inputs_of_block(WeightType type) {
+  return kBlockBytes / (type == WeightType::bf16 ? 2 : 1);
+}
+
 // One product, and what its results go through before the next one reads them. Channels come in
 // units of eight neighbours.
 struct WholeStepPhase {
   const void* weight;  // tensor map of [gates * channels, inputs]; embed: the table [ids, channels]
-  const void* bias;    // [gates * channels] or null
-  const void* norm;    // weights of its inputs' norm, [inputs], or null
+  // What the sums of 8-bit weights are multiplied with, [gates * channels]; embed: the rows of an
+  // 8-bit table, [ids]; or null.
+  const float* scale;
+  const void* bias;  // [gates * channels] or null
+  const void* norm;  // weights of its inputs' norm, [inputs], or null
   // Of a convolution that reads the residual stream next, or null: [channels, taps], [channels].
   const void *taps, *taps_bias;
   std::int32_t kind;
@@ -27,18 +39,29 @@ struct WholeStepPhase {
   std::int32_t in, out;
 };
 
-constexpr int kUnit = 8;             // channels
-constexpr int kMostTokens = 8;       // rows of a batch, at most
-constexpr int kMostPhases = 224;     // of a step, at most: all arguments fit into those of a kernel
-constexpr int kMostTaps = 4;         // of a convolution, at most
-constexpr int kMostKeptUnits = 3;    // of the residual stream in a block, at most
-constexpr int kInputsMultiple = 64;  // of each product
+constexpr int kUnit = 8;           // channels
+constexpr int kMostTokens = 8;     // rows of a batch, at most
+constexpr int kMostPhases = 224;   // of a step, at most: all arguments fit into those of a kernel
+constexpr int kMostTaps = 4;       // of a convolution, at most
+constexpr int kMostKeptUnits = 3;  // of the residual stream in a block, at most
 constexpr int kMostInputBytes = 64 * 1024;          // of all tokens to a product, at most
 constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
+
+// Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts (inputs.cuh). To
+// widen weights is a work per weight, to split inputs one per token.
+constexpr int kMostSplit = 2;  // tokens
+constexpr bool splits(WeightType type, int batch) {
+  return type != WeightType::bf16 && batch <= kMostSplit;
+}
+// What a block of the inputs of all tokens takes in shared memory.
+constexpr int bytes_of_block(WeightType type, bool split, int batch) {
+  return batch * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);
+}
 
 struct WholeStepArgs {
   int phases = 0;
   int batch = 0;
+  WeightType weights = WeightType::bf16;
   int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table

@@ -15,10 +15,11 @@ int attribute(cudaDeviceAttr which, int device, const char* what) {
   return value;
 }
 
-template <template <class> class CellOf, bool kAny>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit>
 void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   static thread_local int prepared = -1, most_shared = 0;
-  const auto* kernel = reinterpret_cast<const void*>(&whole_step_kernel<CellOf, kAny>);
+  const auto* kernel =
+      reinterpret_cast<const void*>(&whole_step_kernel<CellOf, kAny, kType, kSplit>);
   if (prepared != device) {
     most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, "shared memory");
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
@@ -41,7 +42,20 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   config.stream = on;
   config.attrs = attributes;
   config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, &whole_step_kernel<CellOf, kAny>, args), "a whole step");
+  check(cudaLaunchKernelEx(&config, &whole_step_kernel<CellOf, kAny, kType, kSplit>, args),
+        "a whole step");
+}
+
+template <WeightType kType, bool kSplit>
+void launch_cell(WholeStepArgs& args, int device, cudaStream_t on) {
+  const bool any = args.linear_candidate || !args.normalize_gates;
+  if (args.gates == 2) {
+    any ? launch<MinGruCell, true, kType, kSplit>(args, device, on)
+        : launch<MinGruCell, false, kType, kSplit>(args, device, on);
+  } else {
+    any ? launch<MinLstmCell, true, kType, kSplit>(args, device, on)
+        : launch<MinLstmCell, false, kType, kSplit>(args, device, on);
+  }
 }
 
 }  // namespace
@@ -50,31 +64,42 @@ int whole_step_blocks(int device) {
   return attribute(cudaDevAttrMultiProcessorCount, device, "number of multiprocessors");
 }
 
-// Seen as [inputs / 64, rows, 64], of which a stage is a box: 8 rows, a block for each warp. (The
-// last dimension's stride is shorter than the one before it, which drivers take as it is.)
-void map_weight(void* to, const void* weight, std::int64_t rows, std::int64_t inputs, int device) {
+// Seen as [blocks, rows, inputs of a block], of which a stage is a box: a block for each warp, 8
+// rows, swizzled. (The last dimension's stride is shorter than the one before it, which drivers
+// take as it is.)
+void map_weight(void* to, const void* weight, WeightType type, std::int64_t rows,
+                std::int64_t inputs, int device) {
   const DeviceGuard guard(device);
-  const cuuint64_t sizes[3] = {whole::kBlock, static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(inputs / whole::kBlock)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(inputs) * 2, whole::kBlock * 2};
-  const cuuint32_t box[3] = {whole::kBlock, kUnit, whole::kMultiplying}, steps[3] = {1, 1, 1};
+  const auto block = static_cast<cuuint64_t>(inputs_of_block(type));
+  const cuuint64_t bytes = kBlockBytes / block;
+  const cuuint64_t sizes[3] = {block, static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(inputs) / block};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(inputs) * bytes, kBlockBytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(block), kUnit, whole::kMultiplying};
+  const cuuint32_t steps[3] = {1, 1, 1};
   static_assert(sizeof(CUtensorMap) == kTensorMapBytes);
-  const CUresult result = encode_map()(
-      static_cast<CUtensorMap*>(to), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(weight),
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_map()(static_cast<CUtensorMap*>(to),
+                   bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 3,
+                   const_cast<void*>(weight), sizes, strides, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw std::runtime_error("minserve: a matrix has no tensor map");
 }
 
 void whole_step(WholeStepArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  const bool any = args.linear_candidate || !args.normalize_gates;
-  if (args.gates == 2) {
-    any ? launch<MinGruCell, true>(args, device, on) : launch<MinGruCell, false>(args, device, on);
-  } else {
-    any ? launch<MinLstmCell, true>(args, device, on)
-        : launch<MinLstmCell, false>(args, device, on);
+  const bool split = splits(args.weights, args.batch);
+  switch (args.weights) {
+    case WeightType::bf16:
+      return launch_cell<WeightType::bf16, false>(args, device, on);
+    case WeightType::int8:
+      return split ? launch_cell<WeightType::int8, true>(args, device, on)
+                   : launch_cell<WeightType::int8, false>(args, device, on);
+    case WeightType::fp8:
+      return split ? launch_cell<WeightType::fp8, true>(args, device, on)
+                   : launch_cell<WeightType::fp8, false>(args, device, on);
   }
 }
 

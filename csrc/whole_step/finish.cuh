@@ -5,16 +5,36 @@
 #include "../common/channels.cuh"
 #include "../linear/epilogue.cuh"
 #include "exchange.cuh"
+#include "weights.cuh"
 
 namespace minserve {
 namespace cuda {
 namespace whole {
+
+// Whether results of products, and rows of an 8-bit table, have a scale.
+template <WeightType kType>
+constexpr bool kScaled = kType != WeightType::bf16;
 
 __device__ __forceinline__ float2 numbers(unsigned pair) {
   return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
 }
 __device__ __forceinline__ float2 load_pair(const void* p, std::int64_t at) {
   return numbers(*reinterpret_cast<const unsigned*>(static_cast<const bf16*>(p) + at));
+}
+
+__device__ __forceinline__ float2 load_floats(const float* p) {
+  return *reinterpret_cast<const float2*>(p);
+}
+
+// Two neighbouring numbers of a table's row; an 8-bit table's are scaled and rounded.
+template <WeightType kType>
+__device__ __forceinline__ float2 look_up(const WholeStepPhase& phase, int row, std::int64_t at) {
+  if (!kScaled<kType> || !phase.scale) return load_pair(phase.weight, at);
+  const unsigned two = *reinterpret_cast<const unsigned short*>(
+      static_cast<const unsigned char*>(phase.weight) + at);
+  const float2 x = numbers(widened<kType, false>(two));
+  const float scale = phase.scale[row];
+  return numbers(rounded(x.x * scale, x.y * scale, bf16{}));
 }
 
 // Sums of a lane's pair, of all warps.
@@ -66,7 +86,7 @@ __device__ __forceinline__ float stepped(const Options& options,
   return fmadd(step.a, before, step.b);
 }
 
-template <template <class> class CellOf, class Options>
+template <template <class> class CellOf, WeightType kType, class Options>
 __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options& options,
                                        Shared<CellOf<float>::kInputs>& shared, unsigned char* set) {
   constexpr int kGates = CellOf<float>::kInputs;
@@ -92,7 +112,16 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       if (!mine) continue;
       const int channel = unit * kUnit + lane % 4 * 2;
       // What every step needs besides the sums is on its way before they are there.
-      float2 shift[kGates] = {}, before = {};
+      float2 shift[kGates] = {}, factor[kGates], before = {};
+      if (kScaled<kType> && kind != PhaseKind::embed) {
+        factor[0] = load_floats(phase.scale + channel);
+        if (kind == PhaseKind::gates) {
+#pragma unroll
+          for (int gate = 1; gate < kGates; ++gate) {
+            factor[gate] = load_floats(phase.scale + gate * units * kUnit + channel);
+          }
+        }
+      }
       float* row = args.cell + phase.layer * args.cell_layer_stride + cell_row + channel;
       if (kind == PhaseKind::gates) before = *reinterpret_cast<const float2*>(row);
       if (bias) {
@@ -108,7 +137,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       float2 y[kGates] = {};
       if (kind == PhaseKind::embed) {
         if (id >= 0 && id < args.ids) {
-          x = load_pair(phase.weight, static_cast<std::int64_t>(id) * args.width + channel);
+          x = look_up<kType>(phase, id, static_cast<std::int64_t>(id) * args.width + channel);
         }
       } else {
         barrier_sync<kMeeting>(kSummed + warp);
@@ -128,6 +157,9 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         if (lane == 0) arrive(shared.taken[warp]);
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
+          if (kScaled<kType> && (gate == 0 || kind == PhaseKind::gates)) {
+            y[gate].x *= factor[gate].x, y[gate].y *= factor[gate].y;
+          }
           y[gate].x = y[gate].x * scale + shift[gate].x;
           y[gate].y = y[gate].y * scale + shift[gate].y;
         }

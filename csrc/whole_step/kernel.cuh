@@ -17,7 +17,7 @@
 namespace minserve {
 namespace cuda {
 
-template <template <class> class CellOf, bool kAny>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit>
 __global__ void __launch_bounds__(whole::kThreads, 1)
     whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -30,28 +30,31 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   let_next_kernel_start();
   const int warp = static_cast<int>(threadIdx.x / 32);
   if (warp == whole::kCopier) {
-    if (threadIdx.x % 32 == 0) whole::copy_weights(args, shared, ring);
+    if (threadIdx.x % 32 == 0) whole::copy_weights<kGates, kType>(args, shared, ring);
     __syncwarp();
     wait_for_previous_kernel();
     return;
   }
   wait_for_previous_kernel();
-  // Blocks that have counted themselves before this one began to look are fewer than all. (One
-  // counts itself when its first finishing warp is done; every block has a unit in some phase,
-  // op.cpp sees to it, and before that one is finished all its warps have looked.)
+  // Blocks that have counted themselves before this one began to look are fewer than all.
   const unsigned long long turn = load_relaxed(args.ended) / gridDim.x;
   unsigned char* set = args.exchange + turn % 2 * args.set_bytes;
   if (warp < whole::kMultiplying) {
+    whole::arrive_at(whole::kLooked);
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
-    whole::multiply(args, shared, ring, inputs, set);
+    whole::multiply<kGates, kType, kSplit>(args, shared, ring, inputs, set);
   } else {
     if constexpr (kAny) {
       const AnyOptions options{args.linear_candidate, args.normalize_gates};
-      whole::finish<CellOf>(args, options, shared, set);
+      whole::finish<CellOf, kType>(args, options, shared, set);
     } else {
-      whole::finish<CellOf>(args, UsualOptions{}, shared, set);
+      whole::finish<CellOf, kType>(args, UsualOptions{}, shared, set);
     }
-    if (threadIdx.x == whole::kMultiplying * 32) atomicAdd(args.ended, 1ull);
+    if (warp == whole::kMultiplying) {
+      // A block that has no unit in any phase waits for none of its own warps otherwise.
+      barrier_sync<whole::kMeeting>(whole::kLooked);
+      if (threadIdx.x % 32 == 0) atomicAdd(args.ended, 1ull);
+    }
   }
 #endif
 }

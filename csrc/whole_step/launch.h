@@ -13,8 +13,9 @@ namespace cuda {
 // Blocks that a step runs in: one on each multiprocessor.
 int whole_step_blocks(int device);
 
-// Writes the tensor map of a matrix [rows, inputs] in bfloat16, kTensorMapBytes aligned to 64.
-void map_weight(void* map, const void* weight, std::int64_t rows, std::int64_t inputs, int device);
+// Writes the tensor map of a matrix [rows, inputs], kTensorMapBytes aligned to 64.
+void map_weight(void* map, const void* weight, WeightType type, std::int64_t rows,
+                std::int64_t inputs, int device);
 
 // Enqueued on the stream; all blocks run at once. Sets `stages`.
 void whole_step(WholeStepArgs& args, int device, void* stream);

@@ -1,11 +1,12 @@
-// Weights into shared memory, and products: two tiles of 8 rows by 8 tokens on the tensor cores.
+// Weights into shared memory, and products of two tiles at a time.
 //
 // Every warp multiplies its own blocks of the inputs by all tiles of its block, and takes them
 // without waiting for another warp.
 #pragma once
 
-#include "../common/channels.cuh"
 #include "exchange.cuh"
+#include "inputs.cuh"
+#include "weights.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -15,7 +16,8 @@ namespace whole {
 // behind a longer queue.
 constexpr int kInFlight = 3;
 
-// Blocks of 8 rows of a matrix, seen as [inputs / 64, rows, 64], to a stage.
+// Blocks of 8 rows of a matrix, seen as [blocks, rows, inputs of a block], to a stage; zeros past
+// its end.
 __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, int block,
                                            std::uint64_t& barrier) {
   asm volatile(
@@ -27,7 +29,7 @@ __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, i
 
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
 // chunk by chunk in turn, because they are multiplied together.
-template <int kGates>
+template <int kGates, WeightType kType>
 __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<kGates>& shared,
                                              unsigned char* ring) {
   const int in_flight = min(kInFlight, args.stages);
@@ -49,7 +51,7 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<k
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
     const int units = phase.units, gates = gates_of<kGates>(phase);
-    const int blocks = phase.inputs / kBlock;
+    const int blocks = phase.inputs / inputs_of_block(kType);
     const void* map = phase.weight;
     int unit = first_unit(phase), gate = 0;
     const auto next_row = [&] {  // of the next tile; -1: there is none
@@ -69,118 +71,34 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<k
   }
 }
 
-// Four matrices of 8 rows by 16 bytes; lanes 8 i to 8 i + 7 have the addresses of matrix i's rows.
-__device__ __forceinline__ uint4 load_matrices(std::uint32_t address) {
-  uint4 all;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
-               : "r"(address)
-               : "memory");
-  return all;
-}
-
-// 16 rows of weights times 8 tokens, 16 inputs.
-__device__ __forceinline__ void multiply_step(float (&sums)[4], const uint4& w, unsigned x0,
-                                              unsigned x1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
-}
-
-// This warp's blocks of all tokens, [units][tokens][8]; with a norm, times its weights, and the sum
-// of a lane's squares.
-template <bool kNorm>
-__device__ __forceinline__ float take_values(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                             const unsigned char* set, unsigned char* own) {
-  constexpr int kAtOnce = 2, kStep = kMultiplying * kBlockUnits;  // units to this warp's next block
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
-  const bool real = token < args.batch;
-  const int first_unit = warp * kBlockUnits + lane % 4;  // and the fourth after it
-  const unsigned char* from = set + phase.in + first_unit * kUnitLine + token * 16;
-  const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
-  unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
-  const int half = 4 * args.batch * 16, of_block = kMultiplying * 2 * half;
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int left = phase.inputs / kBlock - warp; left > 0; left -= kAtOnce * kMultiplying) {
-    uint4 words[2 * kAtOnce], norm[2 * kAtOnce];
-    const bool both = left > kMultiplying;
-    if (kNorm) {
-#pragma unroll
-      for (int i = 0; i < 2 * kAtOnce; ++i) {
-        if (i < 2 || both) norm[i] = __ldg(weights + i / 2 * kStep + i % 2 * 4);
-      }
-      weights += kAtOnce * kStep;
-    }
-    bool all;
-    do {
-      all = true;
-#pragma unroll
-      for (int i = 0; i < 2 * kAtOnce; ++i) {
-        words[i] = uint4{};
-        if (real && (i < 2 || both))
-          words[i] = load_words(from + (i / 2 * kStep + i % 2 * 4) * kUnitLine);
-      }
-#pragma unroll
-      for (int i = 0; i < 2 * kAtOnce; ++i) all = all && written(words[i]);
-    } while (!__all_sync(0xffffffffu, all));
-#pragma unroll
-    for (int i = 0; i < 2 * kAtOnce; ++i) {
-      if (i >= 2 && !both) continue;
-      if (kNorm) {
-        const unsigned x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
-        const unsigned w[4] = {norm[i].x, norm[i].y, norm[i].z, norm[i].w};
-        unsigned scaled[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float low = number_of(x, 2 * k, bf16{}), high = number_of(x, 2 * k + 1, bf16{});
-          sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
-          scaled[k] = rounded(low * number_of(w, 2 * k, bf16{}),
-                              high * number_of(w, 2 * k + 1, bf16{}), bf16{});
-        }
-        words[i] = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
-      }
-      if (real) *reinterpret_cast<uint4*>(to + i / 2 * of_block + i % 2 * half) = words[i];
-    }
-    from += kAtOnce * kStep * kUnitLine;
-    to += kAtOnce * of_block;
-  }
-  __syncwarp();
-  return sum;
-}
-
-template <int kGates>
+template <int kGates, WeightType kType, bool kSplit>
 __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGates>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
+  constexpr int kBlock = inputs_of_block(kType);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int half = 4 * args.batch * 16, of_block = kMultiplying * 2 * half;
-  unsigned char* own = inputs + warp * 2 * half;
-  // Of the four matrices that a lane has an address of a row of: inputs 0 to 31 of all tokens
-  // (those that are not there are another's: what becomes of them is not looked at); and inputs 0
-  // to 7 of the first tile, of the second, inputs 8 to 15 of both.
-  const std::uint32_t tokens =
-      shared_address(own) + (lane / 8 * args.batch + min(lane % 8, args.batch - 1)) * 16;
-  const std::uint32_t weights =
-      shared_address(ring) + warp * kBlockBytes + lane % 8 * 128 + ((lane / 16 ^ lane % 8) << 4);
-  float* const sums_of_lane = &shared.sums[0][0][warp][place_of_sum(lane % 4 * 2, lane / 4)];
+  using Tiles = Tiles<kType, kSplit>;
+  const int of_warp = bytes_of_block(kType, kSplit, args.batch), of_block = kMultiplying * of_warp;
+  unsigned char* own = inputs + warp * of_warp;
+  const typename Tiles::Inputs first_block(shared_address(own), lane, args.batch);
+  const std::uint32_t weights = shared_address(ring) + warp * kWarpBytes + Tiles::place(lane);
+  float* const sums_of_lane =
+      &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];
   constexpr int kOfTile = kMultiplying * kSums, kOfFinisher = kGates * kOfTile;
   Turn stage, loading;
   unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd
-  uint4 w[4];
+  Tiles held;
   const auto load_weights = [&](bool two) {
-    int at = loading.at;
-    wait_barrier(shared.full[at], loading.round % 2);
+    const int first = loading.at;
+    wait_barrier(shared.full[first], loading.round % 2);
     loading.advance(args.stages);
+    int second = first;
     if (two) {
-      wait_barrier(shared.full[loading.at], loading.round % 2);
-      if (lane / 8 % 2 == 1) at = loading.at;
+      second = loading.at;
+      wait_barrier(shared.full[second], loading.round % 2);
       loading.advance(args.stages);
     }
-    const std::uint32_t from = weights + at * kStageBytes;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = load_matrices(from ^ (i << 5));
+    held.load(weights + first * kStageBytes, weights + second * kStageBytes, lane);
   };
   const auto release = [&] {
     if (lane == 0) arrive(shared.empty[stage.at]);
@@ -189,36 +107,31 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
-    const int units = phase.units, gates = gates_of<kGates>(phase), chunks = chunks_of(phase);
-    const int blocks = phase.inputs / kBlock - warp;
+    const int units = phase.units, gates = gates_of<kGates>(phase);
+    const int blocks = phase.inputs / kBlock;
+    const int chunks = (blocks + kMultiplying - 1) / kMultiplying;
     int tiles = 0;
     for (int unit = first_unit(phase); unit < units; unit += gridDim.x) tiles += gates;
     if (tiles == 0) continue;
     load_weights(tiles > 1);
     if (phase.norm) {
-      float squares = take_values<true>(args, phase, set, own);
-      squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-      squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-      // Nobody reads the ones before any more: a whole other product has been finished since.
-      if (lane % 4 == 0) shared.squares[warp][lane / 4] = squares;
+      // Nobody reads the sums of squares before any more: a whole other product has been finished
+      // since.
+      take_inputs<kType, kSplit, true>(args, phase, set, own, shared.squares[warp]);
     } else {
-      take_values<false>(args, phase, set, own);
+      take_inputs<kType, kSplit, false>(args, phase, set, own, nullptr);
     }
     int finisher = 0, gate = 0;
 #pragma unroll 1
     for (; tiles > 0; tiles -= 2) {
-      float sums[2][4] = {};
-      std::uint32_t at = tokens;
+      typename Tiles::Sums sums;
+      typename Tiles::Inputs at = first_block;
+      int block = blocks - warp;  // of this warp that are left, times kMultiplying
 #pragma unroll 1
-      for (int left = chunks, block = blocks; left > 0; --left, block -= kMultiplying) {
-        if (block > 0) {
-          const uint4 x = load_matrices(at), y = load_matrices(at + half);
-          multiply_step(sums[0], w[0], x.x, x.y);
-          multiply_step(sums[1], w[1], x.z, x.w);
-          multiply_step(sums[0], w[2], y.x, y.y);
-          multiply_step(sums[1], w[3], y.z, y.w);
-        }
-        at += of_block;
+      for (int left = chunks; left > 0; --left) {
+        if (block > 0) held.multiply(sums, at);
+        block -= kMultiplying;
+        at.advance(of_block);
         __syncwarp();
         release();
         if (tiles > 1) release();
@@ -233,11 +146,9 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
         if (tile >= tiles) continue;
         if (gate == 0) wait_barrier(shared.taken[finisher], handed >> finisher & 1);
         float* to = sums_of_lane + finisher * kOfFinisher + gate * kOfTile;
-        to[0] = sums[0][2 * tile] + sums[1][2 * tile];
-        to[kUnit] = sums[0][2 * tile + 1] + sums[1][2 * tile + 1];
+        sums.store(to, tile);
         if (++gate == gates) {
-          asm volatile("barrier.cta.arrive %0, %1;" ::"r"(kSummed + finisher), "n"(kMeeting)
-                       : "memory");
+          arrive_at(kSummed + finisher);
           gate = 0;
           handed ^= 1u << finisher;
           pass_on(finisher);

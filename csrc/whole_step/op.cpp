@@ -13,7 +13,19 @@ namespace minserve {
 namespace {
 
 // Numbers of a phase in the plan.
-enum Field { kKind, kLayer, kChannels, kInputs, kWeight, kBias, kNorm, kTaps, kTapsBias, kFields };
+enum Field {
+  kKind,
+  kLayer,
+  kChannels,
+  kInputs,
+  kWeight,
+  kScale,
+  kBias,
+  kNorm,
+  kTaps,
+  kTapsBias,
+  kFields
+};
 
 const void* pointer(std::int64_t address) {
   return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
@@ -30,7 +42,11 @@ bool in_pairs(const Tensor& state) {
 // The plan's phases, each with its part of the exchange and its share of the blocks.
 class Plan {
  public:
-  Plan(const Check& check, const Tensor& plan, int blocks) : check_(check), blocks_(blocks) {
+  Plan(const Check& check, const Tensor& plan, std::int64_t weight_type, int blocks)
+      : check_(check), blocks_(blocks) {
+    check.require(weight_type >= 0 && weight_type <= static_cast<int>(WeightType::fp8),
+                  "weight_type must be 0, 1 or 2, got ", weight_type);
+    args.weights = static_cast<WeightType>(weight_type);
     check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
                       plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 2 &&
                       plan.size(0) <= kMostPhases,
@@ -40,9 +56,6 @@ class Plan {
     for (std::int64_t n = 0; n < plan.size(0); ++n) add(numbers + n * kFields);
     args.phases = static_cast<int>(plan.size(0));
     check.require(kind_of(args.phases - 1) == PhaseKind::logits, "the last phase must be logits");
-    // Or a block would have nothing to do at all, and could miss a step.
-    check.require(dealt_ >= blocks_, "a model of ", dealt_ * kUnit, " channels is too narrow for ",
-                  blocks_, " multiprocessors");
   }
 
   WholeStepArgs args;
@@ -54,7 +67,7 @@ class Plan {
 
   void add(const std::int64_t* from) {
     const int n = args.phases++;
-    WholeStepPhase& phase = args.phase[n];
+    WholeStepPhase& phase = args.phase[n] = {};
     const auto kind = static_cast<PhaseKind>(from[kKind]);
     const std::int64_t channels = from[kChannels], inputs = from[kInputs];
     check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::logits) &&
@@ -64,6 +77,10 @@ class Plan {
                    "channels of phase ", n, " must be a multiple of ", kUnit, ", got ", channels);
     check_.require(from[kWeight] != 0 && from[kLayer] >= 0, "phase ", n, " lacks a weight");
     phase.weight = pointer(from[kWeight]);
+    const bool scaled = args.weights != WeightType::bf16;
+    check_.require(from[kScale] != 0 ? scaled : !scaled || kind == PhaseKind::embed, "phase ", n,
+                   " has a scale, or lacks one");
+    phase.scale = static_cast<const float*>(pointer(from[kScale]));
     phase.bias = pointer(from[kBias]);
     phase.norm = pointer(from[kNorm]);
     phase.taps = pointer(from[kTaps]);
@@ -80,10 +97,10 @@ class Plan {
                      channels, " channels is too wide for ", blocks_, " multiprocessors");
     } else {
       const WholeStepPhase& before = args.phase[n - 1];
-      check_.require(inputs == before.units * kUnit && inputs % kInputsMultiple == 0,
-                     "inputs of phase ", n,
-                     " must be the channels of the one before, a multiple of ", kInputsMultiple,
-                     ", got ", inputs);
+      const int block = inputs_of_block(args.weights);
+      check_.require(inputs == before.units * kUnit && inputs % block == 0, "inputs of phase ", n,
+                     " must be the channels of the one before, a multiple of ", block, ", got ",
+                     inputs);
       phase.in = before.out;
       widest_input = std::max(widest_input, phase.inputs);
     }
@@ -111,14 +128,12 @@ class Plan {
     // the phase before has stopped, so that the odd units go round.
     if (kind != PhaseKind::embed && kind != PhaseKind::residual) {
       phase.shift = next_block_;
-      dealt_ += phase.units;
       next_block_ = (next_block_ + phase.units) % blocks_;
     }
   }
 
   const Check& check_;
   int blocks_, next_block_ = 0;
-  std::int64_t dealt_ = 0;  // units in turn
 };
 
 }  // namespace
@@ -126,40 +141,49 @@ class Plan {
 void whole_step_map(const Tensor& weight, const Tensor& map) {
   const Check check("whole_step_map", weight, "weight");
   require_hopper(check, weight);
-  check.require(weight.scalar_type() == ScalarType::BFloat16 && weight.dim() == 2 &&
-                    weight.is_contiguous() && weight.size(0) > 0 && weight.size(0) % kUnit == 0 &&
-                    weight.size(1) > 0 && weight.size(1) % kInputsMultiple == 0 &&
-                    reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % 16 == 0,
-                "weight must be a contiguous bfloat16 matrix, rows a multiple of ", kUnit,
-                ", inputs of ", kInputsMultiple, ", beginning at a multiple of 16 bytes; got ",
-                describe(weight));
+  const ScalarType scalar = weight.scalar_type();
+  const WeightType type = scalar == ScalarType::BFloat16 ? WeightType::bf16
+                          : scalar == ScalarType::Char   ? WeightType::int8
+                                                         : WeightType::fp8;
+  check.require(
+      (type != WeightType::fp8 || scalar == ScalarType::Float8_e4m3fn) && weight.dim() == 2 &&
+          weight.is_contiguous() && weight.size(0) > 0 && weight.size(0) % kUnit == 0 &&
+          weight.size(1) > 0 && weight.size(1) % inputs_of_block(type) == 0 &&
+          reinterpret_cast<std::uintptr_t>(weight.const_data_ptr()) % 16 == 0,
+      "weight must be a contiguous matrix of bfloat16, int8 or float8_e4m3fn, rows a multiple of ",
+      kUnit, ", inputs of ", inputs_of_block(type), ", beginning at a multiple of 16 bytes; got ",
+      describe(weight));
   check.require(map.is_cpu() && map.scalar_type() == ScalarType::Byte && map.is_contiguous() &&
                     map.numel() == kTensorMapBytes,
                 "map must be uint8[", kTensorMapBytes, "] on the CPU, got ", describe(map));
   alignas(64) unsigned char bytes[kTensorMapBytes];
-  cuda::map_weight(bytes, weight.const_data_ptr(), weight.size(0), weight.size(1),
+  cuda::map_weight(bytes, weight.const_data_ptr(), type, weight.size(0), weight.size(1),
                    weight.get_device_index());
   std::memcpy(map.mutable_data_ptr(), bytes, sizeof(bytes));
 }
 
 Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& plan_numbers,
                   const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
-                  const Tensor& ended, std::int64_t gates, double eps, bool linear_candidate,
-                  bool normalize_gates) {
+                  const Tensor& ended, std::int64_t weight_type, std::int64_t gates, double eps,
+                  bool linear_candidate, bool normalize_gates) {
   const Check check("whole_step", tokens, "tokens");
   require_hopper(check, tokens);
   const int device = tokens.get_device_index();
-  Plan plan(check, plan_numbers, cuda::whole_step_blocks(device));
+  Plan plan(check, plan_numbers, weight_type, cuda::whole_step_blocks(device));
   WholeStepArgs& args = plan.args;
   const std::int64_t batch = tokens.dim() == 1 ? tokens.size(0) : 0;
   check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");
   check.tensor(slots_given, "slots", ScalarType::Int, {batch}, "[batch], int32");
   check.require(tokens.is_contiguous(), "tokens must be contiguous");
   const Tensor slots = torch::stable::contiguous(slots_given);
-  args.input_bytes = static_cast<int>(batch * plan.widest_input * 2);
-  check.require(batch >= 1 && batch <= kMostTokens && args.input_bytes <= kMostInputBytes,
-                "batch must be 1 to ",
-                std::min(kMostTokens, kMostInputBytes / (2 * plan.widest_input)), ", got ", batch);
+  check.require(
+      batch >= 1 && batch <= kMostTokens && batch * plan.widest_input * 2 <= kMostInputBytes,
+      "batch must be 1 to ", std::min(kMostTokens, kMostInputBytes / (2 * plan.widest_input)),
+      ", got ", batch);
+  const int tokens_of_batch = static_cast<int>(batch);
+  args.input_bytes =
+      plan.widest_input / inputs_of_block(args.weights) *
+      bytes_of_block(args.weights, splits(args.weights, tokens_of_batch), tokens_of_batch);
   check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
   check.tensor(cell, "cell", ScalarType::Float, {plan.layers, -1, plan.inner},
                "[layers, num_slots, inner]");
@@ -184,7 +208,7 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor&
   check.tensor(ended, "ended", ScalarType::Long, {1}, "[1], int64");
   check.require(exchange.is_contiguous(), "exchange must be contiguous");
 
-  args.batch = static_cast<int>(batch);
+  args.batch = tokens_of_batch;
   args.gates = static_cast<int>(gates);
   args.linear_candidate = linear_candidate;
   args.normalize_gates = normalize_gates;

@@ -12,12 +12,10 @@ namespace whole {
 constexpr int kMultiplying = 12, kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
 
-constexpr int kBlock = 64;  // inputs of a warp: rows of 128 bytes, swizzled
-constexpr int kBlockUnits = kBlock / kUnit;
-constexpr int kBlockBytes = kBlock * kUnit * 2;
-constexpr int kStageBytes = kMultiplying * kBlockBytes;  // 8 rows, a block for each warp
+// A stage is a block of inputs for each warp that multiplies, of 8 rows.
+constexpr int kWarpBytes = kBlockBytes * kUnit;
+constexpr int kStageBytes = kMultiplying * kWarpBytes;
 static_assert(kMostKeptUnits == kFinishing, "each warp that finishes keeps one unit");
-static_assert(kInputsMultiple == kBlock, "warps take whole blocks");
 static_assert(sizeof(WholeStepArgs) <= 32764, "what a kernel's arguments may have");
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other
@@ -38,6 +36,11 @@ struct Shared {
 // Named barriers: 0 is that of __syncthreads, then one for each warp that finishes: it waits until
 // all that multiply have arrived.
 constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
+constexpr int kLooked = kSummed + kFinishing;  // all have read how many blocks have ended
+
+__device__ __forceinline__ void arrive_at(int barrier) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting) : "memory");
+}
 
 template <int kGates>
 __device__ __forceinline__ void prepare(Shared<kGates>& shared) {
@@ -64,10 +67,6 @@ template <int kGates>
 __device__ __forceinline__ int gates_of(const WholeStepPhase& phase) {
   return phase.kind == static_cast<int>(PhaseKind::gates) ? kGates : 1;
 }
-__device__ __forceinline__ int chunks_of(const WholeStepPhase& phase) {
-  return (phase.inputs / kBlock + kMultiplying - 1) / kMultiplying;
-}
-
 // Which warp finishes the next unit of a phase: they take turns from the first one on, so that the
 // units of the residual stream always come to the same warps.
 __device__ __forceinline__ void pass_on(int& finisher) {

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
-from engine.models.whole_step import WholeStep, most_rows
-from engine.ops import conv_scan, conv_step, library
+from engine.models.whole_step import Head, WholeStep, runs_kernels
+from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
-# Where a layer has so many weights, products of more rows than that are quicker in the library:
-# measured at layers of 2, 9 and 52 million weights.
-_MOST_ROWS = {30_000_000: 192, 4_000_000: 512}
-_MOST_TOKENS = 1024  # of prompts
+# Steps of more rows than that are no slower with products of the library, and the head is quicker,
+# where a layer has so many weights: larger ones fill the GPU with large tiles, smaller ones gain
+# more by fewer kernels. Measured at layers of 2, 7 and 52 million weights.
+_MOST_ROWS = 768
+_BETWEEN = range(4_000_000, 30_000_000)
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
@@ -41,25 +42,21 @@ def supports(model: LM) -> bool:
     """Whether the kernels run this model: bfloat16 weights on a Hopper GPU that the library was
     built for, widths they can cut. (In float16 the residual stream times a norm's weight, which is
     not divided by its magnitude yet, could overflow.)"""
-    config, norm = model.config, model.norm.weight
+    config = model.config
     return (
-        norm.is_cuda
-        and norm.dtype == torch.bfloat16
+        runs_kernels(model)
         and config.quantization is None
-        and torch.cuda.get_device_capability(norm.device)[0] == 9
-        and "90a" in library.cuda_archs()
         and config.d_model % SQUARE_ROWS == 0
         and config.inner % 8 == 0
         and config.mlp_hidden % 8 == 0
-        and config.out_projection
     )
 
 
 class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Long prompts, and steps of many rows
-    where its layers are not small, are read by `model` itself, whose products the library sums in
-    an order that the number of rows has a part in. With `deterministic` nothing is: a row's bits
-    depend on that row alone."""
+    """A ServingModel of `model`, which `supports` says yes to. Steps of many rows, where its layers
+    are neither small nor large, and the logits of prompts come from `model` itself, whose products
+    the library sums in an order that the number of rows has a part in. With `deterministic` nothing
+    does: a row's bits depend on that row alone."""
 
     def __init__(self, model: LM, *, deterministic: bool = False) -> None:
         self._model = model
@@ -67,29 +64,17 @@ class HopperLM:
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._linear_candidate = model.config.candidate == "linear"
-        head: Tensor = model.embedding.weight if model.head is None else model.head.weight
-        self._vocabulary, extra = head.shape[0], -head.shape[0] % 8
-        if extra:  # rows of a product are a multiple of 8; a copy of a small head costs little
-            head = torch.cat([head, head.new_zeros(extra, head.shape[1])])
-        self._head = head.detach()
-        bias: Tensor | None = model.head_bias
-        if bias is not None and extra:
-            bias = torch.cat([bias, bias.new_zeros(extra)])
-        self._head_bias = None if bias is None else bias.detach().to(self._head.dtype)
+        self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        whole = not deterministic and WholeStep.most_rows(model) > 0
+        self._whole = WholeStep(model, self._head) if whole else None
         weights = sum(weight.numel() for weight in self._layers[0].parameters())
-        processors = torch.cuda.get_device_properties(head.device).multi_processor_count
-        whole = not deterministic and most_rows(model.config, processors) > 0
-        self._whole = WholeStep(model, self._head, self._head_bias) if whole else None
-        limits = (most for least, most in _MOST_ROWS.items() if weights >= least)
-        self._most_rows = next(limits, None)
+        self._most_rows = None if deterministic or weights not in _BETWEEN else _MOST_ROWS
 
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As LM.prefill; few tokens take half as many kernels."""
-        if not self._fixed_order and len(tokens) > (self._most_rows or _MOST_TOKENS):
-            return self._model.prefill(tokens, cu_seqlens, state, slots)
+        """As LM.prefill, in half as many kernels."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -120,9 +105,9 @@ class HopperLM:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Reads one token of every sequence: tokens [batch] int32, slots [batch] int32 -> logits
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
-        if self._whole is not None and 0 < len(tokens) <= self._whole.most_rows:
+        if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
-        if not self._fixed_order and self._most_rows is not None and len(tokens) > self._most_rows:
+        if self._most_rows is not None and len(tokens) > self._most_rows:
             return self._model.logits(self._model.step(tokens, state, slots))
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
@@ -158,7 +143,7 @@ class HopperLM:
         return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order)
 
     def _head_of(self, x: Tensor, squares: Tensor | None) -> Tensor:
-        logits = self._map(x, squares, self._head, self._head_bias, logits=True)
+        logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
         return logits[:, : self._vocabulary]
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
-"""WholeStep: an LM's decode step of a few sequences, in one kernel (engine/ops/whole_step.py)."""
+"""WholeStep: an LM's decode step of a few sequences, in one kernel (engine/ops/whole_step.py), with
+bfloat16 or quantised weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +14,16 @@ from engine.config import ModelConfig
 from engine.models.cell import ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
+from engine.models.quantized import QuantLinear
+from engine.ops import library
 from engine.ops.whole_step import (
-    INPUTS_MULTIPLE,
+    BLOCK_BYTES,
     MOST_CHANNELS_EACH,
     MOST_INPUT_BYTES,
     MOST_PHASES,
     MOST_ROWS,
     MOST_TAPS,
+    Kind,
     Phase,
     Program,
 )
@@ -26,32 +31,73 @@ from engine.ops.whole_step import (
 
 def most_rows(config: ModelConfig, processors: int) -> int:
     """How many sequences a step on a GPU of so many multiprocessors may have; 0: the kernel does
-    not take such a model. What HopperLM asks of a model is taken as given."""
+    not take such a model. What `runs_kernels` asks is taken as given."""
     hidden = [config.mlp_hidden] if config.mlp_hidden else []
+    bytes_each = 2 if config.quantization is None else 1
     inputs = [config.d_model, config.inner, *hidden]
     of_layer = 2 + 2 * len(hidden) + (config.conv_kernel > 0)
     fits = (
-        all(width % INPUTS_MULTIPLE == 0 for width in inputs)
+        all(width % (BLOCK_BYTES // bytes_each) == 0 for width in inputs)
         and config.d_model <= MOST_CHANNELS_EACH * processors
         and config.conv_kernel <= MOST_TAPS
         and config.n_layers * of_layer + 2 <= MOST_PHASES
-        # Every multiprocessor needs something to do.
-        and config.n_layers * sum(inputs[1:]) + config.vocab_size >= 8 * processors
     )
     return min(MOST_ROWS, MOST_INPUT_BYTES // (2 * max(inputs))) if fits else 0
 
 
-class WholeStep:
-    """Steps of `model` with `head` [vocabulary, d_model] and its bias for batches of up to
-    `most_rows`, which must not be 0."""
+def runs_kernels(model: LM) -> bool:
+    """Whether its activations are bfloat16, on a Hopper GPU that the library was built for."""
+    norm = model.norm.weight
+    return (
+        norm.is_cuda
+        and norm.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(norm.device)[0] == 9
+        and "90a" in library.cuda_archs()
+        and model.config.out_projection
+    )
 
-    def __init__(self, model: LM, head: Tensor, head_bias: Tensor | None) -> None:
-        config, device = model.config, head.device
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.most_rows = most_rows(config, processors)
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A model's head with as many rows as products need: a multiple of 8, the last ones zeros. A
+    copy where rows were missing."""
+
+    weight: Tensor  # [rows, d_model]
+    scale: Tensor | None  # [rows], where quantised
+    bias: Tensor | None  # [rows]
+
+    @classmethod
+    def of(cls, model: LM) -> Self:
+        module = model.embedding if model.head is None else model.head
+        weight: Tensor = module.weight.detach()
+        scale: Tensor | None = getattr(module, "scale", None)
+        bias: Tensor | None = model.head_bias
+        extra = -len(weight) % 8
+        if extra:
+            raw = weight.view(torch.int8) if weight.element_size() == 1 else weight
+            weight = torch.cat([raw, raw.new_zeros(extra, raw.shape[1])]).view(weight.dtype)
+            scale = None if scale is None else torch.cat([scale, scale.new_ones(extra)])
+            bias = None if bias is None else torch.cat([bias, bias.new_zeros(extra)])
+        dtype = model.norm.weight.dtype
+        return cls(weight, scale, None if bias is None else bias.detach().to(dtype))
+
+
+class WholeStep:
+    """Steps of `model`, which `runs_kernels` says yes to, for batches of up to `most_rows`; this
+    must not be 0. Its weights may be quantised."""
+
+    @staticmethod
+    def most_rows(model: LM) -> int:
+        """Of a batch, on the model's GPU; 0: the kernel does not take such a model."""
+        device = torch.cuda.get_device_properties(model.norm.weight.device)
+        return most_rows(model.config, device.multi_processor_count)
+
+    def __init__(self, model: LM, head: Head) -> None:
+        config = model.config
+        self.rows = self.most_rows(model)
         self._eps = config.norm_eps
         self._program = Program(
-            list(_phases(model, head, head_bias)),
+            list(_phases(model, head)),
             gates=config.gates,
             linear_candidate=config.candidate == "linear",
             normalize_gates=config.normalize_gates,
@@ -62,42 +108,41 @@ class WholeStep:
         return self._program.run(tokens, slots, state.cell, state.conv, self._eps)
 
 
-def _phases(model: LM, head: Tensor, head_bias: Tensor | None) -> Iterator[Phase]:
+def _phases(model: LM, head: Head) -> Iterator[Phase]:
     layers = list(cast("Iterable[Layer]", model.layers))
     convs = [layer.conv for layer in layers]
 
-    def read_by(index: int) -> tuple[Tensor | None, Tensor | None, int]:
-        """Taps, bias and number of the convolution that reads what layer `index` begins with."""
+    def read_by(index: int) -> dict[str, Any]:
+        """The convolution that reads what layer `index` begins with."""
         conv: CausalConv | None = convs[index] if index < len(layers) else None
-        return (None, None, 0) if conv is None else (conv.weight, conv.bias, index)
+        if conv is None:
+            return {}
+        return {"taps": conv.weight, "taps_bias": conv.bias, "layer": index}
 
-    taps, taps_bias, layer = read_by(0)
+    table = model.embedding
     yield Phase(
-        kind="embed",
-        weight=model.embedding.weight,
-        taps=taps,
-        taps_bias=taps_bias,
-        layer=layer,
+        kind="embed", weight=table.weight, scale=getattr(table, "scale", None), **read_by(0)
     )
     for index, this in enumerate(layers):
         if this.conv is not None:
-            mix = this.conv.pointwise
-            yield Phase(kind="residual", weight=mix.weight, bias=mix.bias)
-        gates, out, mlp = this.cell.gates, cast("nn.Linear", this.cell.out), this.mlp
-        norm = this.cell_norm.weight
-        yield Phase(kind="gates", weight=gates.weight, bias=gates.bias, norm=norm, layer=index)
-        taps, taps_bias, layer = read_by(index + 1)
-        last = out if mlp is None else mlp.down
-        if mlp is not None:
-            up = mlp.up
-            yield Phase(kind="residual", weight=out.weight, bias=out.bias)
-            yield Phase(kind="gelu", weight=up.weight, bias=up.bias, norm=mlp.norm.weight)
-        yield Phase(
-            kind="residual",
-            weight=last.weight,
-            bias=last.bias,
-            taps=taps,
-            taps_bias=taps_bias,
-            layer=layer,
-        )
-    yield Phase(kind="logits", weight=head, bias=head_bias, norm=model.norm.weight)
+            yield _product("residual", this.conv.pointwise)
+        yield _product("gates", this.cell.gates, norm=this.cell_norm.weight, layer=index)
+        last = this.cell.out
+        if this.mlp is not None:
+            yield _product("residual", this.cell.out)
+            yield _product("gelu", this.mlp.up, norm=this.mlp.norm.weight)
+            last = this.mlp.down
+        yield _product("residual", last, **read_by(index + 1))
+    yield Phase(
+        kind="logits",
+        weight=head.weight,
+        scale=head.scale,
+        bias=head.bias,
+        norm=model.norm.weight,
+    )
+
+
+def _product(kind: Kind, module: nn.Module, **more: Any) -> Phase:
+    linear = cast("nn.Linear | QuantLinear", module)
+    scale = linear.scale if isinstance(linear, QuantLinear) else None
+    return Phase(kind=kind, weight=linear.weight, scale=scale, bias=linear.bias, **more)

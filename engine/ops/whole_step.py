@@ -19,17 +19,19 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 
 _KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
+_WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
 _LINE_BYTES = 16  # of a channel's values of eight tokens
 
 #: What the kernel takes: rows of a batch, bytes of all rows' inputs to one product, products,
-#: channels for each multiprocessor, taps of a convolution, what the inputs of products divide by.
+#: channels for each multiprocessor, taps of a convolution; what the inputs of products divide by,
+#: in bytes of a row of weights.
 MOST_ROWS = 8
 MOST_INPUT_BYTES = 64 * 1024
 MOST_PHASES = 224
 MOST_CHANNELS_EACH = 24
 MOST_TAPS = 4
-INPUTS_MULTIPLE = 64
+BLOCK_BYTES = 128
 
 
 # The copy engine keeps what it has read of a map, by its address. So memory that has once held maps
@@ -39,14 +41,18 @@ _MAPS: list[Tensor] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A product and what is made of its results, all bfloat16 on one GPU.
+    """A product and what is made of its results, all on one GPU and, but for quantised weights and
+    their scales, bfloat16.
 
     `embed` (the first phase) looks rows of `weight` [ids, d_model] up; `residual` adds to what it
     found; `gates` moves the recurrence on; `gelu`; `logits` (the last) is float32.
     """
 
     kind: Kind
-    weight: Tensor  # [channels, inputs], of gates [gates * channels, inputs]; contiguous
+    # [channels, inputs], of gates [gates * channels, inputs]; contiguous; bfloat16, int8 or
+    # float8_e4m3fn, the same for all products
+    weight: Tensor
+    scale: Tensor | None = None  # float32 [rows of weight], of 8-bit weights
     bias: Tensor | None = None  # [rows of weight]
     norm: Tensor | None = None  # [inputs]: the inputs are RMS-normalised first
     taps: Tensor | None = None  # [d_model, K]: a convolution reads the residual stream next
@@ -72,6 +78,7 @@ class Program:
         device = phases[0].weight.device
         for n, phase in enumerate(phases):
             _check(n, phase, phases, gates)
+        self._weight_type = _WEIGHT_TYPES.index(phases[-1].weight.dtype)
         maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8, device="cpu")
         for row, phase in zip(maps[1:], phases[1:], strict=True):
             torch.ops.minserve.whole_step_map(phase.weight, row)
@@ -115,6 +122,7 @@ class Program:
             conv,
             self._exchange,
             self._ended,
+            self._weight_type,
             self._gates,
             eps,
             self._linear_candidate,
@@ -131,7 +139,7 @@ class Program:
         """A row of the plan, as csrc/whole_step/op.cpp reads it."""
         rows, columns = phase.weight.shape
         embed = phase.kind == "embed"
-        optional = (phase.bias, phase.norm, phase.taps, phase.taps_bias)
+        optional = (phase.scale, phase.bias, phase.norm, phase.taps, phase.taps_bias)
         return [
             _KINDS.index(phase.kind),
             phase.layer,
@@ -150,30 +158,38 @@ def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
             raise RuntimeError(f"minserve::whole_step: phase {n} ({phase.kind}): {what}")
 
     weight, width = phase.weight, phases[0].weight.shape[-1]
+    require(weight.dim() == 2 and weight.is_contiguous(), "weight must be a contiguous matrix")
+    products = phases[-1].weight.dtype
+    types = (torch.bfloat16, products) if phase.kind == "embed" else (products,)
     require(
-        weight.dim() == 2 and weight.is_contiguous() and weight.dtype == torch.bfloat16,
-        "weight must be a contiguous bfloat16 matrix",
+        weight.dtype in types and weight.dtype in _WEIGHT_TYPES,
+        f"weight is {weight.dtype}; allowed: bfloat16, int8 or float8_e4m3fn, the same for all",
     )
     require(
         phase.kind != "gates" or weight.shape[0] % gates == 0, f"weight must have {gates} gates"
     )
+    require(
+        (phase.scale is not None) == (weight.dtype != torch.bfloat16),
+        "8-bit weights have a scale, bfloat16 has none",
+    )
     require(weight.device == phases[0].weight.device, "weights must be on one device")
     rows, inputs, taps = weight.shape[0], weight.shape[1], phase.taps
-    for name, tensor, shape, alignment in (
-        ("bias", phase.bias, (rows,), 4),
-        ("norm", phase.norm, (inputs,), 16),
-        ("taps", taps, (width, 0 if taps is None else taps.shape[-1]), 2),
-        ("taps_bias", phase.taps_bias, (width,), 4),
+    for name, tensor, shape, dtype, alignment in (
+        ("scale", phase.scale, (rows,), torch.float32, 8),
+        ("bias", phase.bias, (rows,), torch.bfloat16, 4),
+        ("norm", phase.norm, (inputs,), torch.bfloat16, 16),
+        ("taps", taps, (width, 0 if taps is None else taps.shape[-1]), torch.bfloat16, 2),
+        ("taps_bias", phase.taps_bias, (width,), torch.bfloat16, 4),
     ):
         fits = tensor is None or (
             tuple(tensor.shape) == shape
-            and tensor.dtype == torch.bfloat16
+            and tensor.dtype == dtype
             and tensor.is_contiguous()
             and tensor.device == weight.device
             and tensor.data_ptr() % alignment == 0
         )
         require(
-            fits, f"{name} must be contiguous bfloat16 {list(shape)}, aligned to {alignment} bytes"
+            fits, f"{name} must be contiguous {dtype} {list(shape)}, aligned to {alignment} bytes"
         )
     numbers_of_taps = {other.taps.shape[-1] for other in phases if other.taps is not None}
     require(len(numbers_of_taps) <= 1, "all convolutions must have the same number of taps")
@@ -187,6 +203,7 @@ def _fake(
     conv: Tensor | None,
     exchange: Tensor,
     ended: Tensor,
+    weight_type: int,
     gates: int,
     eps: float,
     linear_candidate: bool = False,

@@ -1,10 +1,11 @@
 // Which form of a linear map's kernel is chosen, over many shapes: prints what no kernel could run,
-// and on which of its forms a choice with sums in a fixed order may fall.
+// and on which of its forms a choice may fall, the usual one or one with sums in a fixed order.
 //
 // With shapes as arguments (channels inputs gates tokens, each), only the latter, for these.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
+#include <string>
 #include <tuple>
 
 #include "linear/fixed_choice.h"
@@ -13,53 +14,98 @@ using namespace minserve;
 
 namespace {
 
-using Kind = std::tuple<int, int, bool, bool>;  // form, gates, shared by blocks, taken in turn
+// Rule, form, gates, shared by blocks, taken in turn.
+using Kind = std::tuple<std::string, std::string, int, bool, bool>;
 
-bool has_parts(Form form) {  // forms that may share the inputs between blocks
-  return form == Form::tokens_8 || form == Form::tokens_16 || form == Form::tokens_32 ||
-         form == Form::tokens_64 || form == Form::tokens_64_deep;
-}
-bool has_turns(Form form, std::int64_t gates) {  // forms that are there with parts in turn
-  return form == Form::tokens_32 || form == Form::tokens_64_deep ||
-         (form == Form::tokens_64 && gates == 1) || (form == Form::wide_128_deep && gates < 3);
+struct Known {
+  const char* name;
+  int tokens, most_parts;
+  bool turns[4];  // whether it is there with parts in turn, by gates
+};
+
+Known known(Form form) {
+  switch (form) {
+    case Form::tokens_8:
+      return {"tokens_8", 8, 8, {}};
+    case Form::tokens_16:
+      return {"tokens_16", 16, 8, {}};
+    case Form::tokens_32:
+      return {"tokens_32", 32, 8, {false, true, true, true}};
+    case Form::tokens_64:
+      return {"tokens_64", 64, 8, {false, true, false, false}};
+    case Form::tokens_64_deep:
+      return {"tokens_64_deep", 64, 8, {false, true, true, true}};
+    case Form::tokens_128:
+      return {"tokens_128", 128, 0, {false, true, true, false}};
+    case Form::pairs_8:
+      return {"pairs_8", 8, 1, {}};
+    case Form::pairs_16:
+      return {"pairs_16", 16, 1, {}};
+    case Form::pairs_32:
+      return {"pairs_32", 32, 1, {}};
+    case Form::pairs_64:
+      return {"pairs_64", 64, 1, {}};
+    case Form::wide_64_64:
+      return {"wide_64_64", 64, 2, {}};
+    case Form::wide_128_64:
+      return {"wide_128_64", 64, 2, {}};
+    case Form::wide_128_128:
+      return {"wide_128_128", 128, 2, {}};
+    case Form::wide_192_128:
+      return {"wide_192_128", 128, 1, {}};
+    case Form::wide_256_128:
+      return {"wide_256_128", 128, 1, {}};
+  }
+  return {"no form", 1, 0, {}};
 }
 
 long wrong = 0;
+std::set<Kind> reached;
+
+void reach(const char* rule, const Choice& choice, std::int64_t gates) {
+  reached.insert(
+      {rule, known(choice.form).name, static_cast<int>(gates), choice.parts > 1, choice.turns > 1});
+}
 
 void check(const char* rule, const Choice& choice, std::int64_t channels, std::int64_t inputs,
            std::int64_t gates, std::int64_t tokens, bool also = true) {
-  constexpr int kTokens[] = {8, 16, 32, 64, 64, 8, 16, 32, 64, 128, 128, 256};
-  const int form = static_cast<int>(choice.form), block = kTokens[form];
-  const bool pairs = choice.form >= Form::pairs_8 && choice.form <= Form::pairs_64;
+  reach(rule, choice, gates);
+  const Known form = known(choice.form);
+  const std::string name = form.name;
+  const bool pairs = name.rfind("pairs", 0) == 0, wide = name.rfind("wide", 0) == 0;
   const std::int64_t steps = (inputs + 63) / 64;
-  const bool ok = also && choice.parts >= 1 && choice.parts <= 8 && block % choice.parts == 0 &&
-                  choice.parts <= steps && (choice.parts == 1 || has_parts(choice.form)) &&
-                  choice.turns >= 1 && choice.turns <= steps &&
-                  (choice.turns == 1 || (choice.parts == 1 && has_turns(choice.form, gates))) &&
-                  !(pairs && gates > 1);
+  bool ok = also && choice.parts >= 1 && choice.turns >= 1 && form.tokens % choice.parts == 0 &&
+            choice.parts * choice.turns <= steps;
+  if (choice.turns > 1) {
+    ok = ok && choice.parts == 1 && form.turns[gates];
+  } else {
+    ok = ok && choice.parts <= form.most_parts;
+  }
+  if (pairs) ok = ok && gates == 1;
+  if (wide) {  // three gates have a warpgroup each; small tiles are there in halves alone
+    ok = ok && (gates < 3 || choice.form == Form::wide_192_128) &&
+         (form.tokens == 128 || choice.parts == 2) &&
+         (gates == 2 || choice.form != Form::wide_64_64) &&
+         (gates == 1 || choice.form != Form::wide_128_64);
+  }
   if (ok) return;
   ++wrong;
   std::printf(
-      "%s: %lld channels, %lld inputs, %lld gates, %lld tokens: form %d, %d parts, %d turns\n",
+      "%s: %lld channels, %lld inputs, %lld gates, %lld tokens: form %s, %d parts, %d turns\n",
       rule, static_cast<long long>(channels), static_cast<long long>(inputs),
-      static_cast<long long>(gates), static_cast<long long>(tokens), form, choice.parts,
+      static_cast<long long>(gates), static_cast<long long>(tokens), form.name, choice.parts,
       choice.turns);
-}
-
-Kind kind_of(const Choice& choice, std::int64_t gates) {
-  return {static_cast<int>(choice.form), static_cast<int>(gates), choice.parts > 1,
-          choice.turns > 1};
 }
 
 }  // namespace
 
 int main(int count, char** given) {
-  std::set<Kind> reached;
   long shapes = 0;
   for (int i = 1; i + 3 < count; i += 4, ++shapes) {
     const auto number = [&](int at) { return std::atoll(given[i + at]); };
-    reached.insert(
-        kind_of(FixedChooser(number(0), number(1), number(2), number(3)).choose(), number(2)));
+    const std::int64_t gates = number(2);
+    reach("usual", Chooser(number(0), number(1), gates, number(3)).choose(), gates);
+    reach("fixed", FixedChooser(number(0), number(1), gates, number(3)).choose(), gates);
   }
   if (count == 1) {
     for (std::int64_t channels = 8; channels <= 140000; channels += channels / 7 / 8 * 8 + 8) {
@@ -70,17 +116,17 @@ int main(int count, char** given) {
             check("usual", Chooser(channels, inputs, gates, tokens).choose(), channels, inputs,
                   gates, tokens);
             const Choice fixed = FixedChooser(channels, inputs, gates, tokens).choose();
-            check("fixed order", fixed, channels, inputs, gates, tokens,
+            check("fixed", fixed, channels, inputs, gates, tokens,
                   fixed.parts * fixed.turns == parts);
-            reached.insert(kind_of(fixed, gates));
           }
         }
       }
     }
   }
   std::printf("%ld shapes, %ld wrong\n", shapes, wrong);
-  for (const auto& [form, gates, shared, turned] : reached) {
-    std::printf("reached %d %d %d %d\n", form, gates, shared, turned);
+  for (const auto& [rule, form, gates, shared, turned] : reached) {
+    std::printf("%s %s %d gates%s%s\n", rule.c_str(), form.c_str(), gates, shared ? " shared" : "",
+                turned ? " in turn" : "");
   }
   return wrong > 0;
 }

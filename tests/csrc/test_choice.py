@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.csrc.build import CSRC, HERE, compiler
-from tests.ops.fixed_order import SHAPES, TOKENS
+from tests.ops import every_kernel, fixed_order, wide_forms
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,12 @@ def _run(driver: Path, shapes: Sequence[int] = ()) -> tuple[int, set[str]]:
     """How many shapes were looked at, and the kinds of forms on which a choice fell."""
     result = subprocess.run([driver, *map(str, shapes)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:]
-    count, *kinds = [line for line in result.stdout.splitlines() if "tokens:" not in line]
+    count, *kinds = result.stdout.splitlines()
     return int(count.split()[0]), set(kinds)
+
+
+def _of(rule: str, kinds: set[str]) -> set[str]:
+    return {kind for kind in kinds if kind.startswith(rule)}
 
 
 def test_every_choice_can_be_run(driver: Path) -> None:
@@ -43,8 +47,28 @@ def test_every_choice_can_be_run(driver: Path) -> None:
 
 def test_the_gpu_test_of_fixed_orders_takes_every_form(driver: Path) -> None:
     _, every = _run(driver)
-    tried = [number for shape in SHAPES for tokens in TOKENS for number in (*shape, tokens)]
-    shapes, kinds = _run(driver, tried)
-    assert shapes == len(SHAPES) * len(TOKENS)
-    assert every - kinds == set()
-    assert len(every) > 40
+    cases = [(*shape, tokens) for shape in fixed_order.SHAPES for tokens in fixed_order.TOKENS]
+    shapes, kinds = _run(driver, [number for case in cases for number in case])
+    assert shapes == len(cases)
+    assert _of("fixed", every) - kinds == set()
+    assert len(_of("fixed", every)) > 40
+
+
+def test_the_gpu_test_of_wide_maps_takes_every_wide_form(driver: Path) -> None:
+    _, every = _run(driver)
+    shapes, kinds = _run(driver, [number for case in wide_forms.SHAPES for number in case])
+    assert shapes == len(wide_forms.SHAPES)
+    assert _of("usual wide", every) == _of("usual", kinds)
+    assert len(_of("usual wide", every)) == 11
+
+
+def test_every_kernel_takes_every_form(driver: Path) -> None:
+    cases = [
+        (channels, inputs, gates, tokens)
+        for channels, inputs, counts in every_kernel.MAPS
+        for tokens in counts
+        for gates in (1, 2, 3)
+    ]
+    _, every = _run(driver)
+    _, kinds = _run(driver, [number for case in cases for number in case])
+    assert _of("usual", kinds) == _of("usual", every)

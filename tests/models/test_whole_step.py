@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.checkpoint import quantize_model
+from engine.config import ModelConfig, Quantization
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
 from engine.models.whole_step import most_rows
 from engine.ops import whole_step
 from engine.ops.whole_step import MOST_PHASES, Phase, Program
+from engine.quantization import QUANTIZED_DTYPES
+from engine.serving import PlainModel
 from tests.models.test_hopper import CONFIGS, build, copied, exact_of
 from tests.models.variants import int32, relative_error
 
@@ -36,14 +39,15 @@ def config(**changes: object) -> ModelConfig:
         ({}, 8),
         ({"d_model": 768, "n_layers": 12, "expansion": 1.5}, 8),
         ({"d_model": 2048, "n_layers": 24, "expansion": 1.5}, 4),  # 8192 inputs of 2 bytes
+        ({"d_model": 192, "quantization": None}, 8),
+        ({"d_model": 192, "quantization": "int8"}, 0),  # a block and a half of 8-bit inputs
+        ({"quantization": "fp8"}, 8),
         ({"conv_kernel": 4}, 8),
         ({"mlp_ratio": 0.0}, 8),
         ({"conv_kernel": 5}, 0),
         ({"d_model": 64, "expansion": 1.125}, 0),  # 72 inputs
         ({"d_model": 4096}, 0),  # more units than the blocks keep
         ({"n_layers": 200, "d_model": 64}, 0),
-        ({"n_layers": 1, "d_model": 64}, 0),  # most multiprocessors would have nothing to do
-        ({"n_layers": 1, "d_model": 64, "vocab_size": 1000}, 8),
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], rows: int) -> None:
@@ -69,7 +73,7 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constant("kMostPhases") == whole_step.MOST_PHASES
     assert constant("kMostKeptUnits") * constant("kUnit") == whole_step.MOST_CHANNELS_EACH
     assert constant("kMostTaps") == whole_step.MOST_TAPS
-    assert constant("kInputsMultiple") == whole_step.INPUTS_MULTIPLE
+    assert constant("kBlockBytes") == whole_step.BLOCK_BYTES
 
 
 def chain_of(model: LM) -> HopperLM:
@@ -89,9 +93,10 @@ def as_near(got: Tensor, other: Tensor, right: Tensor) -> bool:
     return relative_error(got, right) < 2 * relative_error(other, right) + 5e-3
 
 
-#: Besides those of the chain's tests: blocks with one unit in all; the shortest convolution.
+#: Besides those of the chain's tests: most blocks have nothing to do, one block of inputs; the
+#: shortest convolution.
 NARROW = {
-    "narrow": config(d_model=64, n_layers=1, vocab_size=700),
+    "narrow": config(d_model=64, n_layers=1),
     "two taps": config(d_model=128, n_layers=4, conv_kernel=2, cell="minlstm", expansion=1.5),
 }
 
@@ -103,7 +108,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
     model = build((CONFIGS | NARROW)[name], torch.bfloat16)
     chain, whole, exact = chain_of(model), whole_of(model), exact_of(model)
     chance = random.Random(name)
-    most = whole._whole.most_rows  # type: ignore[union-attr]
+    most = whole._whole.rows  # type: ignore[union-attr]
     ours = model.new_state(12)
     for _ in range(60):
         slots = chance.sample(range(12), chance.randint(1, most))
@@ -123,6 +128,54 @@ def test_steps_as_the_chain_does(name: str) -> None:
             assert as_near(ours.conv, theirs.conv, reference.conv)
         dead = [row for row in range(12) if row not in slots]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW])
+def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
+    model = quantize_model(build((CONFIGS | NARROW)[name], torch.bfloat16), kind)
+    quick, chance = PlainModel(model), random.Random(name)
+    assert (quick._whole is not None) == (name not in NARROW)  # 64 and 192 inputs: half blocks
+    if quick._whole is None:
+        return
+    state = model.new_state(10)
+    for batch in (1, 2, 3, quick._whole.rows) * 3:
+        slots = int32(chance.sample(range(10), batch), "cuda")
+        ids = int32([chance.randrange(model.config.vocab_size) for _ in range(batch)], "cuda")
+        theirs = copied(state)
+        got = quick.step(ids, state, slots)
+        plain = model.logits(model.step(ids, theirs, slots))
+        assert got.shape == plain.shape
+        assert relative_error(got, plain) < 0.04
+        assert relative_error(state.cell, theirs.cell) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_every_8_bit_value_is_exact(kind: Quantization) -> None:
+    """A table of rows with one 1 each, times weights of all values: products without rounding."""
+    table = torch.eye(128, device="cuda", dtype=torch.bfloat16)
+    values = torch.arange(256, device="cuda", dtype=torch.int32).to(torch.uint8)
+    weight = values.view(QUANTIZED_DTYPES[kind]).view(4, 64).t().contiguous()  # [64, 4]
+    wide = torch.zeros(64, 128, device="cuda", dtype=torch.int8)
+    wide[:, :4] = weight.view(torch.int8)
+    finite = wide.view(QUANTIZED_DTYPES[kind]).float().isfinite()
+    wide = torch.where(finite, wide, torch.zeros_like(wide))
+    phases = [
+        Phase(kind="embed", weight=table),
+        Phase(
+            kind="logits",
+            weight=wide.view(QUANTIZED_DTYPES[kind]),
+            scale=torch.full((64,), 0.5, device="cuda"),
+        ),
+    ]
+    program = Program(phases, gates=2, linear_candidate=False, normalize_gates=True)
+    ids, slots = int32([0, 1, 2, 3], "cuda"), int32([-1] * 4, "cuda")
+    no_state = torch.zeros(0, 2, 2, device="cuda")[..., :0]
+    logits = program.run(ids, slots, no_state, None, 1e-5)
+    expected = 0.5 * wide.view(QUANTIZED_DTYPES[kind]).float()[:, :4].t()
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.gpu
@@ -212,14 +265,12 @@ def test_refuses_what_does_not_fit() -> None:
         Program([Phase(kind="embed", weight=table), ends], **how).run(
             tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
         )
-    with pytest.raises(RuntimeError, match=r"norm must be contiguous bfloat16 \[64\]"):
+    with pytest.raises(RuntimeError, match="8-bit weights have a scale"):
+        narrow = Phase(kind="logits", weight=table.to(torch.int8))
+        Program([Phase(kind="embed", weight=table), narrow], **how)
+    with pytest.raises(RuntimeError, match=r"norm must be contiguous torch.bfloat16 \[64\]"):
         normed = Phase(kind="logits", weight=table, norm=torch.ones(64, device="cuda"))
         Program([Phase(kind="embed", weight=table), normed], **how)
-    with pytest.raises(RuntimeError, match="too narrow"):
-        ends = Phase(kind="logits", weight=table)
-        Program([Phase(kind="embed", weight=table), ends], **how).run(
-            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
-        )
     with pytest.raises(RuntimeError, match="rows a multiple of 8"):
         wide = torch.zeros(12, 64, dtype=torch.bfloat16, device="cuda")
         Program([Phase(kind="embed", weight=table), Phase(kind="logits", weight=wide)], **how)

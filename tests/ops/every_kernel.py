@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.checkpoint import quantize_model
 from engine.config import ModelConfig
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
@@ -21,6 +22,7 @@ from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
+from engine.serving import PlainModel
 from tests.ops.draws import PARAMETERS, rows_of
 
 LENGTHS = {
@@ -29,15 +31,20 @@ LENGTHS = {
     "many": [7 * n % 5 * 40 for n in range(45)],
 }
 # Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
-# gates: alone and in parts; pairs; many tiles of 64 tokens; wide ones, the last two of deep sums.
+# gates (tests/csrc/test_choice.py proves it): alone and in parts; pairs; wide ones.
 MAPS = (
     (72, 200, (1, 9, 31)),
     (72, 1536, (7, 16, 20, 65)),
-    (16904, 64, (1, 9, 31, 65)),
+    (328, 1032, (65,)),
+    (16904, 64, (1, 9, 31, 64, 65)),
     (7048, 64, (100,)),
-    (2072, 1016, (65,)),
+    (3592, 1016, (65,)),
+    (776, 1032, (130,)),
+    (1424, 1032, (130,)),
+    (1640, 1032, (195,)),
+    (2888, 1032, (130,)),
+    (4616, 1032, (130,)),
     (12704, 64, (130,)),
-    (7856, 2112, (130, 257)),
 )
 # Likewise with sums in a fixed order, where one block takes parts of the inputs in turn.
 TURNS = (
@@ -159,8 +166,9 @@ def whole_steps() -> None:
             candidate="linear" if linear else "g",
         )
         model = LM(config).to("cuda", torch.bfloat16)
-        step, state = HopperLM(model), model.new_state(8)
-        for batch in (1, 3, 8):
+        models = HopperLM(model), *(PlainModel(quantize_model(model, k)) for k in ("int8", "fp8"))
+        state = model.new_state(8)
+        for step, batch in itertools.product(models, (1, 3, 8)):
             slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
             step.step(slots + 5, state, slots)
     torch.cuda.synchronize()

@@ -1,0 +1,250 @@
+// What is made of the finished sums of a large tile, where they lie as products leave them.
+//
+// A thread has sums of two channels of a square of 8 channels by 8 tokens, and memory wants
+// neighbouring channels together. So sums, scaled and with their bias, are rounded and turned into
+// staging memory: for each block of 64 rows [tokens][64 rows], rows of 128 bytes whose sixteens are
+// exchanged as the copy engine does it. The residual stream is already there and is added before.
+// From there the copy engine takes them, or threads, which finish four channels or eight of a token
+// at a time. Logits go straight to memory: 8 neighbours of 4 bytes are a sector.
+//
+// Sums are finished by the operations of epilogue.cuh in their order, so that the form has no part
+// in the bits of what is written.
+#pragma once
+
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "product.cuh"
+
+namespace minserve {
+namespace cuda {
+
+template <class S>
+struct Tile {
+  using T = typename S::Type;
+  const LinearArgs& args;
+  const CUtensorMap& map;  // of x or out
+  const float* scale;      // of this tile's tokens
+  const int* slots;
+  int first_token, first_channel;
+  int group;
+
+  static constexpr int kTokens = S::kFinish, kBlocks = S::kBlocks;
+  static constexpr int kUnitThreads = S::kUnitBlocks * kGroupThreads;
+  static constexpr int kRowBytes = kBlockRows * 2;
+
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static int warp_of_group() { return threadIdx.x / 32 % 4; }
+  // Of row `row` of this group's block: its row of W within its gate.
+  __device__ __forceinline__ int row_of_weight(int block, int row) const {
+    const int all = (group * kBlocks + block) * kBlockRows + row;
+    const int unit = all / (S::kUnitChannels * S::kGates);
+    const int inside = all % (S::kUnitChannels * S::kGates);
+    return static_cast<int>(inside / S::kUnitChannels * args.channels) + first_channel +
+           unit * S::kUnitChannels + inside % S::kUnitChannels;
+  }
+  __device__ __forceinline__ float bias_of(int block, int row) const {
+    if (!args.bias) return 0.0f;
+    const std::int64_t at = row_of_weight(block, row);
+    return at < S::kGates * args.channels ? to_lane(static_cast<const T*>(args.bias)[at]) : 0.0f;
+  }
+  // Where sixteen bytes number `chunk` of a staged token are.
+  __device__ __forceinline__ static int place(int token, int chunk) {
+    return token * kRowBytes + (chunk ^ token % 8) * 16;
+  }
+
+  template <class Staged>
+  __device__ __forceinline__ void finish(float (&sums)[kBlocks][kTokens / 2],
+                                         const Staged& staged) const {
+    if constexpr (S::kStepping) {
+      stage<false>(sums, staged, [](float y) { return y; });
+      __syncwarp();
+      meet_unit();
+      step(staged);
+      fence_for_copies();
+    } else if (args.epilogue == Epilogue::residual) {
+      stage<true>(sums, staged, [](float y) { return y; });
+      meet_unit();
+      write_norm_inputs(staged);
+      fence_for_copies();
+    } else if (args.epilogue == Epilogue::logits) {
+      write_logits(sums);
+    } else {
+      if (args.epilogue == Epilogue::gelu) {
+        stage<false>(sums, staged, [](float y) { return gelu(y); });
+      } else {
+        stage<false>(sums, staged, [](float y) { return y; });
+      }
+      fence_for_copies();
+      meet_unit();
+      if (threadIdx.x % kGroupThreads == 0) {
+        for (int block = 0; block < kBlocks; ++block) {
+          const int all = group * kBlocks + block;
+          store_box(map, first_channel + all * kBlockRows, first_token, staged(all));
+        }
+        commit_stores();
+        wait_stores_read();
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void meet_unit() const {
+    meet(1 + group / S::kUnitBlocks, kUnitThreads);
+  }
+
+  template <bool kAdding, class Staged, class F>
+  __device__ __forceinline__ void stage(float (&sums)[kBlocks][kTokens / 2], const Staged& staged,
+                                        const F& f) const {
+    const int row = warp_of_group() * 16 + lane() / 4;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float bias[2] = {bias_of(block, row), bias_of(block, row + 8)};
+      // Squares: both halves of the warp's rows, of eight tokens and of the next eight.
+      std::uint32_t address =
+          shared_address(staged(group * kBlocks + block)) +
+          place(lane() / 16 * 8 + lane() % 8, warp_of_group() * 2 + lane() / 8 % 2);
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; j += 2, address += 16 * kRowBytes) {
+        unsigned words[4];
+        if (kAdding) load_turned(address, words);
+#pragma unroll
+        for (int square = 0; square < 2; ++square) {
+          const float2 factor =
+              *reinterpret_cast<const float2*>(scale + 8 * (j + square) + lane() % 4 * 2);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float* two = &sums[block][4 * (j + square) + 2 * half];
+            float low = two[0] * factor.x + bias[half];
+            float high = two[1] * factor.y + bias[half];
+            unsigned& word = words[square * 2 + half];
+            if (kAdding) {
+              low += number_of(&word, 0, T{});
+              high += number_of(&word, 1, T{});
+            }
+            word = rounded(f(low), f(high), T{});
+          }
+        }
+        store_turned(address, words);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_logits(float (&sums)[kBlocks][kTokens / 2]) const {
+    const int row = warp_of_group() * 16 + lane() / 4;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int channel = first_channel + (group * kBlocks + block) * kBlockRows + row;
+      const float bias[2] = {bias_of(block, row), bias_of(block, row + 8)};
+      const bool inside[2] = {channel < args.channels, channel + 8 < args.channels};
+      const int first = first_token + lane() % 4 * 2;
+      float* out = static_cast<float*>(args.out) + first * args.channels + channel;
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j, out += 8 * args.channels) {
+        const float2 factor = *reinterpret_cast<const float2*>(scale + 8 * j + lane() % 4 * 2);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          if (first + 8 * j + odd >= args.tokens) continue;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (!inside[half]) continue;
+            out[odd * args.channels + 8 * half] =
+                sums[block][4 * j + 2 * half + odd] * (odd ? factor.y : factor.x) + bias[half];
+          }
+        }
+      }
+    }
+  }
+
+  // Eight channels of a token; neighbouring eight threads have those whose squares are summed.
+  template <class Staged>
+  __device__ __forceinline__ void write_norm_inputs(const Staged& staged) const {
+    constexpr int kOct = 8, kStride = kGroupThreads / 8;
+    const int thread = threadIdx.x % kGroupThreads, chunk = thread % 8, offset = thread / 8;
+#pragma unroll 1
+    for (int block = 0; block < kBlocks; ++block) {
+      const int channel = first_channel + (group * kBlocks + block) * kBlockRows + chunk * kOct;
+      const bool inside = channel < args.channels;
+      Channels<T, kOct> weight;
+      if (args.scaled && inside) weight.load(static_cast<const T*>(args.norm_weight) + channel);
+      const unsigned char* from = staged(group * kBlocks + block) + place(offset, chunk);
+      std::int64_t at = (first_token + offset) * args.channels + channel;
+#pragma unroll 4
+      for (int n = 0; n < kTokens / kStride;
+           ++n, from += kStride * kRowBytes, at += kStride * args.channels) {
+        const int token = first_token + offset + n * kStride;
+        const bool real = inside && token < args.tokens;
+        Channels<T, kOct> x, scaled;
+        x.load(reinterpret_cast<const T*>(from));
+        if (real) x.store(static_cast<T*>(args.x) + at);
+        if (!args.scaled) continue;
+        float sums[2] = {}, y[kOct];  // in the order of write_residual(): of quads
+#pragma unroll
+        for (int i = 0; i < kOct; ++i) {
+          sums[i / kQuad] += x[i] * x[i];
+          y[i] = x[i] * weight[i];
+        }
+        scaled.set(y);
+        if (real) scaled.store(static_cast<T*>(args.scaled) + at);
+#pragma unroll
+        for (int distance = 4; distance > 0; distance /= 2) {
+          for (float& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        }
+        if (real && chunk == 0) {
+          args.squares_out[channel / kSquareRows * args.tokens + token] = sums[0] + sums[1];
+        }
+      }
+    }
+  }
+
+  // Four channels of a token. With two gates a unit's channels are half of a row, so neighbouring
+  // threads take tokens whose halves lie in different banks.
+  template <class Staged>
+  __device__ __forceinline__ void step(const Staged& staged) const {
+    constexpr int kQuads = S::kUnitChannels / kQuad, kStride = kUnitThreads / kQuads;
+    constexpr int kAhead = S::kResident == 1 ? 4 : 2;
+    const int thread = threadIdx.x % kUnitThreads, quad = thread % kQuads;
+    int offset = thread / kQuads;
+    if (kQuads == 8) offset = offset / 8 * 8 + offset % 2 * 4 + offset / 2 % 2 + offset / 4 % 2 * 2;
+#pragma unroll 1
+    for (int unit = 0; unit < (kBlocks + S::kUnitBlocks - 1) / S::kUnitBlocks; ++unit) {
+      const int all = S::kGates == 3 ? 0 : group * kBlocks + unit;
+      const int channel = first_channel + all * S::kUnitChannels + quad * kQuad;
+      const unsigned char* gates[S::kGates];
+#pragma unroll
+      for (int gate = 0; gate < S::kGates; ++gate) {
+        gates[gate] = S::kGates == 3 ? staged(gate) : staged(all);
+      }
+#pragma unroll 1
+      for (int n = offset; n < kTokens; n += kAhead * kStride) {
+        Before<T, true> before[kAhead];
+        Place at[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int own = n + i * kStride;
+          at[i] = {first_token + own, channel, own, 0};
+          before[i].load(args, at[i], own < kTokens ? slots[own] : -1);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int own = n + i * kStride;
+          if (own >= kTokens || !at[i].inside(args)) continue;
+          Quad<T> pre[S::kGates];
+#pragma unroll
+          for (int gate = 0; gate < S::kGates; ++gate) {
+            const int row = S::kGates == 3 ? quad : gate * kQuads + quad;
+            pre[gate].load(
+                reinterpret_cast<const T*>(gates[gate] + place(own, row / 2) + row % 2 * 8));
+          }
+          if constexpr (S::kGates == 2) {
+            step_quad<T, MinGruCell>(args, at[i], before[i], pre);
+          } else {
+            step_quad<T, MinLstmCell>(args, at[i], before[i], pre);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace cuda
+}  // namespace minserve

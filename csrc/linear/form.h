@@ -1,0 +1,30 @@
+// The forms of a linear map's kernel. No CUDA in here, so that the choice can be tested anywhere.
+#pragma once
+
+namespace minserve {
+
+enum class Form {
+  tokens_8,  // 64 rows of weights (or of channels, with all gates) by so many tokens
+  tokens_16,
+  tokens_32,
+  tokens_64,
+  tokens_64_deep,  // one block to a multiprocessor, with a longer ring
+  tokens_128,      // 128 rows, or all gates of 64 channels; parts of the inputs in turn only
+  pairs_8,         // 128 rows by so many tokens
+  pairs_16,
+  pairs_32,
+  pairs_64,
+  wide_64_64,  // wide.cuh: rows of weights by tokens
+  wide_128_64,
+  wide_128_128,
+  wide_192_128,
+  wide_256_128,
+};
+
+struct Choice {
+  Form form;
+  int parts;      // blocks that take a part of the inputs each
+  int turns = 1;  // parts that one block takes in turn (fixed_choice.h)
+};
+
+}  // namespace minserve

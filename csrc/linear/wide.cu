@@ -1,0 +1,109 @@
+// Linear maps of many tokens: the kernels of the wide forms.
+#include "wide.cuh"
+
+#include <algorithm>
+
+#include "launch.h"
+#include "tensor_map.cuh"
+#include "wide_choice.h"
+
+namespace minserve {
+namespace cuda {
+
+namespace {
+
+int multiprocessors(int device) {
+  static thread_local int known = -1, count = 0;
+  if (device != known) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+          "multiprocessors");
+    known = device;
+  }
+  return count;
+}
+
+struct Call {
+  const LinearArgs& args;
+  const void *weight, *input;
+  Dtype dtype;
+  int device;
+  cudaStream_t stream;
+
+  template <class S>
+  void launch() const {
+    const CUtensorMap weights =
+        map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels, dtype);
+    const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
+    CUtensorMap side = inputs;
+    if (!S::kStepping && args.epilogue != Epilogue::logits) {
+      side = map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
+                    args.channels, S::kFinish, dtype);
+    }
+    static thread_local int asked = -1;  // every device is asked for itself
+    if (device != asked) {
+      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&wide_kernel<S>),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared),
+            "shared memory of a wide linear map");
+      asked = device;
+    }
+    const std::int64_t tiles = (args.channels + S::kChannels - 1) / S::kChannels *
+                               ((args.tokens + S::kTokens - 1) / S::kTokens);
+    const std::int64_t most = S::kHalved ? tiles : multiprocessors(device);
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(S::kParts)};
+    cudaLaunchConfig_t config = {};
+    config.gridDim =
+        dim3(static_cast<unsigned>(std::min(tiles, most)), 1, static_cast<unsigned>(S::kParts));
+    config.blockDim = dim3(S::kThreads);
+    config.dynamicSmemBytes = static_cast<std::size_t>(S::kShared);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = S::kHalved ? 2 : 1;
+    check(cudaLaunchKernelEx(&config, &wide_kernel<S>, weights, inputs, side, args),
+          "wide linear map");
+  }
+
+  template <class T, int kGates>
+  void launch_form(const Choice& choice) const {
+    if constexpr (kGates == 1) {
+      if (choice.form == Form::wide_128_64) return launch<WideShape<T, 1, 2, 1, 64, 2>>();
+    }
+    if constexpr (kGates == 2) {
+      if (choice.form == Form::wide_64_64) return launch<WideShape<T, 2, 1, 1, 64, 2, 3>>();
+    }
+    if constexpr (kGates < 3) {
+      const bool halved = choice.parts == 2;
+      switch (choice.form) {
+        case Form::wide_256_128:
+          return launch<WideShape<T, kGates, 2, 2, 128>>();
+        case Form::wide_128_128:
+          if (halved) return launch<WideShape<T, kGates, 2, 1, 128, 2>>();
+          return launch<WideShape<T, kGates, 2, 1, 128>>();
+        default:
+          break;
+      }
+    }
+    launch<WideShape<T, kGates, 3, 1, 128>>();
+  }
+  template <class T>
+  void launch_by_gates(const Choice& choice, int gates) const {
+    if (gates == 2) return launch_form<T, 2>(choice);
+    if (gates == 3) return launch_form<T, 3>(choice);
+    launch_form<T, 1>(choice);
+  }
+};
+
+}  // namespace
+
+void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
+                 const void* input, int gates, Dtype dtype, int device, void* stream) {
+  const Call call{args, weight, input, dtype, device, static_cast<cudaStream_t>(stream)};
+  if (dtype == Dtype::bf16) return call.launch_by_gates<bf16>(choice, gates);
+  call.launch_by_gates<f16>(choice, gates);
+}
+
+}  // namespace cuda
+}  // namespace minserve

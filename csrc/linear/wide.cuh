@@ -1,0 +1,378 @@
+// out [tokens, channels] = epilogue(W x) for Hopper, many tokens: as kernel.cuh, in large tiles.
+//
+// A block stays on its multiprocessor and takes tiles in turn. One thread feeds a ring of stages in
+// shared memory, kStep inputs of the tile's rows and tokens each; warpgroups multiply. What is
+// staged while a tile is finished lies in stages of the same ring, which come after the tile's own:
+// the thread that feeds the ring leaves them out, or puts the residual stream there.
+//
+// What a multiprocessor can ask of the L2 cache is the first limit (about 39 bytes a cycle of the
+// 64 that a tile of 128 by 128 needs), so tiles are as large as there are enough of. Where that
+// leaves many multiprocessors without one, the two blocks of a cluster have half of the inputs each
+// and give each other their sums of half of the tokens.
+#pragma once
+
+#include "finish_tile.cuh"
+#include "hopper.cuh"
+#include "product.cuh"
+
+namespace minserve {
+namespace cuda {
+
+// kGroups warpgroups of kBlocks blocks of 64 rows each; kParts blocks have a part of the inputs
+// each, and then one tile; kResident blocks share a multiprocessor.
+template <class T, int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
+          int kResident_ = 1>
+struct WideShape {
+  using Type = T;
+  static constexpr int kGates = kGates_, kGroups = kGroups_, kBlocks = kBlocks_;
+  static constexpr int kTokens = kTokens_, kParts = kParts_, kResident = kResident_;
+  static constexpr bool kStepping = kGates > 1, kHalved = kParts == 2;
+  static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
+  static_assert(kParts == 1 || kHalved, "a block sends half of its sums");
+  static_assert(kResident == 1 || kResident == 3, "a third of the shared memory");
+  static_assert(kTokens % (16 * kParts) == 0, "whole squares");
+  static constexpr int kComputing = kGroups * kGroupThreads;
+  // A warp feeds the ring and one prepares. Two more make a warpgroup of them, which can give its
+  // registers to those that multiply.
+  static constexpr bool kGiving = kResident == 1;
+  static constexpr int kThreads = kComputing + (kGiving ? kGroupThreads : 64);
+  static constexpr int kFewRegisters = kGroups == 3 ? 56 : 40;
+  static constexpr int kManyRegisters = kGroups == 3 ? 152 : 232;
+  static constexpr int kRows = kGroups * kBlocks * kBlockRows;
+  static constexpr int kChannels = kRows / kGates;
+  // All gates of a unit's channels are in one block of rows, of three gates in three.
+  static constexpr int kUnitBlocks = kGates == 3 ? 3 : 1;
+  static constexpr int kUnitChannels = kUnitBlocks * kBlockRows / kGates;
+  static constexpr int kBoxes = kRows / kUnitChannels;
+  static constexpr int kBoxBytes = kUnitChannels * kStep * 2;
+  static constexpr int kWeightBytes = kRows * kStep * 2;
+  static constexpr int kInputBytes = kTokens * kStep * 2;
+  static constexpr int kStageBytes = kWeightBytes + kInputBytes;
+  // Tokens that a block finishes, and what is staged of a block of rows for them.
+  static constexpr int kFinish = kTokens / kParts;
+  static constexpr int kStagedBytes = kFinish * kBlockRows * 2;
+  static constexpr int kBlocksOfStage = kStageBytes / kStagedBytes;
+  static constexpr int kAllBlocks = kGroups * kBlocks;
+  static constexpr int kStagesToFinish = (kAllBlocks + kBlocksOfStage - 1) / kBlocksOfStage;
+  // Halves: when the products are done the ring takes the sums that come, then those that go; what
+  // is staged is beside it.
+  static constexpr int kSentBytes = kHalved ? kRows * kFinish * 4 : 0;
+  static constexpr int kSide = kHalved ? kAllBlocks * kStagedBytes : 0;
+  static constexpr int kMemory = (kResident == 1 ? 221 : 70) * 1024;
+  static constexpr int kFit = (kMemory - kSide) / kStageBytes;
+  static constexpr int kStages = kFit > 10 ? 10 : kFit;
+  static constexpr int kRing = kStages * kStageBytes;
+  static_assert(kRing >= 2 * kSentBytes, "room for sums");
+  static_assert(kStages >= 3 && (kHalved || kStages >= kStagesToFinish), "room to finish a tile");
+  static constexpr int kShared = kRing + kSide + 1024;
+};
+
+// The tiles of a call in the order in which they are taken: few pieces of tokens, then the next
+// rows, so that what blocks ask for at the same time stays in the L2 cache.
+struct Walk {
+  static constexpr int kWidth = 16;
+  int rows, pieces;  // tiles of rows, pieces of tokens
+  __device__ __forceinline__ int count() const { return rows * pieces; }
+  __device__ __forceinline__ void find(int n, int& row, int& piece) const {
+    const int band = n / (rows * kWidth), width = min(kWidth, pieces - band * kWidth);
+    const int inside = n - band * rows * kWidth;
+    row = inside / width;
+    piece = band * kWidth + inside % width;
+  }
+};
+
+// A place in the ring.
+template <int kStages>
+struct Stage {
+  int slot = 0, turn = 0;
+  __device__ __forceinline__ void operator++() {
+    if (++slot == kStages) slot = 0, ++turn;
+  }
+};
+
+// The two blocks of a cluster have sums over half of the inputs each. Sends the other those of its
+// half of the tokens; `own` becomes the whole sums of this block's half. Both rings are free;
+// `received` expects kSentBytes.
+template <class S>
+__device__ __forceinline__ void exchange_halves(const float (&sums)[S::kBlocks][S::kTokens / 2],
+                                                float (&own)[S::kBlocks][S::kFinish / 2], int part,
+                                                unsigned char* ring, std::uint64_t& received) {
+  constexpr int kOwn = S::kFinish / 2;
+  unsigned char* outbox = ring + S::kSentBytes;
+  // Of four sums number i of a block of rows: neighbouring threads' are neighbours.
+  const auto four_in = [&](unsigned char* box, int block, int i) -> float4& {
+    const int group = threadIdx.x / kGroupThreads;
+    return reinterpret_cast<float4*>(
+        box)[((group * S::kBlocks + block) * (kOwn / 4) + i / 4) * kGroupThreads +
+             threadIdx.x % kGroupThreads];
+  };
+#pragma unroll
+  for (int block = 0; block < S::kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 4) {
+      float send[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {  // no index that is known only when it runs
+        const float low = sums[block][i + k], high = sums[block][kOwn + i + k];
+        own[block][i + k] = part == 0 ? low : high;
+        send[k] = part == 0 ? high : low;
+      }
+      four_in(outbox, block, i) = {send[0], send[1], send[2], send[3]};
+    }
+  }
+  fence_for_copies();
+  meet(8, S::kComputing);
+  if (threadIdx.x == 0) copy_to_block(1 - part, ring, outbox, S::kSentBytes, received);
+  __syncwarp();
+  wait_barrier(received, 0);
+#pragma unroll
+  for (int block = 0; block < S::kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 4) {
+      const float4 four = four_in(ring, block, i);
+      own[block][i] += four.x, own[block][i + 1] += four.y;
+      own[block][i + 2] += four.z, own[block][i + 3] += four.w;
+    }
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kResident)
+    wide_kernel(const __grid_constant__ CUtensorMap weight_map,
+                const __grid_constant__ CUtensorMap input_map,
+                const __grid_constant__ CUtensorMap side_map,  // what is staged: x, or out
+                const __grid_constant__ LinearArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using T = typename S::Type;
+  using At = Stage<S::kStages>;
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+  unsigned char* side = ring + S::kRing;
+  __shared__ std::uint64_t full[S::kStages], empty[S::kStages], ready[2], taken[2], received,
+      beside;
+  __shared__ float scale[2][S::kTokens];
+  __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int part = S::kHalved ? static_cast<int>(blockIdx.z) : 0;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      init_barrier(full[i], 1);
+      init_barrier(empty[i], S::kComputing / 32);
+    }
+    for (int i = 0; i < 2; ++i) {
+      init_barrier(ready[i], 32);
+      init_barrier(taken[i], S::kComputing / 32);
+    }
+    init_barrier(received, 1);
+    init_barrier(beside, 1);
+    fence_barriers();
+    if (S::kHalved) arrive_expecting(received, S::kSentBytes);
+  }
+  __syncthreads();
+  let_next_kernel_start();
+
+  const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
+  const int begin = part * steps / S::kParts;
+  const int count = (part + 1) * steps / S::kParts - begin;
+  const bool residual = !S::kStepping && args.epilogue == Epilogue::residual;
+  const bool logits = !S::kStepping && args.epilogue == Epilogue::logits;
+  const int finishing = S::kHalved || logits ? 0 : S::kStagesToFinish;
+  const Walk walk{static_cast<int>((args.channels + S::kChannels - 1) / S::kChannels),
+                  static_cast<int>((args.tokens + S::kTokens - 1) / S::kTokens)};
+  const int tiles = walk.count(), first = blockIdx.x, stride = gridDim.x;
+  const auto find = [&](int tile, int& channel, int& token) {
+    int row, piece;
+    walk.find(tile, row, piece);
+    channel = row * S::kChannels;
+    token = piece * S::kTokens;
+  };
+
+  if (warp >= S::kComputing / 32) {
+    if constexpr (S::kGiving) give_registers<S::kFewRegisters>();
+    if (warp == S::kComputing / 32) {
+      // The ring.
+      int channel, token;
+      const auto copy_weights = [&](const At& at, int n) {
+        arrive_expecting(full[at.slot], S::kStageBytes);
+#pragma unroll
+        for (int box = 0; box < S::kBoxes; ++box) {
+          const int row = static_cast<int>(box % S::kGates * args.channels) + channel +
+                          box / S::kGates * S::kUnitChannels;
+          copy_box(ring + at.slot * S::kStageBytes + box * S::kBoxBytes, weight_map,
+                   (begin + n) * kStep, row, full[at.slot]);
+        }
+      };
+      const auto copy_inputs = [&](const At& at, int n) {
+        copy_box(ring + at.slot * S::kStageBytes + S::kWeightBytes, input_map, (begin + n) * kStep,
+                 token, full[at.slot]);
+      };
+      const int ahead = min(count, S::kStages);
+      if (lane == 0) {
+        prefetch_map(weight_map);
+        prefetch_map(input_map);
+        prefetch_map(side_map);
+        find(first, channel, token);
+        At at;
+        for (int n = 0; n < ahead; ++n, ++at) copy_weights(at, n);
+      }
+      __syncwarp();
+      wait_for_previous_kernel();
+      if (lane == 0) {
+        At at;
+        for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at, n);
+        if (S::kHalved && residual) {
+          arrive_expecting(beside, S::kSide);
+          for (int block = 0; block < S::kAllBlocks; ++block) {
+            copy_box(side + block * S::kStagedBytes, side_map, channel + block * kBlockRows,
+                     token + part * S::kFinish, beside);
+          }
+        }
+        for (int tile = first; tile < tiles; tile += stride) {
+          find(tile, channel, token);
+          for (int n = tile == first ? ahead : 0; n < count; ++n, ++at) {
+            if (at.turn > 0) wait_barrier(empty[at.slot], (at.turn - 1) % 2);
+            copy_weights(at, n);
+            copy_inputs(at, n);
+          }
+          for (int n = 0; n < finishing; ++n, ++at) {
+            if (at.turn > 0) wait_barrier(empty[at.slot], (at.turn - 1) % 2);
+            if (!residual) {
+              arrive(full[at.slot]);
+              continue;
+            }
+            const int from = n * S::kBlocksOfStage;
+            const int to = min(from + S::kBlocksOfStage, S::kAllBlocks);
+            arrive_expecting(full[at.slot], (to - from) * S::kStagedBytes);
+            for (int block = from; block < to; ++block) {
+              copy_box(ring + at.slot * S::kStageBytes + (block - from) * S::kStagedBytes, side_map,
+                       channel + block * kBlockRows, token, full[at.slot]);
+            }
+          }
+        }
+      }
+      __syncwarp();
+    } else if (warp == S::kComputing / 32 + 1) {
+      // What the finishing of a tile needs of its tokens.
+      wait_for_previous_kernel();
+      for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
+        int channel, first_token;
+        find(tile, channel, first_token);
+        const int half = turn % 2;
+        if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
+        for (int n = lane; n < S::kFinish; n += 32) {
+          const std::int64_t token = first_token + part * S::kFinish + n;
+          float sum = 0.0f;
+          if (args.squares && token < args.tokens) {
+#pragma unroll 16
+            for (int block = 0; block < args.square_blocks; ++block) {
+              sum += args.squares[block * args.tokens + token];
+            }
+          }
+          scale[half][n] = args.squares ? rsqrtf(sum / args.width + args.eps) : 1.0f;
+          if (S::kStepping) slots[half][n] = token < args.tokens ? args.slots[token] : -1;
+        }
+        arrive(ready[half]);
+        if (S::kStepping) {
+          __syncwarp();
+          constexpr int kLines = S::kChannels * 4 / 128;
+          for (int n = lane; n < S::kFinish * kLines; n += 32) {
+            const int slot = slots[half][n / kLines];
+            if (slot >= 0 && slot < args.num_slots && channel + n % kLines * 32 < args.channels) {
+              prefetch_to_l2(args.state + slot * args.state_stride + channel + n % kLines * 32);
+            }
+          }
+        }
+      }
+    } else {
+      wait_for_previous_kernel();
+    }
+    if (S::kHalved) {
+      __syncwarp();
+      arrive_at_cluster();
+      wait_for_cluster();
+    }
+  } else {
+    if constexpr (S::kGiving) take_registers<S::kManyRegisters>();
+    wait_for_previous_kernel();
+    const int group = warp / 4;
+    const auto release = [&](int slot) {
+      if (lane == 0) arrive(empty[slot]);
+    };
+    float sums[S::kBlocks][S::kTokens / 2];
+    At at;
+    for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
+      int last = 0;
+#pragma unroll 1
+      for (int n = 0; n < count; ++n, ++at) {
+        wait_barrier(full[at.slot], at.turn % 2);
+        const unsigned char* stage = ring + at.slot * S::kStageBytes;
+        const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
+        const std::uint64_t weights =
+            describe_tile(stage + group * S::kBlocks * kBlockRows * kStep * 2);
+        begin_products();
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block) {
+#pragma unroll
+          for (int k = 0; k < kStep / 16; ++k) {
+            Product<T, S::kTokens>::add(sums[block],
+                                        weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
+                                        inputs + 2 * k, n > 0 || k > 0);
+          }
+        }
+        commit_products();
+        if (n > 0) {
+          wait_products<1>();
+          release(last);
+        }
+        last = at.slot;
+      }
+      wait_products<0>();
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) sums_are_there(sums[block]);
+      release(last);
+
+      int first_channel, first_token;
+      find(tile, first_channel, first_token);
+      const int half = turn % 2;
+      const auto staged = [&](int block) -> unsigned char* {
+        if (S::kHalved) return side + block * S::kStagedBytes;
+        int slot = at.slot + block / S::kBlocksOfStage;
+        if (slot >= S::kStages) slot -= S::kStages;
+        return ring + slot * S::kStageBytes + block % S::kBlocksOfStage * S::kStagedBytes;
+      };
+      const Tile<S> of{
+          args,          side_map, scale[half], slots[half], first_token + part * S::kFinish,
+          first_channel, group};
+      if constexpr (S::kHalved) {
+        // The rings of both blocks are free.
+        arrive_at_cluster();
+        wait_for_cluster();
+        float own[S::kBlocks][S::kFinish / 2];
+        exchange_halves<S>(sums, own, part, ring, received);
+        wait_barrier(ready[half], 0);
+        if (residual) wait_barrier(beside, 0);
+        of.finish(own, staged);
+      } else {
+        wait_barrier(ready[half], turn / 2 % 2);
+        At place = at;
+        for (int n = 0; n < finishing; ++n, ++place) {
+          wait_barrier(full[place.slot], place.turn % 2);
+        }
+        of.finish(sums, staged);
+        __syncwarp();
+        if (lane == 0) arrive(taken[half]);
+        for (int n = 0; n < finishing; ++n, ++at) release(at.slot);
+      }
+    }
+  }
+  // Nobody ends while what it has sent is being read.
+  if (S::kHalved) {
+    __syncwarp();
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
+#endif
+}
+
+}  // namespace cuda
+}  // namespace minserve

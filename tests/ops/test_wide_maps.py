@@ -1,0 +1,110 @@
+"""Linear maps of many tokens against float64: every wide form (csrc/linear/wide.cuh) with every
+epilogue that it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops import linear_map, linear_residual, linear_step
+from tests.ops.helpers import exact
+from tests.ops.test_linear_maps import DTYPES, EPS, close, normed, on_gpu
+from tests.ops.wide_forms import SHAPES
+
+pytestmark = pytest.mark.gpu
+
+Shape = tuple[int, int, int, int]
+MAPS = [shape for shape in SHAPES if shape[2] == 1]
+STEPS = [shape for shape in SHAPES if shape[2] > 1]
+
+
+def weights_of(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    channels, inputs, gates, _ = shape
+    weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=inputs**-0.5), dtype)
+    return weight, on_gpu(exact(gates * channels, seed=3), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MAPS, ids=str)
+def test_linear_map(shape: Shape, dtype: torch.dtype) -> None:
+    _, inputs, _, tokens = shape
+    x, squares = normed(tokens, inputs, dtype)
+    weight, bias = weights_of(shape, dtype)
+    for with_bias, gelu, logits in ((None, False, False), (bias, True, False), (bias, False, True)):
+        given = x, squares, EPS, weight, with_bias, gelu
+        got = linear_map.linear_map(*given, logits)
+        close(got, linear_map.reference(*given))
+        assert torch.equal(got, linear_map.linear_map(*given, logits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MAPS, ids=str)
+def test_linear_residual(shape: Shape, dtype: torch.dtype) -> None:
+    channels, inputs, _, tokens = shape
+    y = on_gpu(exact(tokens, inputs, seed=5), dtype)
+    weight, bias = weights_of(shape, dtype)
+    before = on_gpu(exact(tokens, channels, seed=6), dtype)
+    norm = on_gpu(1 + 0.2 * exact(channels, seed=7), dtype)
+    x, alone = before.clone(), before.clone()
+    scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
+    close(x, linear_residual.reference(y, weight, bias, before))
+    expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+    assert torch.equal(scaled, expected_scaled)
+    torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+    linear_residual.linear_residual_(y, weight, bias, alone, None)
+    assert torch.equal(alone, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", STEPS, ids=str)
+def test_linear_step(shape: Shape, dtype: torch.dtype) -> None:
+    channels, inputs, gates, tokens = shape
+    x, squares = normed(tokens, inputs, dtype)
+    weight, bias = weights_of(shape, dtype)
+    rows = tokens + 5
+    pool = exact(rows, channels, seed=4).to("cuda", torch.float32)
+    slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
+    slots[tokens // 2] = -1
+    named = torch.zeros(rows, dtype=torch.bool, device="cuda")
+    named[slots[slots >= 0].long()] = True
+    for linear_candidate, normalize_gates in ((False, True), (True, gates == 2)):
+        options = linear_candidate, normalize_gates
+        state = pool.clone()
+        h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        expected, after = linear_step.reference(
+            x, squares, EPS, weight, bias, pool, slots, *options
+        )
+        # Pre-activations are rounded before the gates.
+        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.03)
+        assert torch.equal(state[~named], pool[~named])
+        assert not h[slots < 0].any()
+
+
+@pytest.mark.parametrize("shape", [shape for shape in MAPS if shape[1] % 64 == 0], ids=str)
+def test_replays_are_the_eager_chain(shape: Shape) -> None:
+    """Kernels that start before the one ahead of them has ended, in a graph."""
+    channels, inputs, _, tokens = shape
+    weight, _ = weights_of(shape, torch.bfloat16)
+    down = on_gpu(exact(inputs, channels, seed=2, scale=0.02), torch.bfloat16)
+    start = on_gpu(exact(tokens, inputs, seed=3), torch.bfloat16)
+    norm = torch.ones(inputs, device="cuda", dtype=torch.bfloat16)
+    x = start.clone()
+
+    def chain() -> Tensor:
+        scaled, squares = linear_residual.norm_inputs(x, norm)
+        for _ in range(3):
+            y = linear_map.linear_map(scaled, squares, EPS, weight, gelu=True)
+            scaled, squares = linear_residual.linear_residual_(y, down, None, x, norm)
+        return scaled
+
+    expected = chain().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for _ in range(5):
+        x.copy_(start)
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, expected)
