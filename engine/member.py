@@ -8,9 +8,9 @@ import contextlib
 import itertools
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineUnavailable
@@ -202,11 +202,8 @@ class Member:
         elif message.current:
             self._events.put_nowait(Restarting(error))
 
-    def _keep(self, work: Awaitable[None]) -> None:
-        async def run() -> None:
-            await work
-
-        task = asyncio.create_task(run())
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -217,7 +214,7 @@ class SoleMember(Member):
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._ruling: asyncio.Task[None] | None = None
+        self._ruling: asyncio.Task[EngineError] | None = None
         mine, theirs = memory_pipe()
         super().__init__(mine)
         self._theirs = theirs
@@ -225,7 +222,7 @@ class SoleMember(Member):
     async def start(self, collect: Callable[[], bytes] = bytes) -> None:
         await super().start(collect)
         self._supervisor.join(self._theirs)
-        self._ruling = asyncio.create_task(self._rule())
+        self._ruling = asyncio.create_task(self._supervisor.run())
 
     async def gather(self, own: bytes) -> list[bytes]:
         """There are no others."""
@@ -241,13 +238,6 @@ class SoleMember(Member):
                 await self._ruling
         await super().close()
         await self._supervisor.close()
-
-    async def _rule(self) -> None:
-        try:
-            await self._supervisor.run()
-        except Exception as error:  # nobody would keep the engine, nor know it
-            log.exception("unexpected error of the supervisor")
-            self._events.put_nowait(Failed(EngineDead(f"the supervisor has failed: {error}")))
 
 
 def remote_member(descriptor: int) -> Member:

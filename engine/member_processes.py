@@ -116,6 +116,7 @@ class MemberProcesses:
                 ours.close()
                 return f"it cannot be started: {sys.executable}: {error.strerror or error}"
         self._processes.add(process)
+        watch: asyncio.Task[None] | None = None
         try:
             pipe: SocketPipe[FromMember, ToMember] = SocketPipe(ours, FromMember)
             await pipe.open()
@@ -125,10 +126,13 @@ class MemberProcesses:
             watch = asyncio.create_task(self._watch(name, process))
             with contextlib.suppress(OSError):  # it has ended before it read
                 await process.communicate(command.given)
-            watch.cancel()
             return describe_exit(await process.wait())
         finally:
             self._processes.discard(process)
+            if watch is not None:
+                watch.cancel()
+            if process.returncode is None:
+                process.kill()
 
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
         """Kills a process that does not answer."""

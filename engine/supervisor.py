@@ -70,10 +70,13 @@ class Supervisor:
         error: EngineError | None = None
         try:
             await self._start(self._config)
-        except EngineError as failure:  # there is no second try for the first one
+            while error is None:
+                error = await self._replace(*await self._deaths.get())
+        except EngineError as failure:  # of the first one, for which there is no second try
             error = failure
-        while error is None:
-            error = await self._replace(*await self._deaths.get())
+        except Exception as unexpected:  # nobody would keep the engine, nor know it
+            log.exception("unexpected error of the supervisor")
+            error = EngineDead(f"the supervisor has failed: {unexpected}")
         generation = self._current.generation if self._current else 0
         self.members.tell(Down(generation, Problem.of(error), final=True))
         return error
@@ -87,7 +90,8 @@ class Supervisor:
         while self._current is engine:
             seconds = None if self._held else self._restarts.wait(time.monotonic())
             if seconds is None:
-                tries = f", after {self._restarts.recent} restarts" if self._restarts.recent else ""
+                count = self._restarts.recent
+                tries = f", after {count} restart{'s' if count > 1 else ''}" if count else ""
                 return EngineDead(error.message + tries)
             log.warning(
                 "%s; starting another%s (%d of at most %d within %g s)",

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 
+from engine.errors import ConfigError
 from engine.member import remote_member
 from service.api_server import run_application
 from service.settings import Settings
@@ -33,7 +34,12 @@ def main(arguments: list[str]) -> int:
     )
     listener = socket.socket(fileno=options.listen)
     engines = remote_member(options.pipe)
-    return 1 if run_application(engines, settings, listener, signals=False) else 0
+    try:
+        failure = run_application(engines, settings, listener, signals=False)
+    except ConfigError as error:  # in a file that has changed since the host read it
+        logging.getLogger(__name__).error("error: %s", error.message)
+        return 2
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":

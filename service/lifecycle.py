@@ -97,6 +97,8 @@ class Lifecycle:
     def load(self) -> Stats:
         """Of all engines that this process has to do with, together."""
         known = [one.client.stats for one in self._generations if one.client.state == "ready"]
+        if len(known) == 1:
+            return known[0].load()
         return Stats(
             running=sum(stats.running for stats in known),
             waiting=sum(stats.waiting for stats in known),
@@ -162,9 +164,10 @@ class Lifecycle:
         try:
             runtime = await Runtime.load(event.client, self.settings, self.metrics)
         except EngineError:
-            if event.client.state == "dead":
-                return  # of which the next event tells
-            raise
+            if event.client.state != "dead":
+                raise
+            await self.engines.leave(event.generation)  # the next event tells of its end
+            return
         event.client.on_step(self.metrics.on_step)
         self.metrics.model_loaded(runtime.model_name, runtime.info)
         old, self.current = self.current, runtime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.errors import CheckpointError, EngineError
 from engine.messages import ModelInfo
 from engine.supervisor import Rules, Supervisor
 from service import samples
@@ -22,4 +23,10 @@ def make_supervisor(settings: Settings) -> Supervisor:
 
 async def _check_text(info: ModelInfo) -> None:
     """Raises CheckpointError where API processes could not make use of the model."""
-    await load_text(info)
+    try:
+        await load_text(info)
+    except EngineError:
+        raise
+    except Exception as error:
+        reason = f"{info.folder}: its tokenizer cannot be used: {type(error).__name__}: {error}"
+        raise CheckpointError(reason) from error
