@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import NamedTuple, cast
 
 import pytest
+from prometheus_client import generate_latest
 
 from engine.client import EngineClient
 from engine.errors import BY_CODE
@@ -98,13 +99,13 @@ def test_readme_has_the_table_of_all_series() -> None:
 def test_buckets_begin_where_small_models_are() -> None:
     assert STEP_SECONDS[0] == 1e-5 and SECONDS[0] == 1e-4
     assert list(STEP_SECONDS) == sorted(STEP_SECONDS)
-    text = metrics().render().decode()
+    text = generate_latest(metrics().registry).decode()
     assert 'minserve_engine_step_seconds_bucket{le="1e-05",phase="decode"} 0.0' in text
     assert 'minserve_inter_token_latency_seconds_bucket{le="1e-05"} 0.0' in text
 
 
 def test_labels_that_are_known_count_from_the_start() -> None:
-    text = metrics().render().decode()
+    text = generate_latest(metrics().registry).decode()
     for line in (
         'minserve_requests_total{endpoint="chat/completions",outcome="refused"} 0.0',
         'minserve_request_success_total{finish_reason="timeout"} 0.0',
