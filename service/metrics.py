@@ -247,8 +247,8 @@ class Metrics:
         path: str,
         status: int,
         outcome: str | None,
-        error: str | None,
         seconds: float,
+        error: str | None = None,
     ) -> None:
         """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
         for what is no work for the model, `error` the code of the error that answered it."""

@@ -76,7 +76,7 @@ class Account:
             outcome = scope.get(OUTCOME) or _outcome(status)
         scope[STATUS], scope[OUTCOME] = status, outcome
         error = scope.get(ERROR_CODE)
-        self.metrics.http_request(method, path, status, outcome, error, seconds)
+        self.metrics.http_request(method, path, status, outcome, seconds, error)
         if not self.log.on:
             return
         flight: Flight | None = scope.get(FLIGHT)
