@@ -1,14 +1,17 @@
 """WaitingQueue: requests that have no slot yet, in order of arrival.
 
-A request whose prefix is being read by another just now is *held*: it keeps its place but is
-passed over until `resume` says that the prefix is no longer pending.
+A request whose prefix is being read by another just now, or whose grammar is being compiled, is
+*held*: it keeps its place but is passed over until `resume` says that this is over.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
+from engine.messages import Grammar
 from engine.sequence import Prefix, Sequence
+
+Awaited = Prefix | Grammar
 
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
@@ -20,8 +23,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._ready: OrderedDict[int, Sequence] = OrderedDict()  # by key, which is arrival order
-        self._held: dict[Prefix, dict[int, Sequence]] = {}  # by the pending prefix
-        self._held_on: dict[int, Prefix] = {}
+        self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
+        self._held_on: dict[int, Awaited] = {}
         self.tokens = 0  # prompt tokens of all of them
         self.pace: float | None = None  # mean seconds from one departure to the next
         self._paced_at = 0.0  # the latest departure, or when the queue was last empty
@@ -41,15 +44,15 @@ class WaitingQueue:
         """The first sequence that is not held."""
         return next(iter(self._ready.values()), None)
 
-    def hold(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Passes a sequence over until `prefix` is resumed."""
+    def hold(self, sequence: Sequence, awaited: Awaited) -> None:
+        """Passes a sequence over until `awaited` is resumed."""
         del self._ready[sequence.key]
-        self._held.setdefault(prefix, {})[sequence.key] = sequence
-        self._held_on[sequence.key] = prefix
+        self._held.setdefault(awaited, {})[sequence.key] = sequence
+        self._held_on[sequence.key] = awaited
 
-    def resume(self, prefix: Prefix) -> None:
-        """Those held on `prefix` are back where their arrival puts them."""
-        held = self._held.pop(prefix, None)
+    def resume(self, awaited: Awaited) -> None:
+        """Those held on `awaited` are back where their arrival puts them."""
+        held = self._held.pop(awaited, None)
         if held is None:
             return
         for key in held:
@@ -59,13 +62,13 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, held or not."""
         self.tokens -= sequence.prompt_tokens
-        prefix = self._held_on.pop(sequence.key, None)
-        if prefix is None:
+        awaited = self._held_on.pop(sequence.key, None)
+        if awaited is None:
             del self._ready[sequence.key]
             return
-        del self._held[prefix][sequence.key]
-        if not self._held[prefix]:
-            del self._held[prefix]
+        del self._held[awaited][sequence.key]
+        if not self._held[awaited]:
+            del self._held[awaited]
 
     def note_admitted(self, count: int, now: float) -> None:
         """`count` sequences left the queue for a slot just now."""

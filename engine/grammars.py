@@ -1,0 +1,125 @@
+"""Grammars: the compiled grammars of one model, kept while they are used; compiled on a thread.
+
+The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
+All methods are called by one thread, and only `collect` forgets what was compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from engine.errors import EngineError, InvalidRequest
+from engine.grammar import TextTokens, compile_grammar, load_tokens
+from engine.messages import Grammar, SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+log = logging.getLogger(__name__)
+
+# What is kept: each grammar's states are bounded by grammar.LEXER_STATES.
+MOST_KEPT = 128
+MOST_KEPT_BYTES = 4 * 2**20  # of their texts
+
+_Compiled: TypeAlias = "tuple[Grammar, LLMatcher | EngineError]"
+
+
+class Grammars:
+    """`folder` holds the model's tokenizer.json, which is read with the first grammar; without a
+    folder every grammar is wrong."""
+
+    def __init__(self, folder: Path | None, vocab_size: int = 0) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._tokens: TextTokens | None = None
+        self._kept: OrderedDict[Grammar, LLMatcher | EngineError] = OrderedDict()
+        self._kept_bytes = 0
+        self._pending: set[Grammar] = set()
+        self._todo: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
+        self._collected: list[_Compiled] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def tokens(self) -> TextTokens:
+        """The model's tokens; there once a grammar has been compiled."""
+        assert self._tokens is not None
+        return self._tokens
+
+    @property
+    def pending(self) -> bool:
+        """Whether grammars are being compiled."""
+        return bool(self._pending)
+
+    def lacking(self, params: SamplingParams) -> Grammar | EngineError | None:
+        """What keeps a request from running: its grammar, while it is being compiled, or what is
+        wrong with it; None when nothing does."""
+        found = None if params.grammar is None else self.ask(params.grammar)
+        if isinstance(found, EngineError):
+            return found
+        return params.grammar if found is None else None
+
+    def ask(self, grammar: Grammar) -> LLMatcher | EngineError | None:
+        """A matcher to be copied, or why there is none; None while it is being compiled."""
+        if self._folder is None:
+            return InvalidRequest("this engine reads no grammars")
+        found = self._kept.get(grammar)
+        if found is not None:
+            self._kept.move_to_end(grammar)
+        elif grammar not in self._pending:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._compile_all, name="grammars", daemon=True
+                )
+                self._thread.start()
+            self._pending.add(grammar)
+            self._todo.put(grammar)
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Until a grammar has been compiled, or not so long."""
+        with suppress(queue.Empty):
+            self._collected.append(self._done.get(timeout=seconds))
+
+    def collect(self) -> list[Grammar]:
+        """Those that were compiled, well or not, since the last call."""
+        with suppress(queue.Empty):
+            while self._pending:
+                self._collected.append(self._done.get_nowait())
+        collected, self._collected = self._collected, []
+        for grammar, found in collected:
+            self._pending.discard(grammar)
+            self._keep(grammar, found)
+        return [grammar for grammar, _ in collected]
+
+    def _keep(self, grammar: Grammar, found: LLMatcher | EngineError) -> None:
+        self._kept[grammar] = found
+        self._kept_bytes += len(grammar.text)
+        while len(self._kept) > MOST_KEPT or (
+            self._kept_bytes > MOST_KEPT_BYTES and len(self._kept) > 1
+        ):
+            oldest, _ = self._kept.popitem(last=False)
+            self._kept_bytes -= len(oldest.text)
+
+    def _compile_all(self) -> None:
+        while True:
+            grammar = self._todo.get()
+            self._done.put((grammar, self._compile(grammar)))
+
+    def _compile(self, grammar: Grammar) -> LLMatcher | EngineError:
+        try:
+            if self._tokens is None:
+                assert self._folder is not None
+                self._tokens = load_tokens(self._folder, self._vocab_size)
+            return compile_grammar(self._tokens, grammar)
+        except EngineError as error:
+            return error
+        except Exception as error:
+            log.exception("unexpected error in a grammar")
+            return EngineError(f"the grammar could not be read: {type(error).__name__}")
