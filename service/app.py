@@ -15,6 +15,7 @@ from service import errors
 from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.body_limit import BodyLimit
+from service.grammars import GrammarCheck
 from service.line_writer import LineWriter
 from service.middleware import Account, RequestIds
 from service.openapi import describe_access
@@ -52,6 +53,7 @@ def create_app(
     """
     runtime = Runtime(client, settings, on_failure)
     access = load_access(settings)
+    grammars = GrammarCheck(settings.grammar_timeout, runtime.metrics.grammar_checked)
     lines = LineWriter(STDOUT)
     log = AccessLog(settings.access_log, lines.write)
 
@@ -71,6 +73,7 @@ def create_app(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            await grammars.close()
             await client.close()
             lines.close()
 
@@ -82,6 +85,7 @@ def create_app(
         strict_content_type=False,
     )
     app.state.runtime = runtime
+    app.state.grammars = grammars
     errors.install(app)
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)

@@ -74,6 +74,9 @@ class Settings(BaseSettings):
     max_stop_length: PositiveInt = 1024  # characters
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024  # entries
+    max_grammar_bytes: PositiveInt = 2**16  # of one schema, expression or grammar
+    max_grammars: PositiveInt = 64  # different ones in one request
+    grammar_timeout: PositiveFloat = 2.0  # seconds of processor time to compile one
 
     # Times, in seconds.
     load_timeout: PositiveFloat = 600.0

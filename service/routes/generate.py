@@ -13,6 +13,7 @@ from service.answer import Answer, LogprobArrays, Piece, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
+from service.grammars import GrammarCheck, get_grammars
 from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
@@ -20,6 +21,7 @@ from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
+from service.structured import FIELDS, read_grammars
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -27,7 +29,8 @@ router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 PER_PROMPT = tuple(
     name for name in GenerateRequest.model_fields if name not in ("prompts", "model", "stream")
 )
-SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
+STRUCTURED = tuple(name for name in PER_PROMPT if name in FIELDS)
+SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout", *STRUCTURED))
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse))
@@ -36,13 +39,14 @@ async def generate(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
+    check: Annotated[GrammarCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
     flight.reserve(len(body.prompts))
-    tasks = await _tasks(body, runtime)
+    tasks = await _tasks(body, runtime, check)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
@@ -69,14 +73,22 @@ def _answer(
     )
 
 
-async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
+async def _tasks(body: GenerateRequest, runtime: Runtime, check: GrammarCheck) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
     stops = await read_stops(columns["stop"], settings, tokenizer)
+    structured = [{name: columns[name][i] for name in STRUCTURED} for i in range(len(stops))]
+    grammars = await read_grammars(
+        structured,
+        runtime,
+        check,
+        lambda i, field: f"{field}[{i}]" if isinstance(getattr(body, field), list) else field,
+    )
     size = RequestSize("prompts", settings)
     tasks = []
     for i, prompt in enumerate(body.prompts):
-        params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
+        values = {name: columns[name][i] for name in SAMPLING}
+        params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
         timeout = columns["timeout"][i] or settings.request_timeout
         if timeout > settings.max_request_timeout:
             raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")

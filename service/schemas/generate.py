@@ -30,6 +30,7 @@ from service.schemas.common import (
     TopP,
     Usage,
 )
+from service.schemas.structured import ResponseFormat, StructuredOutputs
 
 Timeout = Annotated[float, Field(gt=0, description="seconds; then finish_reason is timeout")]
 
@@ -56,6 +57,8 @@ class GenerateRequest(RequestModel):
     ignore_eos: PerPrompt[bool] = None
     logprobs: PerPrompt[TopLogprobs] = None
     timeout: PerPrompt[Timeout] = None
+    response_format: PerPrompt[ResponseFormat] = None
+    structured_outputs: PerPrompt[StructuredOutputs] = None
     stream: bool = False
 
 
@@ -91,6 +94,12 @@ EXAMPLES: dict[str, Any] = {
             "seed": [1, 2],
             "stop": ["\n\n"],
             "logprobs": 2,
+        },
+    },
+    "one of three answers": {
+        "value": {
+            "prompts": ["To be, or not to "],
+            "structured_outputs": {"choice": ["be", "do", "sleep"]},
         },
     },
     "streamed": {

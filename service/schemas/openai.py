@@ -23,6 +23,9 @@ from service.schemas.common import (
     TopK,
     TopP,
 )
+from service.schemas.structured import Choices, JsonSchema, ResponseFormat, StructuredOutputs
+
+FORMER = "a former name of structured_outputs' field"
 
 
 class OpenAIRequest(RequestModel):
@@ -39,6 +42,7 @@ class OpenAIRequest(RequestModel):
     frequency_penalty: Penalty | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = Field(default=None, description="without effect")
     # Extensions
     top_k: TopK | None = None
@@ -48,6 +52,11 @@ class OpenAIRequest(RequestModel):
     ignore_eos: bool | None = None
     stop_token_ids: Many[TokenId] | None = None
     return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = Field(default=None, description=FORMER)
+    guided_regex: str | None = Field(default=None, description=FORMER)
+    guided_choice: Choices | None = Field(default=None, description=FORMER)
+    guided_grammar: str | None = Field(default=None, description=FORMER)
 
 
 class OpenAIChoice(BaseModel):

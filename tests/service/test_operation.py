@@ -31,6 +31,7 @@ SERIES = {
     "minserve_engine_step_seconds": "histogram",
     "minserve_step_batch_size": "histogram",
     "minserve_score_latency_seconds": "histogram",
+    "minserve_grammar_compile_seconds": "histogram",
     "minserve_prompt_tokens": "counter",
     "minserve_generation_tokens": "counter",
     "minserve_requests": "counter",
