@@ -30,7 +30,6 @@ STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
 # Between the parts of JSON. Without a bound a small model may write blanks to its last token.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
-_END_NAME = "<|end of the grammar|>"
 _MOST_REASON = 500  # characters of the library's own words
 
 
@@ -70,14 +69,18 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
 
 
 def _add_end(layout: dict[str, Any]) -> int:
-    """Adds a token to a tokenizer.json that ends a text; its id, beyond all others."""
-    vocab = layout["model"]["vocab"]
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    end = 1 + max([*ids, *(token["id"] for token in layout["added_tokens"])], default=-1)
-    if isinstance(vocab, dict):
-        vocab[_END_NAME] = end  # an added token of this name takes this id, gaps or not
+    """Adds a token to a tokenizer.json that ends a text; its id, beyond all others. Ids without a
+    token, which the library does not know, get one that is no text either."""
+    vocab, added = layout["model"]["vocab"], layout["added_tokens"]
+    ids = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
+    ids.update(token["id"] for token in added)
+    end = 1 + max(ids, default=-1)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    layout["added_tokens"].append({"id": end, "content": _END_NAME, "special": True, **flags})
+    for id in sorted({*range(end), end} - ids):
+        name = f"<|no text {id}|>"
+        if isinstance(vocab, dict):
+            vocab[name] = id  # or added tokens are numbered by their order
+        added.append({"id": id, "content": name, "special": True, **flags})
     return end
 
 

@@ -8,6 +8,7 @@ writes one: walks that end strings, lists and objects as soon as they may.
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +16,9 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MOST_WALKS = 32
 MOST_STEPS = 2048  # of one walk
-MOST_MASKS = 16_384  # of all of them: a fifth of a second
+MOST_SECONDS = 0.5  # of processor time for all of them
 _HASTE = 0.75  # how often a walk ends what it may end
 _ENDS = (b"}", b"]", b'"')
 _NO_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
@@ -34,14 +36,15 @@ def has_all_bytes(library: LLTokenizer) -> bool:
 
 def can_spell(matcher: LLMatcher, library: LLTokenizer, end: int) -> bool:
     """Whether a text was found that `matcher`, at its beginning, accepts; `end` is the bit of its
-    masks that says so. Always the same answer."""
+    masks that says so."""
     ends = [token for text in _ENDS for token in _tokens_of(library, text)]
-    chance, masks = random.Random(0), 0
-    while masks < MOST_MASKS:
+    chance, until = random.Random(0), time.thread_time() + MOST_SECONDS
+    for _ in range(MOST_WALKS):
         walk = matcher.deep_copy()
         for _ in range(MOST_STEPS):
             mask = np.frombuffer(walk.compute_bitmask(), np.uint8)
-            masks += 1
+            if time.thread_time() > until:
+                return False
             if walk.is_error():
                 break
             allowed = np.unpackbits(mask, bitorder="little")
