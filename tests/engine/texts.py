@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.training.tokenizer import byte_level_tokenizer
 
@@ -52,8 +52,7 @@ def save_merges(folder: Path) -> int:
 def save_characters(folder: Path, characters: str = CHARACTERS) -> int:
     """One token per character, and no others."""
     vocabulary = {character: id for id, character in enumerate(characters)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     return len(characters)
