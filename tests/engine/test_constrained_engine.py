@@ -20,6 +20,7 @@ from engine.grammar import compile_grammar
 from engine.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
 from tests.engine.fake import FakeClock, FakeRunner, recite
 from tests.engine.test_engine import ends_of, serve
+from tests.engine.test_grammars import settle
 from tests.engine.texts import matches, save_bytes, save_merges, schemas, text_of
 
 DIGITS = Grammar("regex", "[0-9]{2,4}")
@@ -130,6 +131,26 @@ def test_plain_rounds_ahead_of_their_results_let_a_compiled_one_in(
             break
     assert set(ends) == {("c", 0)}
     engine.abort_all()
+    serve(engine)
+
+
+def test_rounds_take_many_steps_again_when_the_grammar_has_left(folder: Path) -> None:
+    runner, letters = FakeRunner(folder=folder, most_steps=8), Grammar("regex", "[a-z]{200}")
+    settle(runner.grammars, letters)
+    engine = Engine(runner)
+
+    def steps() -> int:
+        return max(engine.step()["c"].stats.decode_steps for _ in range(6))
+
+    engine.add("c", ask(0, None, max_tokens=100_000, ignore_eos=True))
+    assert steps() == 8
+    engine.add("c", ask(1, letters, max_tokens=200))
+    for _ in range(6):
+        engine.step()
+    assert steps() == 1
+    engine.abort("c", [1])
+    assert steps() == 8
+    engine.abort("c", [0])
     serve(engine)
 
 
