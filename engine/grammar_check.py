@@ -9,6 +9,7 @@ SIGPROF or SIGABRT; whoever started it starts another one.
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -39,6 +40,8 @@ def check(tokens: TextTokens | InvalidRequest, grammar: Grammar, seconds: float)
         compile_grammar(tokens, grammar)
     except InvalidRequest as error:
         return error.message
+    except MemoryError:
+        os.abort()  # as the library does
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return None

@@ -57,7 +57,7 @@ class GrammarCheck:
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._find_out(key, info))
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
+            task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)  # others may wait for it too
 
     async def close(self) -> None:
@@ -67,6 +67,11 @@ class GrammarCheck:
             with suppress(asyncio.CancelledError, EngineError):
                 await task
         await self._end()
+
+    def _forget(self, key: _Key, done: asyncio.Task[str | None]) -> None:
+        del self._asked[key]
+        if not done.cancelled():
+            done.exception()  # whoever asked may have left
 
     async def _find_out(self, key: _Key, info: ModelInfo) -> str | None:
         async with self._turn:

@@ -111,9 +111,6 @@ def _one(param: str, kind: GrammarKind, value: Any) -> Wanted:
 
 
 def _check_text(wanted: Wanted, most: int) -> None:
-    try:
-        size = len(wanted.grammar.text.encode())
-    except UnicodeEncodeError as error:
-        raise invalid(wanted.param, "holds a lone surrogate, which is no character") from error
+    size = len(wanted.grammar.text.encode())
     if size > most:
         raise invalid(wanted.param, f"has {size} bytes; allowed: up to {most}")
