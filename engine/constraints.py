@@ -112,17 +112,17 @@ class Constraints:
         return rejected
 
     def _compute(self, texts: list[_Text], out: NDArray[np.int32]) -> None:
-        width = out.shape[1] * out.itemsize
+        width, begin = out.shape[1] * out.itemsize, out.ctypes.data
         if len(texts) < SEVERAL or self._threads < 2:
             for row, text in enumerate(texts):
-                text.matcher.unsafe_compute_mask_ptr(out[row].ctypes.data, width)
+                text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
             return
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self._threads)
         rows = [(text.matcher, row) for row, text in enumerate(texts)]
-        self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, width, len(texts))
+        self._executor.unsafe_compute_mask_ptr(rows, begin, width, len(texts))
 
 
 def _take_out(bits: NDArray[np.uint32], token: int) -> NDArray[np.bool_]:
