@@ -7,6 +7,7 @@ are laid on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from engine.sequence import stop_ids
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+log = logging.getLogger(__name__)
 
 SEVERAL = 4  # masks that are worth waking threads for
 MOST_THREADS = 8
@@ -78,7 +80,7 @@ class Constraints:
         counted from the lowest bit of the first word, says that token t is allowed. `out` is
         [len(keys), words]. A sequence that cannot go on is rejected, and everything allowed."""
         texts = [self._texts[key] for key in keys]
-        self._compute(texts, out)
+        self._compute(keys, texts, out)
         bits = out.view(np.uint32)
         may_end = _take_out(bits, self._grammars.tokens.end)
         if self._eos_token_id is not None:
@@ -86,7 +88,9 @@ class Constraints:
         goes_on: NDArray[np.bool_] = np.asarray(bits.any(axis=1))
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             text.ending.clear()
-            if text.matcher.is_error() or not (goes_on[row] or (may_end[row] and text.ends)):
+            if key in self._rejected:
+                bits[row] = 0xFFFFFFFF
+            elif text.matcher.is_error() or not (goes_on[row] or (may_end[row] and text.ends)):
                 self._rejected[key] = reason(text.matcher)
                 bits[row] = 0xFFFFFFFF
             elif may_end[row]:
@@ -101,28 +105,50 @@ class Constraints:
         text = self._texts[key]
         if key in self._rejected or token in text.ending:
             return False
-        if not text.matcher.consume_token(token):
+        try:
+            if text.matcher.consume_token(token):
+                return text.matcher.is_stopped() and text.matcher.is_accepting()
             self._rejected[key] = reason(text.matcher)
-            return False
-        return text.matcher.is_stopped() and text.matcher.is_accepting()
+        except BaseException as error:
+            self._rejected[key] = _defect(error)
+        return False
 
     def rejected(self) -> dict[int, str]:
         """The sequences that could not go on since the last call, and why."""
         rejected, self._rejected = self._rejected, {}
         return rejected
 
-    def _compute(self, texts: list[_Text], out: NDArray[np.int32]) -> None:
+    def _compute(self, keys: Sequence[int], texts: list[_Text], out: NDArray[np.int32]) -> None:
+        """Every matcher's mask; those that raise are rejected."""
         width, begin = out.shape[1] * out.itemsize, out.ctypes.data
-        if len(texts) < SEVERAL or self._threads < 2:
-            for row, text in enumerate(texts):
+        if len(texts) >= SEVERAL and self._threads > 1:
+            rows = [(text.matcher, row) for row, text in enumerate(texts)]
+            try:
+                self._threaded().unsafe_compute_mask_ptr(rows, begin, width, len(texts))
+                return
+            except BaseException as error:
+                _defect(error)  # one by one, it is seen whose it is
+        for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
+            try:
                 text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
-            return
+            except BaseException as error:
+                self._rejected[key] = _defect(error)
+
+    def _threaded(self) -> LLExecutor:
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self._threads)
-        rows = [(text.matcher, row) for row, text in enumerate(texts)]
-        self._executor.unsafe_compute_mask_ptr(rows, begin, width, len(texts))
+        return self._executor
+
+
+def _defect(error: BaseException) -> str:
+    """What is told of an error that a matcher raised; a panic of the library is no Exception, but
+    must cost one request only. Raises what ends the process."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    log.error("a matcher failed", exc_info=error)
+    return f"the matcher failed: {type(error).__name__}"
 
 
 def _take_out(bits: NDArray[np.uint32], token: int) -> NDArray[np.bool_]:

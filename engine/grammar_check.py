@@ -1,5 +1,5 @@
-"""A process that compiles grammars to find out whether they can be: `python -m engine.grammar_check
-FOLDER VOCAB_SIZE SECONDS BYTES`.
+"""A process that compiles grammars to find out whether they can be; its arguments are
+FOLDER VOCAB_SIZE SECONDS BYTES.
 
 Grammars come on stdin and verdicts go to stdout, one for one, each as four bytes of length (least
 first) and a msgpack value: messages.Grammar, and null or a text that says what is wrong. A grammar
@@ -76,7 +76,3 @@ def main(arguments: list[str]) -> None:
         grammar = msgspec.msgpack.decode(data, type=Grammar)
         sys.stdout.buffer.write(frame(check(tokens, grammar, float(seconds))))
         sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

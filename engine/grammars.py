@@ -31,8 +31,8 @@ _Compiled: TypeAlias = "tuple[Grammar, LLMatcher | EngineError]"
 
 
 class Grammars:
-    """`folder` holds the model's tokenizer.json, which is read with the first grammar; without a
-    folder every grammar is wrong."""
+    """`folder` holds the model's tokenizer.json, which is read with the first grammar, or before
+    (`prepare`); without a folder every grammar is wrong."""
 
     def __init__(self, folder: Path | None, vocab_size: int = 0) -> None:
         self._folder = folder
@@ -73,14 +73,16 @@ class Grammars:
         if found is not None:
             self._kept.move_to_end(grammar)
         elif grammar not in self._pending:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._compile_all, name="grammars", daemon=True
-                )
-                self._thread.start()
+            self.prepare()
             self._pending.add(grammar)
             self._todo.put(grammar)
         return found
+
+    def prepare(self) -> None:
+        """Begins to read the tokenizer, so that the first grammar need not wait for it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
+            self._thread.start()
 
     def wait(self, seconds: float) -> None:
         """Until a grammar has been compiled, or not so long."""
@@ -89,8 +91,10 @@ class Grammars:
 
     def collect(self) -> list[Grammar]:
         """Those that were compiled, well or not, since the last call."""
+        if not self._pending:
+            return []
         with suppress(queue.Empty):
-            while self._pending:
+            while True:
                 self._collected.append(self._done.get_nowait())
         collected, self._collected = self._collected, []
         for grammar, found in collected:
@@ -108,18 +112,23 @@ class Grammars:
             self._kept_bytes -= len(oldest.text)
 
     def _compile_all(self) -> None:
+        with suppress(EngineError):  # each grammar is told
+            self._load()
         while True:
             grammar = self._todo.get()
             self._done.put((grammar, self._compile(grammar)))
 
+    def _load(self) -> TextTokens:
+        if self._tokens is None:
+            assert self._folder is not None
+            self._tokens = load_tokens(self._folder, self._vocab_size)
+        return self._tokens
+
     def _compile(self, grammar: Grammar) -> LLMatcher | EngineError:
         try:
-            if self._tokens is None:
-                assert self._folder is not None
-                self._tokens = load_tokens(self._folder, self._vocab_size)
-            return compile_grammar(self._tokens, grammar)
+            return compile_grammar(self._load(), grammar)
         except EngineError as error:
             return error
-        except Exception as error:
+        except BaseException as error:  # panics of the library are no Exceptions
             log.exception("unexpected error in a grammar")
             return EngineError(f"the grammar could not be read: {type(error).__name__}")

@@ -136,6 +136,7 @@ class Runner:
     def warm_up(self) -> None:
         """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
         what libraries do at first use."""
+        self.grammars.prepare()
         if self._device.type == "cuda" and self.config.cuda_graphs:
             # One pool: graphs run one after another, and none leaves results in it.
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size

@@ -9,7 +9,7 @@ take turns, one at a time.
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import signal
 import sys
 import time
@@ -28,6 +28,11 @@ MEMORY = 512 * 2**20  # bytes that one grammar may take beyond what the process 
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
 MOST_KNOWN = 4096
 MOST_KNOWN_BYTES = 16 * 2**20
+# Finds the modules that this process finds, and no others.
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.grammar_check import main; main(sys.argv[2:])"
+)
 LENGTH_BYTES = 4  # as engine.grammar_check has it
 
 _Key = tuple[str, Grammar]  # fingerprint of the model
@@ -116,13 +121,11 @@ class GrammarCheck:
         if self._process is not None and self._process.returncode is None and self._serves == info:
             return self._process
         await self._end()
-        command = ["-P", "-m", "engine.grammar_check", info.folder, str(info.vocab_size)]
+        command = ["-P", "-c", PROGRAM, json.dumps(sys.path), info.folder, str(info.vocab_size)]
         command += [str(self._seconds), str(MEMORY)]
-        # It finds the modules that this process finds, and no others.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdin=PIPE, stdout=PIPE, env=environment
+                sys.executable, *command, stdin=PIPE, stdout=PIPE
             )
         except OSError as error:
             reason = error.strerror or error

@@ -23,6 +23,9 @@ def _split(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+MOST_GRAMMAR_BYTES = 2**20  # that the engine takes
+
+
 class Settings(BaseSettings):
     """How one server runs. Raises pydantic.ValidationError for values that are out of range."""
 
@@ -74,7 +77,8 @@ class Settings(BaseSettings):
     max_stop_length: PositiveInt = 1024  # characters
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024  # entries
-    max_grammar_bytes: PositiveInt = 2**16  # of one schema, expression or grammar
+    # Of one schema, expression or grammar.
+    max_grammar_bytes: int = Field(default=2**16, ge=1, le=MOST_GRAMMAR_BYTES)
     max_grammars: PositiveInt = 64  # different ones in one request
     grammar_timeout: PositiveFloat = 2.0  # seconds of processor time to compile one
 

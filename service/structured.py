@@ -32,19 +32,26 @@ async def read_grammars(
     runtime: Runtime,
     check: GrammarCheck,
     name: Callable[[int, str], str] = lambda _, field: field,
+    times: int = 1,
 ) -> list[Grammar | None]:
     """The grammar of each of these prompts, given by some of FIELDS; `name` says what errors call a
-    field of a prompt. Each has been compiled. Raises ApiError 400 for fields that contradict each
-    other, wrong grammars, too large ones, too many, and where the model has no text."""
-    wanted = [_wanted(fields, partial(name, i)) for i, fields in enumerate(requests)]
+    field of a prompt, and `times` how many requests each makes of the engine. Each has been
+    compiled. Raises ApiError 400 for fields that contradict each other, wrong grammars, too large
+    ones, too many, and where the model has no text."""
+    made: dict[tuple[int, ...], Wanted | None] = {}  # by the very values: they are often the same
+    wanted = []
+    for i, fields in enumerate(requests):
+        values = tuple(map(id, fields.values()))
+        if values not in made:
+            made[values] = _wanted(fields, partial(name, i))
+        wanted.append(made[values])
     distinct = {one.grammar: one for one in wanted if one is not None}
     if not distinct:
         return [None] * len(wanted)
-    settings = runtime.settings
+    settings, first = runtime.settings, next(iter(distinct.values()))
     if len(distinct) > settings.max_grammars:
-        param = next(iter(distinct.values())).param
         raise invalid(
-            param,
+            first.param,
             f"{len(distinct)} different grammars in one request; "
             f"allowed: up to {settings.max_grammars}",
         )
@@ -54,6 +61,13 @@ async def read_grammars(
             raise invalid(
                 one.param, "the model has no tokenizer.json, so there is no text to match it"
             )
+    total = sum(len(one.grammar.text) for one in wanted if one is not None) * times
+    if total > settings.max_body_bytes:  # each sample's request carries its own
+        raise invalid(
+            first.param,
+            f"{total} characters of grammars over all prompts and samples; "
+            f"allowed: up to {settings.max_body_bytes}",
+        )
     for one in distinct.values():
         wrong = await check.check(one.grammar, runtime.info)
         if wrong is not None:
@@ -61,10 +75,12 @@ async def read_grammars(
     return [None if one is None else one.grammar for one in wanted]
 
 
-async def read_grammar(body: Any, runtime: Runtime, check: GrammarCheck) -> Grammar | None:
+async def read_grammar(
+    body: Any, runtime: Runtime, check: GrammarCheck, times: int
+) -> Grammar | None:
     """The one grammar of a request whose model has FIELDS. Raises as `read_grammars`."""
     fields = {field: getattr(body, field) for field in FIELDS}
-    [grammar] = await read_grammars([fields], runtime, check)
+    [grammar] = await read_grammars([fields], runtime, check, times=times)
     return grammar
 
 

@@ -88,7 +88,7 @@ async def _tasks(
     check_count("n", n, settings.max_n, "samples of one conversation")
     flight.reserve(n)
     params = _params(body, settings, info, runtime.chat.end_id)
-    grammar = await read_grammar(body, runtime, check)
+    grammar = await read_grammar(body, runtime, check, n)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
     size = RequestSize("messages", settings)

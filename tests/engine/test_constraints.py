@@ -160,3 +160,35 @@ def test_sequences_without_a_grammar_have_no_row(admit: Admit) -> None:
     constraints.release(5)
     constraints.release(0)
     assert constraints.rows([5, 0, 6]) == []
+
+
+class Panic(BaseException):
+    """As panics of the library's language are raised."""
+
+
+class Panicking:
+    """A matcher with a defect."""
+
+    def unsafe_compute_mask_ptr(self, *_: int) -> None:
+        raise Panic("mask")
+
+    def consume_token(self, _: int) -> bool:
+        raise Panic("token")
+
+    def is_error(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_defect_of_the_library_costs_one_sequence(
+    threads: int, admit: Admit, caplog: pytest.LogCaptureFixture
+) -> None:
+    constraints = admit(*["[a-z]+"] * 6, threads=threads)
+    constraints._texts[2].matcher = Panicking()  # type: ignore[assignment]
+    masks = allowed(constraints, *range(6))
+    assert [mask == set(range(97, 123)) for mask in masks] == [True, True, False, True, True, True]
+    assert not constraints.take(2, 97)
+    assert "Panic" in constraints.rejected()[2] and constraints.rejected() == {}
+    assert not constraints.take(2, 97)
+    assert set(constraints.rejected()) == {2}
+    assert "a matcher failed" in caplog.text

@@ -87,11 +87,16 @@ def test_a_model_without_texts_says_so_every_time(tmp_path: Path) -> None:
     assert isinstance(Grammars(None).ask(number(0)), InvalidRequest)
 
 
+class Panic(BaseException):
+    """As panics of the library's language are raised."""
+
+
+@pytest.mark.parametrize("defect", [KeyError, Panic])
 def test_an_unforeseen_error_is_no_fault_of_the_request(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
-        raise KeyError("a defect")
+        raise defect("a defect")
 
     monkeypatch.setattr(module, "compile_grammar", broken)
     settle(grammars, number(0))

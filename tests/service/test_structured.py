@@ -198,6 +198,14 @@ async def test_limits_are_settings(byte_folder: Path) -> None:
         assert "15 bytes" in message and "12" in message
 
 
+async def test_grammars_of_all_samples_count(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder), max_body_bytes=1000) as service:
+        body = {"prompt": ["a", "b"], "guided_regex": "[a-z]{4}" * 20, "max_tokens": 1}
+        assert len((await service.post("/v1/completions", {**body, "n": 3}))["choices"]) == 6
+        message = await service.refused("/v1/completions", {**body, "n": 4}, "guided_regex")
+        assert "1280 characters" in message and "1000" in message
+
+
 async def test_what_takes_too_long_is_refused_and_costs_others_nothing(byte_folder: Path) -> None:
     endless = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(60)]}
     async with running(fake_runner(byte_folder), grammar_timeout=0.4) as service:
