@@ -121,7 +121,8 @@ class GrammarCheck:
         if self._process is not None and self._process.returncode is None and self._serves == info:
             return self._process
         await self._end()
-        command = ["-P", "-c", PROGRAM, json.dumps(sys.path), info.folder, str(info.vocab_size)]
+        path = list(filter(None, sys.path))
+        command = ["-P", "-c", PROGRAM, json.dumps(path), info.folder, str(info.vocab_size)]
         command += [str(self._seconds), str(MEMORY)]
         try:
             self._process = await asyncio.create_subprocess_exec(

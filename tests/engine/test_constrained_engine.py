@@ -21,7 +21,14 @@ from engine.messages import Failed, Finished, Grammar, Request, SamplingParams, 
 from tests.engine.fake import FakeClock, FakeRunner, recite
 from tests.engine.test_engine import ends_of, serve
 from tests.engine.test_grammars import settle
-from tests.engine.texts import matches, save_bytes, save_merges, schemas, text_of
+from tests.engine.texts import (
+    matches,
+    save_bytes,
+    save_characters,
+    save_merges,
+    schemas,
+    text_of,
+)
 
 DIGITS = Grammar("regex", "[0-9]{2,4}")
 MOST_TOKENS = 400
@@ -184,6 +191,23 @@ def test_a_wrong_grammar_fails_its_request_alone(folder: Path) -> None:
     assert isinstance(wrong, Failed)
     assert wrong.code == "invalid_request" and "unclosed" in wrong.message
     assert isinstance(ends["c", 1], Finished) and isinstance(ends["c", 2], Finished)
+
+
+@pytest.mark.parametrize("most_steps", [1, 8])
+def test_a_dead_end_fails_its_request_alone(most_steps: int, tmp_path: Path) -> None:
+    size = save_characters(tmp_path, "abcd")
+    engine = Engine(FakeRunner(vocab_size=size, eos=None, folder=tmp_path, most_steps=most_steps))
+    dead, alive = Grammar("regex", "a[bc]X|ad{30}"), Grammar("regex", "ad{30}")
+    for id, grammar in enumerate([dead, alive, None]):
+        bias = {1: 100.0} if grammar is dead else {}
+        params = SamplingParams(max_tokens=40, grammar=grammar, logit_bias=bias)
+        request = Request(id=id, prompt=pack_ids([2]), sampling=params, stream=False)
+        engine.add("c", request)
+    ends = serve(engine)
+    failed = ends["c", 0]
+    assert isinstance(failed, Failed) and failed.code == "invalid_request"
+    assert "cannot be met" in failed.message and "tokens can spell" in failed.message
+    assert ends["c", 1].tokens == [0] + [3] * 30 and len(ends["c", 2].tokens) == 40
 
 
 def test_an_engine_without_texts_refuses(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.texts import save_characters
 from tests.service.chat import chat_runner
 from tests.service.harness import Service, fake_runner, running
 from tests.service.test_operation import scrape, value
@@ -183,6 +184,27 @@ async def test_a_model_without_texts(textless: Service) -> None:
     body = {"prompts": [[1]], "structured_outputs": {"regex": "a"}}
     message = await textless.refused("/v1/generate", body, "structured_outputs.regex")
     assert "tokenizer.json" in message
+
+
+async def test_a_dead_end_is_told(tmp_path: Path) -> None:
+    """The vocabulary lacks X, but the model may begin what ends with it."""
+    size = save_characters(tmp_path, "abcd")
+    runner = fake_runner(tmp_path, vocab_size=size, eos=None)
+    async with running(runner) as service:
+        body = {
+            "prompts": [[2], [2]],
+            "structured_outputs": [{"regex": "a[bc]X|ad{5}"}, {"regex": "ad{5}"}],
+            "logit_bias": {"1": 100},
+        }
+        failed, right = (await service.post("/v1/generate", body))["results"]
+        assert failed["error"]["type"] == "invalid_request_error"
+        assert "cannot be met" in failed["error"]["message"] and right["text"] == "addddd"
+        only = {**body, "prompts": [[2]], "structured_outputs": {"regex": "a[bc]X|ad{5}"}}
+        assert "cannot be met" in await service.refused("/v1/generate", only, None)
+        response = await service.http.post("/v1/generate", json={**only, "stream": True})
+        assert "cannot be met" in response.text and "[DONE]" not in response.text
+        hopeless = {**only, "structured_outputs": {"regex": "a[bc]X"}}
+        await service.refused("/v1/generate", hopeless, "structured_outputs.regex")
 
 
 async def test_limits_are_settings(byte_folder: Path) -> None:
