@@ -31,10 +31,14 @@ def frame(value: object) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
-def check(tokens: TextTokens | InvalidRequest, grammar: Grammar, seconds: float) -> str | None:
-    """What is wrong with a grammar; None when nothing is. Ends the process after `seconds`."""
+def check(
+    tokens: TextTokens | InvalidRequest, grammar: Grammar, seconds: float, more: int
+) -> str | None:
+    """What is wrong with a grammar; None when nothing is. Ends the process after `seconds`, or when
+    it takes `more` bytes than before."""
     if isinstance(tokens, InvalidRequest):
         return tokens.message
+    _limit_memory(more)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         compile_grammar(tokens, grammar)
@@ -58,7 +62,7 @@ def _limit_memory(more: int) -> None:
     """Bounds the process to `more` bytes than it has now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def main(arguments: list[str]) -> None:
@@ -70,9 +74,8 @@ def main(arguments: list[str]) -> None:
         tokens = load_tokens(Path(folder), int(vocab_size))
     except InvalidRequest as error:
         tokens = error
-    _limit_memory(int(more))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (data := _read(sys.stdin.buffer)) is not None:
         grammar = msgspec.msgpack.decode(data, type=Grammar)
-        sys.stdout.buffer.write(frame(check(tokens, grammar, float(seconds))))
+        sys.stdout.buffer.write(frame(check(tokens, grammar, float(seconds), int(more))))
         sys.stdout.buffer.flush()

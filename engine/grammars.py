@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, InvalidRequest
 from engine.grammar import TextTokens, compile_grammar, load_tokens
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What is kept: each grammar's states are bounded by grammar.LEXER_STATES.
+# Of what is kept. The library does not tell how much memory a grammar takes; it grows with the time
+# to compile it (160 MB per second were seen).
 MOST_KEPT = 128
-MOST_KEPT_BYTES = 4 * 2**20  # of their texts
+MOST_KEPT_BYTES = 4 * 2**20  # of texts
+MOST_KEPT_SECONDS = 2.0  # of processor time
 
-_Compiled: TypeAlias = "tuple[Grammar, LLMatcher | EngineError]"
+
+class _Compiled(NamedTuple):
+    grammar: Grammar
+    found: LLMatcher | EngineError
+    seconds: float
 
 
 class Grammars:
@@ -38,8 +45,7 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._tokens: TextTokens | None = None
-        self._kept: OrderedDict[Grammar, LLMatcher | EngineError] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._pending: set[Grammar] = set()
         self._todo: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
@@ -69,14 +75,14 @@ class Grammars:
         """A matcher to be copied, or why there is none; None while it is being compiled."""
         if self._folder is None:
             return InvalidRequest("this engine reads no grammars")
-        found = self._kept.get(grammar)
-        if found is not None:
+        if grammar in self._kept:
             self._kept.move_to_end(grammar)
-        elif grammar not in self._pending:
+            return self._kept[grammar].found
+        if grammar not in self._pending:
             self.prepare()
             self._pending.add(grammar)
             self._todo.put(grammar)
-        return found
+        return None
 
     def prepare(self) -> None:
         """Begins to read the tokenizer, so that the first grammar need not wait for it."""
@@ -97,26 +103,29 @@ class Grammars:
             while True:
                 self._collected.append(self._done.get_nowait())
         collected, self._collected = self._collected, []
-        for grammar, found in collected:
-            self._pending.discard(grammar)
-            self._keep(grammar, found)
-        return [grammar for grammar, _ in collected]
+        for one in collected:
+            self._pending.discard(one.grammar)
+            self._kept[one.grammar] = one
+        while self._are_too_many():
+            self._kept.popitem(last=False)
+        return [one.grammar for one in collected]
 
-    def _keep(self, grammar: Grammar, found: LLMatcher | EngineError) -> None:
-        self._kept[grammar] = found
-        self._kept_bytes += len(grammar.text)
-        while len(self._kept) > MOST_KEPT or (
-            self._kept_bytes > MOST_KEPT_BYTES and len(self._kept) > 1
-        ):
-            oldest, _ = self._kept.popitem(last=False)
-            self._kept_bytes -= len(oldest.text)
+    def _are_too_many(self) -> bool:
+        """Of what is kept; the latest one always stays."""
+        kept = self._kept.values()
+        return len(kept) > 1 and (
+            len(kept) > MOST_KEPT
+            or sum(len(one.grammar.text) for one in kept) > MOST_KEPT_BYTES
+            or sum(one.seconds for one in kept) > MOST_KEPT_SECONDS
+        )
 
     def _compile_all(self) -> None:
         with suppress(EngineError):  # each grammar is told
             self._load()
         while True:
-            grammar = self._todo.get()
-            self._done.put((grammar, self._compile(grammar)))
+            grammar, began = self._todo.get(), time.thread_time()
+            found = self._compile(grammar)
+            self._done.put(_Compiled(grammar, found, time.thread_time() - began))
 
     def _load(self) -> TextTokens:
         if self._tokens is None:

@@ -24,7 +24,7 @@ from fastapi import Request
 from engine.errors import EngineError
 from engine.messages import Grammar, ModelInfo
 
-MEMORY = 512 * 2**20  # bytes that one grammar may take beyond what the process has
+MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
 MOST_KNOWN = 4096
 MOST_KNOWN_BYTES = 16 * 2**20

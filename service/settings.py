@@ -80,7 +80,7 @@ class Settings(BaseSettings):
     # Of one schema, expression or grammar.
     max_grammar_bytes: int = Field(default=2**16, ge=1, le=MOST_GRAMMAR_BYTES)
     max_grammars: PositiveInt = 64  # different ones in one request
-    grammar_timeout: PositiveFloat = 2.0  # seconds of processor time to compile one
+    grammar_timeout: PositiveFloat = 1.0  # seconds of processor time to compile one
 
     # Times, in seconds.
     load_timeout: PositiveFloat = 600.0

@@ -78,6 +78,16 @@ def test_kept_texts_are_bounded_but_the_latest_stays(
     assert grammars.ask(number(0)) is None and grammars.ask(number(1)) is None
 
 
+def test_those_that_took_long_are_few(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr(module, "MOST_KEPT_SECONDS", 3.0)  # each took one
+    for n in range(5):
+        settle(grammars, number(n))
+    assert [grammars.ask(number(n)) is None for n in range(2, 5)] == [False] * 3
+    assert grammars.ask(number(1)) is None
+
+
 def test_a_model_without_texts_says_so_every_time(tmp_path: Path) -> None:
     grammars = Grammars(tmp_path, 257)
     settle(grammars, number(0), number(1))
