@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 # of lexer states. A schema with 1,000 properties and an enumeration of 5,000 values stay below.
 LEXER_FUEL, STEP_LEXER_FUEL = 200_000, 50_000
 STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
-# Between the parts of JSON. Without a bound a small model may write blanks to its last token.
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Between the parts of JSON, as programs write it. With more freedom a small model writes blanks and
+# line breaks to its last token.
+JSON_WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
 _NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
 _MOST_REASON = 500  # characters of the library's own words
 

@@ -93,10 +93,13 @@ def test_wrong_grammars_say_why(grammar: Grammar, reason: str, tokens: TextToken
 
 def test_blanks_between_the_parts_of_json_are_bounded(tokens: TextTokens) -> None:
     some = schema({"type": "object"})
-    assert accepts(tokens, some, '{\n    "a" : 1 ,\t"b":2\r\n}')
-    assert accepts(tokens, some, "{" + " " * 32 + "}")
-    assert not accepts(tokens, some, "{" + " " * 33 + "}")
-    assert not accepts(tokens, some, " {}")
+    assert accepts(tokens, some, '{\n    "a" : 1 ,\t"b":  2\r\n}')
+    deep = {"a": [{"b": [{"c": [1, {}]}]}]}
+    for indent in (None, 0, 2, 4, "\t"):
+        assert accepts(tokens, some, json.dumps(deep, indent=indent))
+    assert accepts(tokens, some, "{\n" + " " * 32 + "}")
+    for wrong in ("{   }", "{\n" + " " * 33 + "}", "{\n\n}", "{ \n}", " {}", "{} "):
+        assert not accepts(tokens, some, wrong)
 
 
 def test_schemas_of_the_size_that_people_write_compile(tokens: TextTokens) -> None:
