@@ -20,11 +20,14 @@ from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, StepFailed
+from engine.grammars import Grammars
 from engine.messages import FinishReason, ModelInfo, Request, StepEvents
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+GRAMMAR_SECONDS = 0.005  # between looks for messages, while a grammar is all there is to wait for
 
 
 class PlanRunner(Protocol):
@@ -44,6 +47,10 @@ class PlanRunner(Protocol):
     @property
     def overlaps(self) -> bool:
         """`start` returns before the work is done, and may be called again before `finish`."""
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """The model's; None where requests cannot have one."""
 
     def start(self, plan: Plan) -> Any:
         """Begins a round; `finish` takes what this returns."""
@@ -67,6 +74,7 @@ class Engine:
             raise ValueError("the runner has not chosen max_step_tokens")
         self.info = info
         self.broken: EngineDead | None = None
+        self._grammars = runner.grammars
         self._scheduler = Scheduler(
             vocab_size=info.vocab_size,
             eos_token_id=info.eos_token_id,
@@ -78,6 +86,7 @@ class Engine:
             state_bytes=info.state_bytes,
             most_steps=runner.most_steps,
             with_whole_chunks=config.deterministic,
+            grammars=self._grammars,
         )
         self._round: _Round | None = None  # under way
 
@@ -125,6 +134,7 @@ class Engine:
         """
         current, self._round = self._round or self._start(), None
         if current is None:
+            self._await_grammar(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
         try:
@@ -146,6 +156,13 @@ class Engine:
             ahead = self._start()  # it runs while what there is to tell is sent
         self._round = ahead
         return self._scheduler.events()
+
+    def _await_grammar(self, take_in: Callable[[], None] | None) -> None:
+        """Gives way to the grammars being compiled, which may be all that there is to do."""
+        if self._grammars is not None and self._grammars.pending:
+            self._grammars.wait(GRAMMAR_SECONDS)
+            if take_in is not None:
+                take_in()
 
     def _start(self) -> _Round | None:
         plan = self._scheduler.plan(self._clock())

@@ -36,11 +36,27 @@ def unpack_ids(packed: bytes) -> array[int]:
     return ids
 
 
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the whole text of an answer has to match: a JSON schema, a regular expression, one of
+    several texts (a JSON list of strings), or a grammar in Lark's or llama.cpp's notation."""
+
+    kind: GrammarKind
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are drawn.
 
-    Applied in this order: penalties, logit_bias, temperature, top_k, top_p, min_p. A draw depends
-    on (seed, choice, position) and the logits alone; `position` counts generated tokens from 0.
+    Applied in this order: grammar, penalties, logit_bias, temperature, top_k, top_p, min_p. A draw
+    depends on (seed, choice, position) and the logits alone; `position` counts generated tokens
+    from 0.
+
+    With a `grammar` the tokens that end an answer are possible where the text matches, and only
+    there (those of stop_token_ids that are text also as text). Where nothing can follow, the
+    answer ends by itself, with "stop", whatever min_tokens and ignore_eos say.
     """
 
     max_tokens: int = 16
@@ -58,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int = 0  # in [0, 2**63)
     choice: int = 0  # which of n samples of one prompt this is
     logprobs: int | None = None  # None = none; k >= 0 = the token's own and the k best
+    grammar: Grammar | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):

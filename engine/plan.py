@@ -10,10 +10,12 @@ msgspec.Struct, which is made several times faster than a frozen dataclass.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.errors import EngineError, InvalidRequest, StepFailed
 from engine.messages import Request, TokenLogprobs
 
 MOST_STEPS = 32  # of a round
@@ -83,6 +85,12 @@ class Plan:
     again: bool = False
     steps: int = 1  # of `decode`; more than one only where `plain` and there is no prefill
 
+    def participants(self) -> list[int]:
+        """The keys of the sequences that take part."""
+        keys = [admission.key for admission in self.admit]
+        keys += [chunk.key for chunk in self.prefill]
+        return keys + [row.key for row in self.decode]
+
     @property
     def empty(self) -> bool:
         """No tokens to read; bookkeeping (`release`) may still be there."""
@@ -95,6 +103,7 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     key: int
     token: int
     logprobs: TokenLogprobs | None
+    complete: bool = False  # its request's grammar lets nothing follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,5 +135,15 @@ class StepResult:
     # Keys whose logits held NaN or infinity. What the step drew for them means nothing (it is in
     # `sampled`, `drawn` or `scored` nevertheless); their requests fail.
     non_finite: list[int] = field(default_factory=list)
+    # Keys whose grammars led to where no token goes on, and why. What was drawn for them means
+    # nothing either.
+    rejected: dict[int, str] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    def errors(self) -> Iterator[tuple[int, EngineError]]:
+        """The keys whose requests fail, with their errors."""
+        for key in self.non_finite:
+            yield key, StepFailed("the model's logits are not finite")
+        for key, reason in self.rejected.items():
+            yield key, InvalidRequest(f"the grammar cannot be met: {reason}")

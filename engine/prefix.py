@@ -65,6 +65,14 @@ class SharedPrefixes:
         """Whether it is kept or pending, and so needs no further reader."""
         return prefix in self._kept or prefix in self._readers
 
+    def awaited(self, prefixes: dict[int, Prefix], most: int) -> Prefix | None:
+        """The longest of these, shortest first, of up to `most` tokens that a sequence could start
+        from, were it not still being read."""
+        for length, prefix in reversed(prefixes.items()):
+            if length <= most and self.is_pending(prefix):
+                return prefix
+        return None
+
     def is_pending(self, prefix: Prefix) -> bool:
         """Whether a running sequence is reading it just now."""
         return prefix in self._readers

@@ -7,6 +7,7 @@ free only when no round under way, and none to come, writes to it: then `settled
 from __future__ import annotations
 
 from engine.batch import DecodeBatch
+from engine.messages import Stats
 from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
@@ -114,9 +115,20 @@ class Rounds:
                 return batch
         return None
 
-    def note(self, plan: Plan, result: StepResult) -> None:
-        """Learns how long a step takes, and counts."""
+    def note(self, plan: Plan, result: StepResult, decoding: int, tokens: int) -> Stats:
+        """Learns how long a step takes, and counts. Tells what the round did, which decoded
+        `decoding` sequences, if it is plain, and brought `tokens` tokens."""
         self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
         if plan.plain and not plan.prefill:
             self._step_seconds = result.decode_seconds / plan.steps
             self._timed_rows = len(plan.decode)
+        return Stats(
+            batch_size=len(plan.prefill) + (decoding if plan.plain else len(plan.decode)),
+            prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
+            decode_tokens=tokens,
+            prefill_seconds=result.prefill_seconds,
+            decode_steps=plan.steps if plan.decode else 0,
+            decode_seconds=result.decode_seconds / plan.steps,
+            prefix_queries_tokens=sum(admission.request.prompt_tokens for admission in plan.admit),
+            prefix_hits_tokens=sum(admission.cached_tokens for admission in plan.admit),
+        )

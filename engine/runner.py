@@ -17,11 +17,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from engine import checkpoint, device
+from engine import checkpoint, device, distribution
 from engine.columns import Parameters
 from engine.config import DtypeName, EngineConfig
+from engine.constraints import Constraints
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
+from engine.grammars import Grammars
 from engine.graphs import buckets
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
 from engine.plan import (
@@ -35,7 +37,7 @@ from engine.plan import (
     StepResult,
 )
 from engine.prompts import PromptStep, Read
-from engine.sampler import Draws, Sampler
+from engine.sampler import Allowed, Draws, Sampler
 from engine.scoring import score, to_messages, to_scored
 from engine.sequence import is_plain
 from engine.serving import serving_model
@@ -97,6 +99,8 @@ class Runner:
         )
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
         self._sampler = Sampler(vocab_size, eos_token_id, self._device)
+        self.grammars = Grammars(folder, vocab_size)
+        self._constraints = Constraints(self.grammars, eos_token_id, self.config.threads)
         slots = self.config.max_slots
         self._parameters = Parameters(slots, vocab_size, eos_token_id)
         self._decoding = DecodeState(self._step, slots, self._parameters, self._device)
@@ -132,6 +136,7 @@ class Runner:
     def warm_up(self) -> None:
         """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
         what libraries do at first use."""
+        self.grammars.prepare()
         if self._device.type == "cuda" and self.config.cuda_graphs:
             # One pool: graphs run one after another, and none leaves results in it.
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
@@ -157,6 +162,9 @@ class Runner:
             if is_plain(sampling):
                 self.run(Plan(decode=[row], plain=True, steps=2))
             self.run(Plan(release=[-1]))
+        mask = torch.full((1, -(-self.model_config.vocab_size // 32)), -1, dtype=torch.int32)
+        logits = torch.zeros(1, self.model_config.vocab_size, device=self._device)
+        distribution.allow(logits, mask.to(self._device))
 
     def run(self, plan: Plan) -> StepResult:
         """Carries out one round. An exception leaves the rows of its sequences undefined."""
@@ -178,6 +186,7 @@ class Runner:
     def _begin(self, plan: Plan) -> Pending:
         for key in plan.release:
             self._sampler.release(key)
+            self._constraints.release(key)
         self._admit(plan.admit)
         begin = _Mark(self._device)
         hidden, logits, first = self._read(plan)
@@ -190,7 +199,7 @@ class Runner:
         if plan.plain:
             if logits is not None:
                 chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
-                draws = self._sampler.sample(chunks, [0] * len(chunks), logits)
+                draws = self._sample(chunks, [0] * len(chunks), logits)
             middle = _Mark(self._device)
             if plan.decode:
                 round = self._decoding.start(plan.decode, plan.again, plan.steps)
@@ -214,6 +223,7 @@ class Runner:
             middle = end
         return StepResult(
             sampled=self._sampled(plan, draws),
+            rejected=self._constraints.rejected(),
             drawn=drawn,
             scored=scored,
             non_finite=_non_finite(plan, draws, scored) + spoiled,
@@ -225,6 +235,7 @@ class Runner:
         for admission in admissions:
             if admission.request.sampling.max_tokens > 0:
                 self._sampler.admit(admission.key, admission.request)
+                self._constraints.admit(admission.key, admission.request.sampling)
         self._parameters.admit(admissions)
         self._pool.reset([one.slot for one in admissions if one.source is None])
         forked = [(one.source, one.slot) for one in admissions if one.source is not None]
@@ -253,7 +264,24 @@ class Runner:
         keys = _sampled_keys(plan)
         positions = [0] * (len(keys) - len(plan.decode)) + [row.position for row in plan.decode]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._sampler.sample(keys, positions, logits)
+        return self._sample(keys, positions, logits)
+
+    def _sample(self, keys: Sequence[int], positions: Sequence[int], logits: Tensor) -> Draws:
+        """Draws, each of what its grammar allows. A GPU may still be busy with the logits while
+        the masks are computed."""
+        return self._sampler.sample(keys, positions, logits, self._allowed(keys))
+
+    def _allowed(self, keys: Sequence[int]) -> Allowed | None:
+        rows = self._constraints.rows(keys)
+        if not rows:
+            return None
+        shape, on_gpu = (len(rows), self._constraints.words), self._device.type == "cuda"
+        bits = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._constraints.fill([keys[row] for row in rows], bits.numpy())
+        return Allowed(
+            device.upload(rows, torch.int64, self._device),
+            bits.to(self._device, non_blocking=True),
+        )
 
     def _fetch(self, results: _Results) -> _Results:
         """The results in host memory, once the device is done."""
@@ -279,9 +307,15 @@ class Runner:
             rows = self._sampler.logprob_rows(keys)
             messages = to_messages(draws.logprobs, [top for _, top in rows])
             logprobs = dict(zip((row for row, _ in rows), messages, strict=True))
+        tokens, finite = draws.tokens.tolist(), draws.finite.tolist()
+        complete = {
+            row: self._constraints.take(keys[row], tokens[row])
+            for row in self._constraints.rows(keys)
+            if finite[row]
+        }
         return [
-            Sampled(key, token, logprobs.get(row))
-            for row, (key, token) in enumerate(zip(keys, draws.tokens.tolist(), strict=True))
+            Sampled(key, token, logprobs.get(row), complete.get(row, False))
+            for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
         ]
 
 

@@ -1,9 +1,10 @@
 """Sampler: draws one token for every row of a step, each with its own request's parameters.
 
 `engine.distribution` holds the mathematics; here each part of it is applied to those rows whose
-requests use it, which the host knows, in this order: penalties, logit_bias, min_tokens,
-temperature, top_k, top_p, min_p. Nothing waits for the device. While the same sequences decode
-together, their parameters stay on the device and only the positions go there.
+requests use it, which the host knows, in this order: grammar, penalties, logit_bias, min_tokens,
+temperature, top_k, top_p, min_p. What a grammar forbids does not exist for the others. Nothing
+waits for the device. While the same sequences decode together, their parameters stay on the device
+and only the positions go there, and the masks of grammars.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ class Draws(NamedTuple):
     tokens: Tensor  # [rows] int64 or int32; meaningless where not finite
     finite: Tensor  # [rows] bool: the row's logits held no NaN and no +infinity
     logprobs: Logprobs | None  # of the rows that `Sampler.logprob_rows` names
+
+
+class Allowed(NamedTuple):
+    """What grammars allow in one step, on the device."""
+
+    rows: Tensor  # [g] of the batch
+    bits: Tensor  # [g, words] int32, as `distribution.allow` reads them
 
 
 class _Penalised(NamedTuple):
@@ -122,28 +130,40 @@ class Sampler:
         tops = ((row, self._sequences[key].params.logprobs) for row, key in enumerate(keys))
         return [(row, top) for row, top in tops if top is not None]
 
-    def sample(self, keys: Sequence[int], positions: Sequence[int], logits: Tensor) -> Draws:
+    def sample(
+        self,
+        keys: Sequence[int],
+        positions: Sequence[int],
+        logits: Tensor,
+        allowed: Allowed | None = None,
+    ) -> Draws:
         """Draws a token for each row of `logits` [rows, vocab] fp32.
 
         positions[i] counts the tokens that sequence keys[i] has drawn before. Where no token is
-        possible (all are banned), the most likely one of the raw logits is taken.
+        possible (all are banned), the most likely one of those that the grammar allows is taken.
         """
         if self._batch is None or self._batch.keys != keys:
             self._batch = self._build(list(keys))
         batch = self._batch
-        raw_best, raw_greedy = best, tokens = distribution.greedy(logits)
+        raw_best, tokens = distribution.greedy(logits)
+        possible, best = logits, raw_best
+        if allowed is not None:
+            masked = distribution.allow(logits[allowed.rows], allowed.bits)
+            possible = logits.index_copy(0, allowed.rows, masked)
+            best, tokens = distribution.greedy(possible)
+        fallback = tokens
         at = None
         if batch.banned or batch.drawn:
             at = self._tensor(positions, torch.int64)
-        adjusted = self._adjust(batch, logits, at)
-        if adjusted is not logits:
+        adjusted = self._adjust(batch, possible, at)
+        if adjusted is not possible:
             best, tokens = distribution.greedy(adjusted)
         if batch.drawn is not None:
             assert at is not None
             drawn = self._draw(batch.drawn, batch.topped, adjusted, best, at)
             tokens = tokens.index_copy(0, batch.drawn.rows, drawn)
-        if adjusted is not logits:
-            tokens = torch.where(best.isneginf(), raw_greedy, tokens)
+        if adjusted is not possible:
+            tokens = torch.where(best.isneginf(), fallback, tokens)
         if batch.penalised is not None:
             self._table.count(batch.penalised.table, tokens[batch.penalised.rows])
         logprobs = None

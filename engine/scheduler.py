@@ -20,14 +20,15 @@ from collections.abc import Hashable, Iterable
 import msgspec
 
 from engine.budget import PromptBudget, whole_chunks
-from engine.errors import EngineError, StepFailed
+from engine.errors import EngineError
+from engine.grammars import Grammars
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
 from engine.ranking import Ranking
 from engine.rounds import Rounds
-from engine.sequence import Prefix, Sequence
+from engine.sequence import Sequence
 from engine.slots import SlotAllocator
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -59,12 +60,14 @@ class Scheduler:
         state_bytes: int,
         most_steps: int = 1,
         with_whole_chunks: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._budget = PromptBudget(max_step_tokens)
         self._state_bytes = state_bytes
         self._with_whole_chunks = with_whole_chunks
+        self._grammars = grammars or Grammars(None)
         self._slots = SlotAllocator(slots)
         self._prefixes = SharedPrefixes(share_slots, first_row=slots)
         self._waiting = WaitingQueue(max_waiting, max_waiting_tokens)
@@ -104,6 +107,7 @@ class Scheduler:
         self._next_key += 1
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
+        self._grammars.lacking(request.sampling)  # compiled while the request waits
         if sequence.deadline is not None:
             self._deadlines.put(sequence, (sequence.deadline, sequence.key))
 
@@ -143,6 +147,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._expire(now)
+        self._collect_grammars()
         plan = Plan()
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
@@ -161,6 +166,7 @@ class Scheduler:
         when somebody can be admitted after it or nobody may be left.
         """
         self._expire(now)
+        self._collect_grammars()
         if self._prefilling or (self._can_admit() and not self._rounds.patient):
             return None
         plan = self._rounds.plan_ahead()
@@ -174,10 +180,10 @@ class Scheduler:
         batch, decoding = self._rounds.land(plan), len(self._rounds.sequences)
         if batch is not None and result.drawn is not None:
             batch.note_ended(result.drawn)
-        for key in result.non_finite:
+        for key, error in result.errors():
             sequence = self._running(key)
             if sequence is not None:
-                self._fail(sequence, StepFailed("the model's logits are not finite"))
+                self._fail(sequence, error)
         for scored in result.scored:
             sequence = self._running(scored.key)
             if sequence is not None:
@@ -200,18 +206,8 @@ class Scheduler:
                 lambda sequence, ids: self._take_last(sequence, ids, now),
                 now,
             )
-        self._rounds.note(plan, result)
+        self._step = self._rounds.note(plan, result, decoding, tokens)
         self._settle()
-        self._step = Stats(
-            batch_size=len(plan.prefill) + (decoding if plan.plain else len(plan.decode)),
-            prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
-            decode_tokens=tokens,
-            prefill_seconds=result.prefill_seconds,
-            decode_steps=plan.steps if plan.decode else 0,
-            decode_seconds=result.decode_seconds / plan.steps,
-            prefix_queries_tokens=sum(admission.request.prompt_tokens for admission in plan.admit),
-            prefix_hits_tokens=sum(admission.cached_tokens for admission in plan.admit),
-        )
 
     def fail(self, plan: Plan, error: EngineError) -> None:
         """The plan could not be carried out: every sequence that took part in it fails.
@@ -219,10 +215,7 @@ class Scheduler:
         So must every plan under way after it.
         """
         self._rounds.land(plan)
-        keys = [admission.key for admission in plan.admit]
-        keys += [chunk.key for chunk in plan.prefill]
-        keys += [row.key for row in plan.decode]
-        for key in keys:
+        for key in plan.participants():
             sequence = self._running(key)
             if sequence is not None:
                 self._fail(sequence, error)
@@ -263,11 +256,18 @@ class Scheduler:
     def _admit(self, plan: Plan, now: float) -> None:
         while self._slots.free and (sequence := self._waiting.first()) is not None:
             request = sequence.request
+            grammar = self._grammars.lacking(request.sampling)
+            if isinstance(grammar, EngineError):
+                self._fail(sequence, grammar)
+                continue
+            if grammar is not None:
+                self._waiting.hold(sequence, grammar)
+                continue
             hit = self._prefixes.find(request.prompt, sequence.cacheable_tokens, request.owner)
             cached = 0 if hit is None else hit.length
             marks = [mark for mark in sequence.marks if mark > cached]
             prefixes = {mark: sequence.prefix(mark) for mark in marks}
-            awaited = self._awaited(sequence, prefixes)
+            awaited = self._prefixes.awaited(prefixes, sequence.cacheable_tokens)
             if awaited is not None:
                 self._waiting.hold(sequence, awaited)
                 continue
@@ -289,12 +289,9 @@ class Scheduler:
         free = self._slots.free or self._rounds.leaving
         return bool(free) and self._waiting.first() is not None
 
-    def _awaited(self, sequence: Sequence, prefixes: dict[int, Prefix]) -> Prefix | None:
-        """The longest prefix that it could start from, were it not still being read."""
-        for mark, prefix in reversed(prefixes.items()):
-            if mark <= sequence.cacheable_tokens and self._prefixes.is_pending(prefix):
-                return prefix
-        return None
+    def _collect_grammars(self) -> None:
+        for grammar in self._grammars.collect():
+            self._waiting.resume(grammar)
 
     def _read(self, plan: Plan, sequence: Sequence, length: int, now: float) -> None:
         if sequence.started_at is None:
@@ -348,6 +345,8 @@ class Scheduler:
         request = sequence.request
         if request.stream:
             self._outbox.token(sequence.client, request.id, sampled.token, sampled.logprobs)
+        if sampled.complete:
+            verdict = "stop"
         if verdict is not None:
             self._finish(sequence, verdict, now)
         return 1

@@ -64,6 +64,7 @@ def is_plain(params: SamplingParams) -> bool:
         and not params.logit_bias
         and params.min_tokens == 0
         and params.logprobs is None
+        and params.grammar is None
         and len(params.stop_token_ids) < MOST_STOP_IDS  # with end-of-text that makes as many
     )
 

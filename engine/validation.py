@@ -21,6 +21,7 @@ from engine.sequence import MOST_OWNER_BYTES
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
+MOST_GRAMMAR = 2**20  # characters
 MOST_MARKS = 64  # share_at; each costs a copy of a row and of that much of the prompt
 
 
@@ -71,6 +72,11 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_number("repetition_penalty", params.repetition_penalty, above=0.0)
     _check_number("presence_penalty", params.presence_penalty)
     _check_number("frequency_penalty", params.frequency_penalty)
+    if params.grammar is not None and len(params.grammar.text) > MOST_GRAMMAR:
+        raise InvalidRequest(
+            f"grammar has {len(params.grammar.text)} characters; allowed: up to {MOST_GRAMMAR}",
+            param="grammar",
+        )
     for token, bias in params.logit_bias.items():
         _check_id("logit_bias", token, vocab_size)
         _check_number("logit_bias", bias)

@@ -9,8 +9,8 @@
   where the others are: time without requests saves nothing up.
 - An owner's requests keep the order of their arrival.
 
-A request whose prefix is being read by another just now is *held*: it keeps its place but is
-passed over until `resume` says that the prefix is no longer pending.
+A request whose prefix is being read by another just now, or whose grammar is being compiled, is
+*held*: it keeps its place but is passed over until `resume` says that this is over.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import sys
 
 from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
+from engine.messages import Grammar
 from engine.pace import Pace
 from engine.ranking import Ranking
 from engine.sequence import Prefix, Sequence
+
+Awaited = Prefix | Grammar
 
 OTHERS_TURN = 8
 MOST_RETRY_SECONDS = 60.0
@@ -82,8 +85,8 @@ class WaitingQueue:
         self._most = most
         self._most_tokens = most_tokens
         self._levels: dict[int, _Level] = {}  # by priority
-        self._held: dict[Prefix, dict[int, Sequence]] = {}  # by the pending prefix
-        self._held_on: dict[int, Prefix] = {}
+        self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
+        self._held_on: dict[int, Awaited] = {}
         self._owners: dict[str, tuple[int, int]] = {}  # requests and prompt tokens of each
         self._count = 0
         self._departures = 0
@@ -146,17 +149,17 @@ class WaitingQueue:
         owner = level.ready.first()
         return None if owner is None else level.lines[owner].ready.first()
 
-    def hold(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Passes a sequence over until `prefix` is resumed."""
+    def hold(self, sequence: Sequence, awaited: Awaited) -> None:
+        """Passes a sequence over until `awaited` is resumed."""
         level = self._levels[sequence.priority]
         level.lines[sequence.owner].ready.discard(sequence)
         level.rank(sequence.owner)
-        self._held.setdefault(prefix, {})[sequence.key] = sequence
-        self._held_on[sequence.key] = prefix
+        self._held.setdefault(awaited, {})[sequence.key] = sequence
+        self._held_on[sequence.key] = awaited
 
-    def resume(self, prefix: Prefix) -> None:
-        """Those held on `prefix` are back where their arrival puts them."""
-        for sequence in self._held.pop(prefix, {}).values():
+    def resume(self, awaited: Awaited) -> None:
+        """Those held on `awaited` are back where their arrival puts them."""
+        for sequence in self._held.pop(awaited, {}).values():
             del self._held_on[sequence.key]
             level = self._levels[sequence.priority]
             level.lines[sequence.owner].ready.put(sequence, sequence.key)
@@ -189,13 +192,13 @@ class WaitingQueue:
         """Takes a sequence out, held or not."""
         level = self._levels[sequence.priority]
         line = level.lines[sequence.owner]
-        prefix = self._held_on.pop(sequence.key, None)
-        if prefix is None:
+        awaited = self._held_on.pop(sequence.key, None)
+        if awaited is None:
             line.ready.discard(sequence)
         else:
-            del self._held[prefix][sequence.key]
-            if not self._held[prefix]:
-                del self._held[prefix]
+            del self._held[awaited][sequence.key]
+            if not self._held[awaited]:
+                del self._held[awaited]
         line.waiting -= 1
         level.waiting -= 1
         level.rank(sequence.owner)

@@ -73,6 +73,7 @@ class MockRunner:
 
     most_steps = MOST_STEPS
     overlaps = True
+    grammars = None
 
     def __init__(self, slots: int, step_seconds: float, paced: bool, clock: Clock) -> None:
         self._clock = clock

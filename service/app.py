@@ -16,6 +16,7 @@ from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.body_limit import BodyLimit
 from service.engines import Engines, OneEngine
+from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
 from service.middleware import INFERENCE_PATHS, Account, RequestIds
@@ -58,6 +59,7 @@ def create_app(
         engines = OneEngine(engines, settings.load_timeout)
     lifecycle = Lifecycle(engines, settings, on_failure)
     access = load_access(settings)
+    grammars = GrammarCheck(settings.grammar_timeout, lifecycle.metrics.grammar_checked)
     lines = LineWriter(STDOUT, shared=settings.api_workers > 1)
     log = AccessLog(settings.access_log, lines.write)
     exporter = otel.load() if settings.traces == "otlp" else None
@@ -74,6 +76,7 @@ def create_app(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            await grammars.close()
             await lifecycle.close()
             lines.close()
             if exporter is not None:
@@ -87,6 +90,7 @@ def create_app(
         strict_content_type=False,
     )
     app.state.lifecycle = lifecycle
+    app.state.grammars = grammars
     errors.install(app)
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)

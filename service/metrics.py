@@ -91,6 +91,10 @@ class Metrics:
             ROUNDS,
         )
         self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
+        self._grammar = self._histogram(
+            "grammar_compile_seconds",
+            "Time to check a grammar or schema that was not known, waiting for a turn left out.",
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._prefix_queries = self._counter(
@@ -215,6 +219,10 @@ class Metrics:
             self._prefill.observe(timing.prefill)
         if timing.decode is not None:
             self._decode.observe(timing.decode)
+
+    def grammar_checked(self, seconds: float) -> None:
+        """A grammar that was not known was compiled, well or not."""
+        self._grammar.observe(seconds)
 
     def gathered(self, finished: Finished, before: float) -> None:
         """A request whose tokens the engine gathered, `before` seconds after whose arrival the

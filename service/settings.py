@@ -24,6 +24,9 @@ def _split(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+MOST_GRAMMAR_BYTES = 2**20  # that the engine takes
+
+
 class Settings(BaseSettings):
     """How one server runs. Raises pydantic.ValidationError for values that are out of range."""
 
@@ -85,6 +88,10 @@ class Settings(BaseSettings):
     max_stop_length: PositiveInt = 1024  # characters
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024  # entries
+    # Of one schema, expression or grammar.
+    max_grammar_bytes: int = Field(default=2**16, ge=1, le=MOST_GRAMMAR_BYTES)
+    max_grammars: PositiveInt = 64  # different ones in one request
+    grammar_timeout: PositiveFloat = 1.0  # seconds of processor time to compile one
 
     stream_interval: int = Field(default=1, ge=1, le=1024)  # tokens of an event, unless asked for
 

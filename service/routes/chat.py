@@ -16,6 +16,7 @@ from service.answer import LEAST_LOGPROB, Answer, Piece, grouped, total_usage, u
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
+from service.grammars import GrammarCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
@@ -33,6 +34,7 @@ from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
+from service.structured import read_grammar
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -51,11 +53,12 @@ async def chat_completions(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
+    check: Annotated[GrammarCheck, Depends(get_grammars)],
 ) -> Response:
     """Answers a conversation, as OpenAI's API does. 400 for a model without a chat template."""
     check_model(body.model, runtime.model_name, runtime.info)
     _check(body)
-    tasks = await _tasks(body, runtime, flight)
+    tasks = await _tasks(body, runtime, flight, check)
     view = _View(body, runtime, tasks, f"chatcmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
         chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
@@ -78,7 +81,9 @@ def _check(body: ChatRequest) -> None:
         )
 
 
-async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Task]:
+async def _tasks(
+    body: ChatRequest, runtime: Runtime, flight: Flight, check: GrammarCheck
+) -> list[Task]:
     """One task per choice."""
     settings, info = runtime.settings, runtime.info
     n = body.n or 1
@@ -87,6 +92,7 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
     timeout = read_timeout(body.timeout, settings)
     priority = read_priority(body.priority, flight.least_priority)
     params = _params(body, settings, info, runtime.chat.end_id)
+    grammar = await read_grammar(body, runtime, check, n)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
     size = RequestSize("messages", settings)
@@ -98,7 +104,7 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
         Task(
             ids,
             packed,
-            msgspec.structs.replace(params, choice=choice),
+            msgspec.structs.replace(params, choice=choice, grammar=grammar),
             stop,
             timeout,
             priority,

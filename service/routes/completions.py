@@ -19,6 +19,7 @@ from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
+from service.grammars import GrammarCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
@@ -39,6 +40,7 @@ from service.schemas.completions import (
 from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
+from service.structured import read_grammar
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -56,13 +58,14 @@ async def completions(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
+    check: Annotated[GrammarCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
     n = body.n or 1
     draws = body.best_of or n
     _check(body, n, draws)
-    drawn = await _tasks(body, runtime, flight, draws)
+    drawn = await _tasks(body, runtime, flight, check, draws)
     tasks = [task for i, task in enumerate(drawn) if i % draws < n]  # one per choice
     answer_id = f"cmpl-{request.scope[REQUEST_ID]}"
     echoed = sum(len(task.prompt) for task in tasks) if body.echo else 0
@@ -93,7 +96,7 @@ def _check(body: CompletionRequest, n: int, draws: int) -> None:
 
 
 async def _tasks(
-    body: CompletionRequest, runtime: Runtime, flight: Flight, draws: int
+    body: CompletionRequest, runtime: Runtime, flight: Flight, check: GrammarCheck, draws: int
 ) -> list[Task]:
     """One task per sample, `draws` of each prompt."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
@@ -111,6 +114,7 @@ async def _tasks(
     values = {name: getattr(body, name) for name in SAMPLING}
     if draws > n and body.logprobs is None:
         values["logprobs"] = 0  # to choose by
+    values["grammar"] = await read_grammar(body, runtime, check, len(prompts) * draws)
     params = sampling_params(values, settings, info)
     ends: frozenset[int] = frozenset()
     if body.echo and body.logprobs is not None and (params.max_tokens, params.min_tokens) == (1, 0):

@@ -13,6 +13,7 @@ from service.answer import Answer, LogprobArrays, Piece, grouped, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
+from service.grammars import GrammarCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
@@ -28,6 +29,7 @@ from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
+from service.structured import FIELDS, read_grammars
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -37,7 +39,10 @@ PER_PROMPT = tuple(
     for name in GenerateRequest.model_fields
     if name not in ("prompts", "model", "stream", "stream_interval")
 )
-SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout", "priority"))
+STRUCTURED = tuple(name for name in PER_PROMPT if name in FIELDS)
+SAMPLING = tuple(
+    name for name in PER_PROMPT if name not in ("stop", "timeout", "priority", *STRUCTURED)
+)
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse))
@@ -46,13 +51,14 @@ async def generate(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
+    check: Annotated[GrammarCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
     flight.reserve(len(body.prompts))
-    tasks = await _tasks(body, runtime, flight)
+    tasks = await _tasks(body, runtime, flight, check)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
@@ -79,15 +85,25 @@ def _answer(
     )
 
 
-async def _tasks(body: GenerateRequest, runtime: Runtime, flight: Flight) -> list[Task]:
+async def _tasks(
+    body: GenerateRequest, runtime: Runtime, flight: Flight, check: GrammarCheck
+) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
     stops = await read_stops(columns["stop"], settings, tokenizer)
+    structured = [{name: columns[name][i] for name in STRUCTURED} for i in range(len(stops))]
+    grammars = await read_grammars(
+        structured,
+        runtime,
+        check,
+        lambda i, field: f"{field}[{i}]" if isinstance(getattr(body, field), list) else field,
+    )
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
     tasks = []
     for i, prompt in enumerate(body.prompts):
-        params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
+        values = {name: columns[name][i] for name in SAMPLING}
+        params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
         timeout = read_timeout(columns["timeout"][i], settings)
         priority = read_priority(columns["priority"][i], flight.least_priority)
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)

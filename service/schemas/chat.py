@@ -122,7 +122,6 @@ class ChatRequest(OpenAIRequest):
     prompt_cache_options: Annotated[Any, _Only(None)] = None
     prompt_cache_retention: Annotated[Any, _Only(None, "in_memory")] = None
     reasoning_effort: Annotated[Any, _Only(None, "none")] = None
-    response_format: Annotated[Any, _Only(None, {"type": "text"})] = None
     service_tier: Annotated[Any, _Only(None, "auto", "default")] = None
     store: Annotated[Any, _Only(None, False)] = None
     tool_choice: Annotated[Any, _Only(None, "none", "auto")] = None

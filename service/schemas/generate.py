@@ -33,6 +33,7 @@ from service.schemas.common import (
     TopP,
     Usage,
 )
+from service.schemas.structured import ResponseFormat, StructuredOutputs
 
 
 class GenerateRequest(RequestModel):
@@ -58,6 +59,8 @@ class GenerateRequest(RequestModel):
     logprobs: PerPrompt[TopLogprobs] = None
     timeout: PerPrompt[Timeout] = None
     priority: PerPrompt[Priority] = None
+    response_format: PerPrompt[ResponseFormat] = None
+    structured_outputs: PerPrompt[StructuredOutputs] = None
     stream: bool = False
     stream_interval: StreamInterval | None = None
 
@@ -94,6 +97,12 @@ EXAMPLES: dict[str, Any] = {
             "seed": [1, 2],
             "stop": ["\n\n"],
             "logprobs": 2,
+        },
+    },
+    "one of three answers": {
+        "value": {
+            "prompts": ["To be, or not to "],
+            "structured_outputs": {"choice": ["be", "do", "sleep"]},
         },
     },
     "streamed": {

@@ -26,6 +26,9 @@ from service.schemas.common import (
     TopK,
     TopP,
 )
+from service.schemas.structured import Choices, JsonSchema, ResponseFormat, StructuredOutputs
+
+FORMER = "a former name of structured_outputs' field"
 
 
 class OpenAIRequest(RequestModel):
@@ -42,6 +45,7 @@ class OpenAIRequest(RequestModel):
     frequency_penalty: Penalty | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = Field(default=None, description="without effect")
     # Extensions
     top_k: TopK | None = None
@@ -54,6 +58,11 @@ class OpenAIRequest(RequestModel):
     timeout: Timeout | None = None
     priority: Priority | None = None
     stream_interval: StreamInterval | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = Field(default=None, description=FORMER)
+    guided_regex: str | None = Field(default=None, description=FORMER)
+    guided_choice: Choices | None = Field(default=None, description=FORMER)
+    guided_grammar: str | None = Field(default=None, description=FORMER)
 
 
 class OpenAIChoice(BaseModel):

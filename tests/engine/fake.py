@@ -23,11 +23,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from engine.config import EngineConfig
+from engine.constraints import Constraints
 from engine.engine import Engine
 from engine.errors import CheckpointError
+from engine.grammars import Grammars
 from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
 from engine.plan import DecodeRow, Drawn, Plan, Sampled, Scored, StepResult
 from engine.sequence import is_plain, stop_ids
@@ -85,7 +88,8 @@ class FakeRunner:
     """Runs plans as engine.runner.Runner does, on lists of tokens.
 
     Of SamplingParams it follows temperature, top_k, logit_bias, min_tokens, stop_token_ids,
-    ignore_eos, seed, choice and logprobs; the other parameters change nothing.
+    ignore_eos, seed, choice, logprobs and, where `folder` holds a tokenizer.json, grammar; the
+    other parameters change nothing.
     `failures` holds exceptions that the next rounds end with, first one first, and
     `start_failures` those that the next ones begin with; `step_seconds` makes every round take that
     long. The requests whose ids are in `spoiled` are reported to have logits that are not finite.
@@ -109,6 +113,7 @@ class FakeRunner:
         failures: list[Exception] | None = None,
         most_steps: int = 1,
         overlaps: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self.config = EngineConfig(
             model="fake",
@@ -123,7 +128,7 @@ class FakeRunner:
         )
         self.info = ModelInfo(
             name="fake",
-            folder="",
+            folder="" if folder is None else str(folder),
             fingerprint="fake",
             cell="mingru",
             vocab_size=vocab_size,
@@ -135,6 +140,8 @@ class FakeRunner:
             device_name="fake",
             dtype="float32",
         )
+        self.grammars = Grammars(folder, vocab_size)
+        self.constraints = Constraints(self.grammars, eos, threads=1)
         self.step_seconds = step_seconds
         self.failures = failures if failures is not None else []
         self.start_failures: list[Exception] = []
@@ -177,6 +184,7 @@ class FakeRunner:
         for key in plan.release:
             self.requests.pop(key, None)
             self.answers.pop(key, None)
+            self.constraints.release(key)
         for admission in plan.admit:
             prefix: list[int] | None = []
             if admission.source is not None:
@@ -186,6 +194,7 @@ class FakeRunner:
             self.rows[admission.slot] = list(prefix)
             assert admission.key not in self.requests
             self.requests[admission.key] = admission.request
+            self.constraints.admit(admission.key, admission.request.sampling)
             self.answers[admission.key] = []
         slots = [chunk.slot for chunk in plan.prefill]
         if plan.again:  # rows that the device has ended leave their slots to others
@@ -220,6 +229,7 @@ class FakeRunner:
         for copy in plan.after:
             self.rows[copy.target] = list(self._row(copy.source))
         keys = {sampled.key for sampled in result.sampled}
+        result.rejected = self.constraints.rejected()
         result.non_finite += [key for key in keys if self.requests[key].id in self.spoiled]
         return result
 
@@ -301,6 +311,12 @@ class FakeRunner:
         last = answer[-1] if answer else unpack_ids(request.prompt)[-1]
         row = self._log_probabilities(last)
         logits = [value + params.logit_bias.get(token, 0.0) for token, value in enumerate(row)]
+        constrained = bool(self.constraints.rows([key]))
+        if constrained:
+            mask = np.zeros((1, self.constraints.words), np.int32)
+            self.constraints.fill([key], mask)
+            allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
+            logits = [value if allowed[token] else -math.inf for token, value in enumerate(logits)]
         if position < params.min_tokens:
             for token in params.stop_token_ids:
                 logits[token] = -math.inf
@@ -316,7 +332,8 @@ class FakeRunner:
             token = generator.choices(kept, weights)[0]
         answer.append(token)
         logprobs = None if params.logprobs is None else self._report(row, token, params.logprobs)
-        return Sampled(key, token, logprobs)
+        complete = constrained and self.constraints.take(key, token)
+        return Sampled(key, token, logprobs, complete)
 
 
 def _fields(row: DecodeRow) -> tuple[int, int, int, int]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 from fastapi import FastAPI
 
 from engine.client import EngineClient
@@ -79,9 +78,7 @@ def parse_events(text: str) -> list[Any]:
 
 def fake_runner(folder: Path, **options: Any) -> FakeRunner:
     """A fake model whose folder is `folder`."""
-    runner = FakeRunner(**options)
-    runner.info = msgspec.structs.replace(runner.info, folder=str(folder))
-    return runner
+    return FakeRunner(folder=folder, **options)
 
 
 @asynccontextmanager

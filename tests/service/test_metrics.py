@@ -27,6 +27,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine_restarts": ("counter", ()),
     "engine_step_seconds": ("histogram", ("phase",)),
     "generation_tokens": ("counter", ()),
+    "grammar_compile_seconds": ("histogram", ()),
     "http_requests": ("counter", ("method", "path", "status")),
     "inter_token_latency_seconds": ("histogram", ()),
     "model": ("info", ()),

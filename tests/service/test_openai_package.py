@@ -7,9 +7,10 @@ import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.engine.fake import FakeRunner
@@ -159,9 +160,36 @@ def test_bad_requests(client: openai.OpenAI) -> None:
         assert refused.value.request_id
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
-            model="fake", messages=HELLO, response_format={"type": "json_object"}
+            model="fake",
+            messages=HELLO,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "wrong", "schema": {"type": "objekt"}},
+            },
         )
-    assert refused.value.param == "response_format"
+    assert refused.value.param == "response_format.json_schema.schema"
+
+
+class Verdict(pydantic.BaseModel):
+    """What an answer is to be."""
+
+    right: bool
+    kind: Literal["short", "long"]
+    scores: Annotated[
+        list[Annotated[int, pydantic.Field(ge=0, le=99)]], pydantic.Field(max_length=3)
+    ]
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    for seed in range(5):
+        answer = client.chat.completions.parse(
+            model="fake", messages=HELLO, response_format=Verdict, seed=seed, max_tokens=500, n=2
+        )
+        assert all(isinstance(choice.message.parsed, Verdict) for choice in answer.choices)
+    completion = client.completions.create(
+        model="fake", prompt="a", extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert completion.choices[0].text in ("yes", "no")
 
 
 def test_unknown_models_and_paths(client: openai.OpenAI) -> None:

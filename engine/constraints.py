@@ -1,0 +1,159 @@
+"""Constraints: which tokens the grammar of each sequence allows next; bits on the host, no torch.
+
+A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks,
+several at a time on threads; on a GPU that goes on beside the model's step, whose logits the masks
+are laid on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.grammar import reason
+from engine.grammars import Grammars
+from engine.messages import SamplingParams
+from engine.sequence import stop_ids
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+log = logging.getLogger(__name__)
+
+SEVERAL = 4  # masks that are worth waking threads for
+MOST_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Text:
+    """What one sequence has written."""
+
+    matcher: LLMatcher
+    ends: frozenset[int]  # the tokens that end it
+    # Those which the latest mask holds because the text may end here, and for nothing else.
+    ending: set[int] = field(default_factory=set)
+
+
+class Constraints:
+    """Of one model, whose end-of-text token is `eos_token_id`."""
+
+    def __init__(self, grammars: Grammars, eos_token_id: int | None, threads: int) -> None:
+        self._grammars = grammars
+        self._eos_token_id = eos_token_id
+        self._threads = min(threads, MOST_THREADS)
+        self._executor: LLExecutor | None = None
+        self._texts: dict[int, _Text] = {}  # by key
+        self._rejected: dict[int, str] = {}
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a mask; known once a sequence was admitted."""
+        return self._grammars.tokens.words
+
+    def admit(self, key: int, params: SamplingParams) -> None:
+        """A sequence begins, whose grammar, if it has one, is compiled."""
+        if params.grammar is None:
+            return
+        compiled = self._grammars.ask(params.grammar)
+        if compiled is None or isinstance(compiled, Exception):
+            raise RuntimeError("a sequence was admitted without its grammar")
+        self._texts[key] = _Text(compiled.deep_copy(), stop_ids(params, self._eos_token_id))
+
+    def release(self, key: int) -> None:
+        """Forgets a sequence; unknown keys are ignored."""
+        self._texts.pop(key, None)
+        self._rejected.pop(key, None)
+
+    def rows(self, keys: Sequence[int]) -> list[int]:
+        """Which of these sequences have a grammar."""
+        if not self._texts:
+            return []
+        return [row for row, key in enumerate(keys) if key in self._texts]
+
+    def fill(self, keys: Sequence[int], out: NDArray[np.int32]) -> None:
+        """Writes what each of these sequences, all with a grammar, may go on with: bit t of row i,
+        counted from the lowest bit of the first word, says that token t is allowed. `out` is
+        [len(keys), words]. A sequence that cannot go on is rejected, and everything allowed."""
+        texts = [self._texts[key] for key in keys]
+        self._compute(keys, texts, out)
+        bits = out.view(np.uint32)
+        may_end = _take_out(bits, self._grammars.tokens.end)
+        if self._eos_token_id is not None:
+            _take_out(bits, self._eos_token_id)  # it is never text
+        goes_on: NDArray[np.bool_] = np.asarray(bits.any(axis=1))
+        for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
+            text.ending.clear()
+            if key in self._rejected:
+                bits[row] = 0xFFFFFFFF
+            elif text.matcher.is_error() or not (goes_on[row] or (may_end[row] and text.ends)):
+                self._rejected[key] = reason(text.matcher)
+                bits[row] = 0xFFFFFFFF
+            elif may_end[row]:
+                for token in text.ends:
+                    word, bit = token // 32, np.uint32(1 << token % 32)
+                    if not bits[row, word] & bit:
+                        bits[row, word] |= bit
+                        text.ending.add(token)
+
+    def take(self, key: int, token: int) -> bool:
+        """A sequence with a grammar has drawn a token; whether nothing can follow it."""
+        text = self._texts[key]
+        if key in self._rejected or token in text.ending:
+            return False
+        try:
+            if text.matcher.consume_token(token):
+                return text.matcher.is_stopped() and text.matcher.is_accepting()
+            self._rejected[key] = reason(text.matcher)
+        except BaseException as error:
+            self._rejected[key] = _defect(error)
+        return False
+
+    def rejected(self) -> dict[int, str]:
+        """The sequences that could not go on since the last call, and why."""
+        rejected, self._rejected = self._rejected, {}
+        return rejected
+
+    def _compute(self, keys: Sequence[int], texts: list[_Text], out: NDArray[np.int32]) -> None:
+        """Every matcher's mask; those that raise are rejected."""
+        width, begin = out.shape[1] * out.itemsize, out.ctypes.data
+        if len(texts) >= SEVERAL and self._threads > 1:
+            rows = [(text.matcher, row) for row, text in enumerate(texts)]
+            try:
+                self._threaded().unsafe_compute_mask_ptr(rows, begin, width, len(texts))
+                return
+            except BaseException as error:
+                _defect(error)  # one by one, it is seen whose it is
+        for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
+            try:
+                text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
+            except BaseException as error:
+                self._rejected[key] = _defect(error)
+
+    def _threaded(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._threads)
+        return self._executor
+
+
+def _defect(error: BaseException) -> str:
+    """What is told of an error that a matcher raised; a panic of the library is no Exception, but
+    must cost one request only. Raises what ends the process."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    log.error("a matcher failed", exc_info=error)
+    return f"the matcher failed: {type(error).__name__}"
+
+
+def _take_out(bits: NDArray[np.uint32], token: int) -> NDArray[np.bool_]:
+    """Clears a token's bit in every row of [rows, words]; where it was set, [rows]."""
+    word, bit = token // 32, np.uint32(1 << token % 32)
+    was_set: NDArray[np.bool_] = (bits[:, word] & bit) != 0
+    bits[:, word] &= ~bit
+    return was_set

@@ -1,0 +1,158 @@
+"""Grammars: what a request asks of its text, made into matchers; the only user of llguidance.
+
+A matcher follows one text, token by token, and says which tokens may come next. Its masks are bits,
+one per token of the model, and one more, `TextTokens.end`: the text may end here. No token of the
+model stands behind that one, so models without an end-of-text token are no exception.
+
+Compiling takes under a millisecond as a rule, but text exists that keeps the library busy for
+minutes or wants gigabytes, and nothing can interrupt it. So whoever compiles what strangers sent
+does it in a process that can be killed (engine.grammar_check); the limits here bound the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.errors import InvalidRequest
+from engine.messages import Grammar
+from engine.spelling import can_spell, has_all_bytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+# Of the library's own units: about 4 ms to compile regular expressions, 4 ms for a mask, and 40 MB
+# of lexer states. A schema with 1,000 properties and an enumeration of 5,000 values stay below.
+LEXER_FUEL, STEP_LEXER_FUEL = 200_000, 50_000
+STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
+# Between the parts of JSON, as programs write it. With more freedom a small model writes blanks and
+# line breaks to its last token.
+JSON_WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
+_NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
+_MOST_REASON = 500  # characters of the library's own words
+
+
+class TextTokens(NamedTuple):
+    """A model's tokens as the library knows them."""
+
+    library: LLTokenizer
+    end: int  # the bit that says that the text may end; not a text token of the model
+    complete: bool  # they can write every text
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a mask."""
+        return -(-self.library.vocab_size // 32)
+
+
+def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
+    """Reads a model's tokenizer.json. Raises InvalidRequest, which says why no text of the model
+    can be told what to match."""
+    from llguidance import LLTokenizer
+
+    try:
+        layout = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            "the model has no tokenizer.json, so there is no text to match a grammar"
+        ) from error
+    try:
+        end = _add_end(layout)
+        layout["decoder"] = _spelled_out(layout["decoder"])
+        library = LLTokenizer(json.dumps(layout), n_vocab=max(vocab_size, end + 1), eos_token=end)
+    except (ValueError, LookupError, TypeError) as error:
+        raise InvalidRequest(
+            f"the model's tokenizer does not tell which bytes its tokens stand for: {error}"
+        ) from error
+    return TextTokens(library, end, has_all_bytes(library))
+
+
+def _add_end(layout: dict[str, Any]) -> int:
+    """Adds a token to a tokenizer.json that ends a text; its id, beyond all others. Ids without a
+    token, which the library does not know, get one that is no text either."""
+    vocab, added = layout["model"]["vocab"], layout["added_tokens"]
+    ids = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
+    ids.update(token["id"] for token in added)
+    end = 1 + max(ids, default=-1)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for id in sorted({*range(end), end} - ids):
+        name = f"<|no text {id}|>"
+        if isinstance(vocab, dict):
+            vocab[name] = id  # or added tokens are numbered by their order
+        added.append({"id": id, "content": name, "special": True, **flags})
+    return end
+
+
+def _spelled_out(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A decoder that the library knows, where it does not know one that means the same."""
+    kind = (decoder or {}).get("type")
+    parts: list[dict[str, Any]] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if kind == "Fuse":
+        return {"type": "Sequence", "decoders": parts}
+    if kind == "Metaspace":
+        space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+        return {"type": "Sequence", "decoders": [space, *parts]}
+    return decoder
+
+
+def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
+    """A matcher at the beginning of a text, to be copied. Raises InvalidRequest, which says what is
+    wrong with the grammar; so it does where no text but the empty one matches."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_ITEMS,
+        max_lexer_states=LEXER_STATES,
+        max_grammar_size=GRAMMAR_SIZE,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokens.library, _source(grammar), log_level=0, limits=limits)
+    first = int.from_bytes(matcher.compute_bitmask(), "little")  # keeps what this needs ready
+    if matcher.is_error():
+        raise InvalidRequest(reason(matcher))
+    if not first & ~(1 << tokens.end):
+        raise InvalidRequest("no text but the empty one matches it")
+    if not tokens.complete and not can_spell(matcher, tokens.library, tokens.end):
+        raise InvalidRequest(_NO_SPELLING)
+    return matcher
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why a matcher goes no further, in the library's words."""
+    error = matcher.get_error()
+    if error.startswith("NoExtension"):
+        return _NO_SPELLING
+    text = error.replace("<non-verbose/>", "").strip()
+    return text if len(text) <= _MOST_REASON else text[:_MOST_REASON] + "..."
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as the library reads it. Raises InvalidRequest."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        match grammar.kind:
+            case "json":
+                defaults: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
+                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=defaults)
+            case "choice":
+                return LLMatcher.grammar_from_regex(
+                    "|".join(map(_escaped, json.loads(grammar.text)))
+                )
+            case "regex":
+                return LLMatcher.grammar_from_regex(grammar.text)
+            case "grammar":
+                return grammar_from("grammar", grammar.text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest(str(error)[:_MOST_REASON] or type(error).__name__) from error
+
+
+def _escaped(text: str) -> str:
+    """A regular expression for this very text."""
+    plain = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+    return "".join(plain)

@@ -1,0 +1,81 @@
+"""A process that compiles grammars to find out whether they can be; its arguments are
+FOLDER VOCAB_SIZE SECONDS BYTES.
+
+Grammars come on stdin and verdicts go to stdout, one for one, each as four bytes of length (least
+first) and a msgpack value: messages.Grammar, and null or a text that says what is wrong. A grammar
+that takes more than SECONDS of processor time or more than BYTES of memory ends the process, by
+SIGPROF or SIGABRT; whoever started it starts another one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.grammar import TextTokens, compile_grammar, load_tokens
+from engine.messages import Grammar
+
+LENGTH_BYTES = 4
+
+
+def frame(value: object) -> bytes:
+    """A value as it is sent."""
+    data = msgspec.msgpack.encode(value)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def check(
+    tokens: TextTokens | InvalidRequest, grammar: Grammar, seconds: float, more: int
+) -> str | None:
+    """What is wrong with a grammar; None when nothing is. Ends the process after `seconds`, or when
+    it takes `more` bytes than before."""
+    if isinstance(tokens, InvalidRequest):
+        return tokens.message
+    _limit_memory(more)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        compile_grammar(tokens, grammar)
+    except InvalidRequest as error:
+        return error.message
+    except MemoryError:
+        os.abort()  # as the library does
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return None
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    """The next value; None at the end."""
+    length = stream.read(LENGTH_BYTES)
+    data = stream.read(int.from_bytes(length, "little"))
+    return data if len(length) == LENGTH_BYTES else None
+
+
+def _limit_memory(more: int) -> None:
+    """Bounds the process to `more` bytes than it has now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+
+def main(arguments: list[str]) -> None:
+    """Answers until stdin ends."""
+    folder, vocab_size, seconds, more = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes us
+    tokens: TextTokens | InvalidRequest
+    try:
+        tokens = load_tokens(Path(folder), int(vocab_size))
+    except InvalidRequest as error:
+        tokens = error
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while (data := _read(sys.stdin.buffer)) is not None:
+        grammar = msgspec.msgpack.decode(data, type=Grammar)
+        sys.stdout.buffer.write(frame(check(tokens, grammar, float(seconds), int(more))))
+        sys.stdout.buffer.flush()

@@ -1,0 +1,143 @@
+"""Grammars: the compiled grammars of one model, kept while they are used; compiled on a thread.
+
+The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
+All methods are called by one thread, and only `collect` forgets what was compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import EngineError, InvalidRequest
+from engine.grammar import TextTokens, compile_grammar, load_tokens
+from engine.messages import Grammar, SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+log = logging.getLogger(__name__)
+
+# Of what is kept. The library does not tell how much memory a grammar takes; it grows with the time
+# to compile it (160 MB per second were seen).
+MOST_KEPT = 128
+MOST_KEPT_BYTES = 4 * 2**20  # of texts
+MOST_KEPT_SECONDS = 2.0  # of processor time
+
+
+class _Compiled(NamedTuple):
+    grammar: Grammar
+    found: LLMatcher | EngineError
+    seconds: float
+
+
+class Grammars:
+    """`folder` holds the model's tokenizer.json, which is read with the first grammar, or before
+    (`prepare`); without a folder every grammar is wrong."""
+
+    def __init__(self, folder: Path | None, vocab_size: int = 0) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._tokens: TextTokens | None = None
+        self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._pending: set[Grammar] = set()
+        self._todo: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
+        self._collected: list[_Compiled] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def tokens(self) -> TextTokens:
+        """The model's tokens; there once a grammar has been compiled."""
+        assert self._tokens is not None
+        return self._tokens
+
+    @property
+    def pending(self) -> bool:
+        """Whether grammars are being compiled."""
+        return bool(self._pending)
+
+    def lacking(self, params: SamplingParams) -> Grammar | EngineError | None:
+        """What keeps a request from running: its grammar, while it is being compiled, or what is
+        wrong with it; None when nothing does."""
+        found = None if params.grammar is None else self.ask(params.grammar)
+        if isinstance(found, EngineError):
+            return found
+        return params.grammar if found is None else None
+
+    def ask(self, grammar: Grammar) -> LLMatcher | EngineError | None:
+        """A matcher to be copied, or why there is none; None while it is being compiled."""
+        if self._folder is None:
+            return InvalidRequest("this engine reads no grammars")
+        if grammar in self._kept:
+            self._kept.move_to_end(grammar)
+            return self._kept[grammar].found
+        if grammar not in self._pending:
+            self.prepare()
+            self._pending.add(grammar)
+            self._todo.put(grammar)
+        return None
+
+    def prepare(self) -> None:
+        """Begins to read the tokenizer, so that the first grammar need not wait for it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
+            self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Until a grammar has been compiled, or not so long."""
+        with suppress(queue.Empty):
+            self._collected.append(self._done.get(timeout=seconds))
+
+    def collect(self) -> list[Grammar]:
+        """Those that were compiled, well or not, since the last call."""
+        if not self._pending:
+            return []
+        with suppress(queue.Empty):
+            while True:
+                self._collected.append(self._done.get_nowait())
+        collected, self._collected = self._collected, []
+        for one in collected:
+            self._pending.discard(one.grammar)
+            self._kept[one.grammar] = one
+        while self._are_too_many():
+            self._kept.popitem(last=False)
+        return [one.grammar for one in collected]
+
+    def _are_too_many(self) -> bool:
+        """Of what is kept; the latest one always stays."""
+        kept = self._kept.values()
+        return len(kept) > 1 and (
+            len(kept) > MOST_KEPT
+            or sum(len(one.grammar.text) for one in kept) > MOST_KEPT_BYTES
+            or sum(one.seconds for one in kept) > MOST_KEPT_SECONDS
+        )
+
+    def _compile_all(self) -> None:
+        with suppress(EngineError):  # each grammar is told
+            self._load()
+        while True:
+            grammar, began = self._todo.get(), time.thread_time()
+            found = self._compile(grammar)
+            self._done.put(_Compiled(grammar, found, time.thread_time() - began))
+
+    def _load(self) -> TextTokens:
+        if self._tokens is None:
+            assert self._folder is not None
+            self._tokens = load_tokens(self._folder, self._vocab_size)
+        return self._tokens
+
+    def _compile(self, grammar: Grammar) -> LLMatcher | EngineError:
+        try:
+            return compile_grammar(self._load(), grammar)
+        except EngineError as error:
+            return error
+        except BaseException as error:  # panics of the library are no Exceptions
+            log.exception("unexpected error in a grammar")
+            return EngineError(f"the grammar could not be read: {type(error).__name__}")

@@ -1,0 +1,248 @@
+"""What grammars cost: a mask, a compilation, and an engine whose streams all have one.
+
+    python -m loadtest.grammars
+
+Masks are those of a vocabulary of 32,000 tokens, byte pairs of the Python sources that lie on every
+machine; each grammar is followed along the tokens of a text that matches it. One thread computes
+them, and then several do for a batch. The engine runs a bundled model: as many streams with a
+grammar, with none, and with none but a logit_bias, whose tokens are drawn by the host as those with
+a grammar are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.engine import Engine
+from engine.grammar import compile_grammar, load_tokens
+from engine.grammars import Grammars
+from engine.messages import Grammar, Request, SamplingParams, pack_ids
+from loadtest.report import print_environment, print_table, save_json
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer"},
+        "roles": {"type": "array", "items": {"enum": ["reader", "writer", "owner"]}},
+    },
+    "required": ["name", "age", "roles"],
+    "additionalProperties": False,
+}
+SOME = {"name": "Ann of the long name", "age": 41, "roles": ["reader", "owner"]}
+TEXTS = {
+    "any JSON object": (Grammar("json", '{"type":"object"}'), json.dumps({"a": [SOME] * 3})),
+    "a schema": (
+        Grammar("json", json.dumps({"type": "array", "items": PERSON})),
+        json.dumps([SOME] * 4),
+    ),
+    "a regular expression": (
+        Grammar("regex", r"([A-Za-z]+ ?)+[.!]"),
+        "Words and words " * 12 + ".",
+    ),
+    "one of 1,000 choices": (
+        Grammar("choice", json.dumps([f"choice number {i}" for i in range(1000)])),
+        "choice number 500",
+    ),
+}  # fmt: skip
+RUNS = 5
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Microseconds."""
+
+    grammar: str
+    compile: float
+    first: float  # mask of a matcher that is new
+    median: float
+    p90: float
+    batch: float  # of one mask, where `streams` are computed at a time
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine with so many streams."""
+
+    requests: str
+    tokens_per_second: float
+    per_processor_second: float  # tokens; of all threads, so that a busy machine matters less
+
+
+def make_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Saves a tokenizer.json with byte pairs of Python's own sources."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))[:3000]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(path) for path in sources], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> list[Masks]:
+    """Along the texts of TEXTS; raises RuntimeError where one does not match."""
+    tokens, rows = load_tokens(folder, vocab_size), []
+    mask = np.zeros((1, tokens.words), np.int32)
+    for name, (grammar, text) in TEXTS.items():
+        ids = tokens.library.tokenize_str(text)
+        compiling: list[float] = []
+        firsts: list[float] = []
+        each: list[float] = []
+        for _ in range(9):
+            began = time.perf_counter()
+            matcher = compile_grammar(tokens, grammar)
+            compiling.append(time.perf_counter() - began)
+            matcher = matcher.deep_copy()
+            for position, token in enumerate(ids):
+                began = time.perf_counter()
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                (each if position else firsts).append(time.perf_counter() - began)
+                if not matcher.consume_token(token):
+                    raise RuntimeError(f"{name}: {matcher.get_error()}")
+        batch = _batch(folder, vocab_size, grammar, ids, streams, threads)
+        rows.append(
+            Masks(
+                name,
+                compile=statistics.median(compiling) * 1e6,
+                first=statistics.median(firsts) * 1e6,
+                median=statistics.median(each) * 1e6,
+                p90=statistics.quantiles(each, n=10)[-1] * 1e6,
+                batch=batch * 1e6,
+            )
+        )
+    return rows
+
+
+def _batch(
+    folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], streams: int, threads: int
+) -> float:
+    """Median seconds per mask, drawn tokens taken in, of so many streams together."""
+    grammars = Grammars(folder, vocab_size)
+    grammars.ask(grammar)
+    while grammars.pending:
+        grammars.wait(1.0)
+        grammars.collect()
+    constraints = Constraints(grammars, 0, threads)
+    for key in range(streams):
+        constraints.admit(key, SamplingParams(grammar=grammar))
+    keys, seconds = range(streams), []
+    masks = np.zeros((streams, constraints.words), np.int32)
+    for step in range(len(ids) + streams - 1):
+        alive = [key for key in keys if 0 <= step - key < len(ids)]  # each at another place
+        began = time.perf_counter()
+        constraints.fill(alive, masks[: len(alive)])
+        for key in alive:
+            constraints.take(key, ids[step - key])
+        seconds.append((time.perf_counter() - began) / len(alive))
+    return statistics.median(seconds)
+
+
+def measure_engine(config: EngineConfig, streams: int, tokens: int) -> list[Served]:
+    """Of streams of so many tokens each, the quickest of RUNS in turns."""
+    engine = Engine.load(config)
+    people = {"type": "array", "items": PERSON, "minItems": 1000}
+    kinds: dict[str, dict[str, Any]] = {
+        "no grammar": {},
+        "no grammar, drawn by the host": {"logit_bias": {0: -1.0}},
+        "a schema": {"grammar": Grammar("json", json.dumps(people))},
+        "a regular expression": {"grammar": Grammar("regex", "[A-Za-z ,.\n]{100000}")},
+    }
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for _ in range(RUNS):
+        for name, fields in kinds.items():
+            runs[name].append(_serve(engine, streams, tokens, fields))
+    rows = []
+    for name, seconds in runs.items():
+        wall, processor = map(min, zip(*seconds, strict=True))
+        rows.append(Served(name, streams * tokens / wall, streams * tokens / processor))
+    return rows
+
+
+def _serve(
+    engine: Engine, streams: int, tokens: int, fields: dict[str, Any]
+) -> tuple[float, float]:
+    """Seconds until all have ended, and of processor time. Raises RuntimeError where one lacks
+    tokens."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
+    for id in range(streams):
+        engine.add(
+            "c",
+            Request(id=id, prompt=pack_ids(b"KING RICHARD:\n"), sampling=params, stream=True),
+        )
+    drawn, began, worked = 0, time.perf_counter(), time.process_time()
+    while engine.has_work:
+        for events in engine.step().values():
+            drawn += sum(one.completion_tokens for one in events.finished)
+    seconds = time.perf_counter() - began, time.process_time() - worked
+    if drawn != streams * tokens:
+        raise RuntimeError(f"{drawn} tokens instead of {streams * tokens}")
+    return seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(prog="loadtest.grammars", description=__doc__)
+    parser.add_argument("--vocab-size", type=int, default=32_000)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default="shakespeare-mingru")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a folder with a tokenizer.json of that size"
+    )
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    options = parser.parse_args(argv)
+    print_environment()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.tokenizer or Path(temporary)
+        if options.tokenizer is None:
+            make_tokenizer(folder, options.vocab_size)
+        masks = measure_masks(folder, options.vocab_size, options.streams, options.threads)
+    print_table(
+        f"microseconds, {options.vocab_size} tokens",
+        ["grammar", "compile", "first mask", "median", "p90", f"one of {options.streams}"],
+        [
+            [one.grammar, *(f"{value:,.1f}" for value in list(asdict(one).values())[1:])]
+            for one in masks
+        ],
+    )
+    config = EngineConfig(model=options.model, device=options.device, threads=options.threads)
+    served = measure_engine(config, options.streams, options.tokens)
+    print_table(
+        f"{options.model}, {options.device}, {options.streams} streams of {options.tokens} tokens",
+        ["requests", "tokens/s", "per processor second"],
+        [
+            [one.requests, f"{one.tokens_per_second:,.0f}", f"{one.per_processor_second:,.0f}"]
+            for one in served
+        ],
+    )
+    save_json(
+        options.json,
+        {"masks": [asdict(one) for one in masks], "engine": [asdict(one) for one in served]},
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

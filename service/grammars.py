@@ -1,0 +1,149 @@
+"""Grammars: what requests ask of their texts, compiled once before the engine hears of them.
+
+Compiling what a stranger wrote may take forever and cannot be interrupted, so it happens in a
+process of its own (engine.grammar_check), which is killed when it has used up its processor time or
+memory and started again for the next grammar. Verdicts are remembered. Grammars of several requests
+take turns, one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+from fastapi import Request
+
+from engine.errors import EngineError
+from engine.messages import Grammar, ModelInfo
+
+MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
+WALL_SECONDS = 60.0  # for a machine that gives the process no processor
+MOST_KNOWN = 4096
+MOST_KNOWN_BYTES = 16 * 2**20
+# Finds the modules that this process finds, and no others.
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.grammar_check import main; main(sys.argv[2:])"
+)
+LENGTH_BYTES = 4  # as engine.grammar_check has it
+
+_Key = tuple[str, Grammar]  # fingerprint of the model
+
+
+class GrammarCheck:
+    """`seconds` of processor time are allowed for one grammar; `observe` is told how long each one
+    took that was not known."""
+
+    def __init__(self, seconds: float, observe: Callable[[float], None]) -> None:
+        self._seconds = seconds
+        self._observe = observe
+        self._process: Process | None = None
+        self._serves: ModelInfo | None = None  # the process, for this model
+        self._turn = asyncio.Lock()
+        self._asked: dict[_Key, asyncio.Task[str | None]] = {}
+        self._known: OrderedDict[_Key, str | None] = OrderedDict()
+        self._known_bytes = 0
+
+    async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
+        """What is wrong with a grammar for this model; None when nothing is. Raises EngineError
+        where that cannot be found out."""
+        key = (info.fingerprint, grammar)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.create_task(self._find_out(key, info))
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(task)  # others may wait for it too
+
+    async def close(self) -> None:
+        """Ends the process; checks under way fail."""
+        for task in list(self._asked.values()):
+            task.cancel()
+            with suppress(asyncio.CancelledError, EngineError):
+                await task
+        await self._end()
+
+    def _forget(self, key: _Key, done: asyncio.Task[str | None]) -> None:
+        del self._asked[key]
+        if not done.cancelled():
+            done.exception()  # whoever asked may have left
+
+    async def _find_out(self, key: _Key, info: ModelInfo) -> str | None:
+        async with self._turn:
+            began = time.perf_counter()
+            verdict = await self._ask(key[1], info)
+            self._observe(time.perf_counter() - began)
+        self._known[key] = verdict
+        self._known_bytes += len(key[1].text)
+        while len(self._known) > MOST_KNOWN or self._known_bytes > MOST_KNOWN_BYTES:
+            (_, oldest), _ = self._known.popitem(last=False)
+            self._known_bytes -= len(oldest.text)
+        return verdict
+
+    async def _ask(self, grammar: Grammar, info: ModelInfo) -> str | None:
+        process = await self._start(info)
+        assert process.stdin is not None and process.stdout is not None
+        data = msgspec.msgpack.encode(grammar)
+        try:
+            async with asyncio.timeout(WALL_SECONDS):
+                process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+                await process.stdin.drain()
+                length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+                reply = await process.stdout.readexactly(length)
+                return msgspec.msgpack.decode(reply, type=str | None)
+        except TimeoutError as error:
+            await self._end()
+            raise EngineError("the grammar could not be checked in time") from error
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await process.wait()
+            self._process = None
+        except asyncio.CancelledError:
+            await self._end()  # or its answer would be taken for another grammar's
+            raise
+        if code == -signal.SIGPROF:
+            return f"takes more than {self._seconds:g} s to compile; use a simpler one"
+        if code < 0:
+            return "takes too much memory to compile; use a simpler one"
+        raise EngineError(f"the process that checks grammars has ended with exit code {code}")
+
+    async def _start(self, info: ModelInfo) -> Process:
+        """The process that checks grammars for this model."""
+        if self._process is not None and self._process.returncode is None and self._serves == info:
+            return self._process
+        await self._end()
+        path = list(filter(None, sys.path))
+        command = ["-P", "-c", PROGRAM, json.dumps(path), info.folder, str(info.vocab_size)]
+        command += [str(self._seconds), str(MEMORY)]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, stdin=PIPE, stdout=PIPE
+            )
+        except OSError as error:
+            reason = error.strerror or error
+            raise EngineError(f"grammars cannot be checked: {sys.executable}: {reason}") from error
+        self._serves = info
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def get_grammars(request: Request) -> GrammarCheck:
+    """The application's, as a FastAPI dependency."""
+    grammars: GrammarCheck = request.app.state.grammars
+    return grammars

@@ -1,0 +1,194 @@
+"""Constraints: masks say what may follow, ends come where the text matches and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.constraints import Constraints
+from engine.grammars import Grammars
+from engine.messages import Grammar, SamplingParams
+from tests.engine.test_grammars import settle
+from tests.engine.texts import save_bytes, save_characters
+
+EOS = 256
+Admit = Callable[..., Constraints]
+
+
+@pytest.fixture
+def admit(tmp_path: Path) -> Admit:
+    """Admits requests of one regular expression, or one each, with keys 0, 1, ..."""
+    size = save_bytes(tmp_path)
+
+    def admit(
+        *texts: str, eos: int | None = EOS, threads: int = 1, **params: object
+    ) -> Constraints:
+        grammars = Grammars(tmp_path, size)
+        constraints = Constraints(grammars, eos, threads)
+        settle(grammars, *(Grammar("regex", text) for text in texts))
+        for key, text in enumerate(texts):
+            sampling = SamplingParams(grammar=Grammar("regex", text), **params)  # type: ignore[arg-type]
+            constraints.admit(key, sampling)
+        return constraints
+
+    return admit
+
+
+def allowed(constraints: Constraints, *keys: int) -> list[set[int]]:
+    bits = np.full((len(keys), constraints.words), 0x55555555, np.int32)
+    constraints.fill(keys, bits)
+    each = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    return [{int(token) for token in np.flatnonzero(row)} for row in each]
+
+
+def write(constraints: Constraints, key: int, text: str) -> list[bool]:
+    """Takes a text's tokens, each of which must be allowed; after which the text was complete."""
+    complete = []
+    for token in text.encode():
+        assert token in allowed(constraints, key)[0]
+        complete.append(constraints.take(key, token))
+    return complete
+
+
+def ids(text: str) -> set[int]:
+    return set(text.encode())
+
+
+def test_the_end_is_allowed_where_the_text_matches(admit: Admit) -> None:
+    constraints = admit("ab*|xyz")
+    assert allowed(constraints, 0) == [ids("ax")]
+    assert write(constraints, 0, "ab") == [False, False]
+    assert allowed(constraints, 0) == [ids("b") | {EOS}]
+    assert not constraints.take(0, EOS) and constraints.rejected() == {}
+
+
+def test_a_text_that_nothing_can_follow_is_complete(admit: Admit) -> None:
+    constraints = admit("ab?")
+    assert write(constraints, 0, "ab") == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("params", "eos", "ends"),
+    [
+        ({}, None, set()),
+        ({"ignore_eos": True}, EOS, set()),
+        ({"stop_token_ids": (7, 9)}, EOS, {7, 9, EOS}),
+        ({"stop_token_ids": (7,)}, None, {7}),
+    ],
+)
+def test_all_that_ends_an_answer_is_an_end(
+    params: dict[str, object], eos: int | None, ends: set[int], admit: Admit
+) -> None:
+    constraints = admit("a+", eos=eos, **params)
+    assert allowed(constraints, 0) == [ids("a")]
+    write(constraints, 0, "a")
+    assert allowed(constraints, 0) == [ids("a") | ends]
+    assert write(constraints, 0, "aa") == [False, False]
+
+
+def test_a_stop_id_that_is_text_is_allowed_as_text_too(admit: Admit) -> None:
+    newline = ord("\n")
+    constraints = admit("a\n+b", stop_token_ids=(newline,))
+    write(constraints, 0, "a")
+    assert allowed(constraints, 0) == [{newline}]
+    write(constraints, 0, "\n")  # its request has not ended by it: min_tokens
+    assert allowed(constraints, 0) == [{newline, ord("b")}]
+
+
+def test_special_tokens_are_no_text(tmp_path: Path) -> None:
+    size = save_bytes(tmp_path)
+    grammars = Grammars(tmp_path, size)
+    constraints = Constraints(grammars, EOS, 1)
+    named = Grammar("grammar", 'start: "a" | <[256]> "b"')
+    settle(grammars, named)
+    constraints.admit(0, SamplingParams(grammar=named))
+    assert allowed(constraints, 0) == [ids("a")]
+
+
+def test_a_token_that_is_not_allowed_ends_in_a_rejection_of_that_sequence_alone(
+    admit: Admit,
+) -> None:
+    constraints = admit("abc", "abd")
+    assert not constraints.take(0, ord("x"))
+    assert set(constraints.rejected()) == {0} and constraints.rejected() == {}
+    first, second = allowed(constraints, 0, 1)
+    assert len(first) >= 257 and second == ids("a")  # whatever it draws, it has failed
+    assert set(constraints.rejected()) == {0}
+    constraints.release(0)
+    assert constraints.rows([0, 1, 2]) == [1] and constraints.rejected() == {}
+
+
+def test_a_dead_end_of_a_vocabulary_is_told(tmp_path: Path) -> None:
+    size = save_characters(tmp_path, "abcd")
+    grammars, one = Grammars(tmp_path, size), Grammar("regex", "a[bc]X|ad+")
+    constraints = Constraints(grammars, None, 1)
+    settle(grammars, one)
+    constraints.admit(0, SamplingParams(grammar=one))
+    for token in (0, 1):  # "ab", after which nothing but X can follow
+        assert token in allowed(constraints, 0)[0]
+        constraints.take(0, token)
+    allowed(constraints, 0)
+    assert "tokens can spell" in constraints.rejected()[0]
+
+
+def test_threads_change_nothing(admit: Admit) -> None:
+    texts = [f"[a-{letter}]+{letter}" for letter in "bcdefghijk"]
+    alone, together = admit(*texts, threads=1), admit(*texts, threads=4)
+    keys = list(range(len(texts)))
+    for _ in range(5):
+        masks = allowed(alone, *keys)
+        assert allowed(together, *keys) == masks == [allowed(alone, key)[0] for key in keys]
+        for key in keys:
+            for one in (alone, together):
+                one.take(key, max(masks[key] - {EOS}))
+
+
+def test_samples_of_one_grammar_go_their_own_ways(admit: Admit) -> None:
+    constraints = admit("(ab|cd)+", "(ab|cd)+")
+    write(constraints, 0, "a")
+    write(constraints, 1, "cd")
+    assert allowed(constraints, 1, 0) == [ids("ac") | {EOS}, ids("b")]
+
+
+def test_sequences_without_a_grammar_have_no_row(admit: Admit) -> None:
+    constraints = admit("a")
+    constraints.admit(5, SamplingParams())
+    assert constraints.rows([5, 0, 6]) == [1]
+    constraints.release(5)
+    constraints.release(0)
+    assert constraints.rows([5, 0, 6]) == []
+
+
+class Panic(BaseException):
+    """As panics of the library's language are raised."""
+
+
+class Panicking:
+    """A matcher with a defect."""
+
+    def unsafe_compute_mask_ptr(self, *_: int) -> None:
+        raise Panic("mask")
+
+    def consume_token(self, _: int) -> bool:
+        raise Panic("token")
+
+    def is_error(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_defect_of_the_library_costs_one_sequence(
+    threads: int, admit: Admit, caplog: pytest.LogCaptureFixture
+) -> None:
+    constraints = admit(*["[a-z]+"] * 6, threads=threads)
+    constraints._texts[2].matcher = Panicking()  # type: ignore[assignment]
+    masks = allowed(constraints, *range(6))
+    assert [mask == set(range(97, 123)) for mask in masks] == [True, True, False, True, True, True]
+    assert not constraints.take(2, 97)
+    assert "Panic" in constraints.rejected()[2] and constraints.rejected() == {}
+    assert not constraints.take(2, 97)
+    assert set(constraints.rejected()) == {2}
+    assert "a matcher failed" in caplog.text

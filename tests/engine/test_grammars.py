@@ -1,0 +1,117 @@
+"""Grammars: compiled once, on a thread, and kept within bounds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import grammars as module
+from engine.errors import EngineError, InvalidRequest
+from engine.grammars import Grammars
+from engine.messages import Grammar, SamplingParams
+from tests.engine.texts import save_bytes
+
+
+@pytest.fixture
+def grammars(tmp_path: Path) -> Grammars:
+    return Grammars(tmp_path, save_bytes(tmp_path))
+
+
+def number(n: int) -> Grammar:
+    return Grammar("regex", f"x{{{n + 1}}}")
+
+
+def settle(grammars: Grammars, *some: Grammar) -> list[Grammar]:
+    """Asks and waits; what was collected, in its order."""
+    for one in some:
+        grammars.ask(one)
+    collected: list[Grammar] = []
+    deadline = time.monotonic() + 10
+    while grammars.pending:
+        assert time.monotonic() < deadline
+        grammars.wait(0.1)
+        collected += grammars.collect()
+    return collected
+
+
+def test_the_first_asks_and_all_others_find(grammars: Grammars) -> None:
+    one = number(3)
+    assert grammars.ask(one) is None and grammars.pending
+    assert grammars.ask(one) is None
+    assert settle(grammars) == [one]
+    compiled = grammars.ask(Grammar("regex", one.text))
+    assert compiled is not None and grammars.ask(one) is compiled
+    assert not grammars.pending and grammars.collect() == []
+
+
+def test_what_lacks(grammars: Grammars) -> None:
+    wrong, right = Grammar("regex", "("), number(0)
+    assert grammars.lacking(SamplingParams()) is None
+    assert grammars.lacking(SamplingParams(grammar=right)) == right
+    assert settle(grammars, wrong) == [right, wrong]
+    assert grammars.lacking(SamplingParams(grammar=right)) is None
+    assert isinstance(grammars.lacking(SamplingParams(grammar=wrong)), InvalidRequest)
+
+
+def test_the_least_recently_used_are_forgotten(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT", 3)
+    settle(grammars, *map(number, range(3)))
+    assert grammars.ask(number(0)) is not None
+    settle(grammars, number(3))
+    assert grammars.ask(number(1)) is None
+    assert all(grammars.ask(number(n)) for n in (0, 2, 3))
+
+
+def test_kept_texts_are_bounded_but_the_latest_stays(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT_BYTES", 10)
+    long = Grammar("choice", '["a text of its own length"]')
+    settle(grammars, number(0))
+    settle(grammars, number(1))
+    settle(grammars, long)
+    assert grammars.ask(long) is not None
+    assert grammars.ask(number(0)) is None and grammars.ask(number(1)) is None
+
+
+def test_those_that_took_long_are_few(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr(module, "MOST_KEPT_SECONDS", 3.0)  # each took one
+    for n in range(5):
+        settle(grammars, number(n))
+    assert [grammars.ask(number(n)) is None for n in range(2, 5)] == [False] * 3
+    assert grammars.ask(number(1)) is None
+
+
+def test_a_model_without_texts_says_so_every_time(tmp_path: Path) -> None:
+    grammars = Grammars(tmp_path, 257)
+    settle(grammars, number(0), number(1))
+    for n in range(2):
+        found = grammars.ask(number(n))
+        assert isinstance(found, InvalidRequest) and "tokenizer.json" in found.message
+    assert isinstance(Grammars(None).ask(number(0)), InvalidRequest)
+
+
+class Panic(BaseException):
+    """As panics of the library's language are raised."""
+
+
+@pytest.mark.parametrize("defect", [KeyError, Panic])
+def test_an_unforeseen_error_is_no_fault_of_the_request(
+    defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise defect("a defect")
+
+    monkeypatch.setattr(module, "compile_grammar", broken)
+    settle(grammars, number(0))
+    found = grammars.ask(number(0))
+    assert isinstance(found, EngineError) and not isinstance(found, InvalidRequest)
+    monkeypatch.undo()
+    settle(grammars, number(1))
+    assert not isinstance(grammars.ask(number(1)), EngineError)

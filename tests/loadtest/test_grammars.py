@@ -1,0 +1,35 @@
+"""What grammars cost is measured along texts that match, and printed for every kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest import grammars
+from tests.engine.texts import save_bytes
+
+
+def test_the_whole_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "RUNS", 1)
+    size = save_bytes(tmp_path)
+    options = ["--tokenizer", tmp_path, "--vocab-size", size, "--streams", 3, "--tokens", 4]
+    assert grammars.main([str(one) for one in (*options, "--json", tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert [one["grammar"] for one in figures["masks"]] == list(grammars.TEXTS)
+    assert len(figures["engine"]) == 4
+    assert all(value > 0 for row in figures["masks"] for value in list(row.values())[1:])
+    printed = capsys.readouterr().out
+    assert all(one["requests"] in printed for one in figures["engine"])
+
+
+def test_a_text_that_does_not_match_is_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, text = grammars.TEXTS["a schema"]
+    monkeypatch.setattr(grammars, "TEXTS", {"wrong": (grammar, text.replace("age", "agf"))})
+    with pytest.raises(RuntimeError, match="wrong"):
+        grammars.measure_masks(tmp_path, save_bytes(tmp_path), 2, 1)

@@ -1,0 +1,141 @@
+"""The process that compiles what strangers sent: it may hang, swell or die, and none else does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.errors import EngineError
+from engine.messages import Grammar, ModelInfo
+from service import grammars
+from service.grammars import GrammarCheck
+from tests.engine.fake import FakeRunner
+from tests.engine.texts import save_bytes
+
+RIGHT, WRONG = Grammar("regex", "a+"), Grammar("regex", "(")
+_PARTS = [{"pattern": f"a.{{{i}}}b"} for i in range(60)]
+ENDLESS = Grammar("json", json.dumps({"type": "string", "allOf": _PARTS}))
+SECONDS = 0.4
+
+
+@pytest.fixture
+def info(tmp_path: Path) -> ModelInfo:
+    save_bytes(tmp_path)
+    return FakeRunner(folder=tmp_path).info
+
+
+@pytest.fixture
+async def check() -> AsyncIterator[GrammarCheck]:
+    timed: list[float] = []
+    check = GrammarCheck(SECONDS, timed.append)
+    check.timed = timed  # type: ignore[attr-defined]
+    yield check
+    await check.close()
+
+
+async def test_verdicts(check: GrammarCheck, info: ModelInfo) -> None:
+    for _ in range(2):
+        assert await check.check(RIGHT, info) is None
+        assert "unclosed" in (await check.check(WRONG, info) or "")
+    assert len(check.timed) == 2  # type: ignore[attr-defined]
+
+
+async def test_the_same_grammar_at_once_is_compiled_once(
+    check: GrammarCheck, info: ModelInfo
+) -> None:
+    verdicts = await asyncio.gather(*(check.check(RIGHT, info) for _ in range(20)))
+    assert verdicts == [None] * 20
+    assert len(check.timed) == 1  # type: ignore[attr-defined]
+
+
+async def test_endless_work_is_ended_and_the_next_grammar_is_compiled(
+    check: GrammarCheck, info: ModelInfo
+) -> None:
+    endless, right, wrong = await asyncio.gather(
+        check.check(ENDLESS, info), check.check(RIGHT, info), check.check(WRONG, info)
+    )
+    assert endless is not None and f"{SECONDS:g} s" in endless
+    assert right is None and wrong is not None
+
+
+@pytest.mark.parametrize("megabytes", [1, 12])  # too little for Python, and for the library
+async def test_too_much_memory(
+    megabytes: int, check: GrammarCheck, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MEMORY", megabytes * 2**20)
+    large = Grammar("choice", json.dumps([f"value {i} {i * 7919}" for i in range(20_000)]))
+    verdict = await check.check(large, info)
+    assert verdict is not None and "memory" in verdict
+
+
+async def test_who_leaves_spoils_it_for_nobody(check: GrammarCheck, info: ModelInfo) -> None:
+    leaving = asyncio.create_task(check.check(RIGHT, info))
+    staying = asyncio.create_task(check.check(RIGHT, info))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await staying is None
+
+
+async def test_another_model_is_asked_anew(
+    check: GrammarCheck, info: ModelInfo, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert await check.check(RIGHT, info) is None
+    other = msgspec.structs.replace(
+        info, folder=str(tmp_path_factory.mktemp("other")), fingerprint="other"
+    )
+    assert "tokenizer.json" in (await check.check(RIGHT, other) or "")
+    assert await check.check(RIGHT, info) is None
+
+
+async def test_what_is_remembered_is_bounded(
+    check: GrammarCheck, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MOST_KNOWN", 2)
+    several = [Grammar("regex", "a" * (n + 1)) for n in range(3)]
+    for one in (*several, several[2], several[1], several[0]):
+        assert await check.check(one, info) is None
+    assert len(check.timed) == 4  # type: ignore[attr-defined]
+
+
+async def test_a_process_that_dies_idle_is_started_again(
+    check: GrammarCheck, info: ModelInfo
+) -> None:
+    assert await check.check(RIGHT, info) is None
+    process = check._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    assert "unclosed" in (await check.check(WRONG, info) or "")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"), [("/nonexistent", "cannot be checked"), ("/bin/false", "exit code 1")]
+)
+async def test_a_process_that_does_not_start_is_no_fault_of_the_request(
+    program: str, reason: str, check: GrammarCheck, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(EngineError, match=reason):
+        await check.check(RIGHT, info)
+    monkeypatch.undo()
+    assert await check.check(RIGHT, info) is None
+
+
+async def test_close_ends_the_process(info: ModelInfo) -> None:
+    check = GrammarCheck(60.0, lambda _: None)
+    assert await check.check(RIGHT, info) is None
+    process = check._process
+    waiting = asyncio.create_task(check.check(ENDLESS, info))
+    await asyncio.sleep(0.1)
+    await check.close()
+    assert process is not None and process.returncode is not None
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

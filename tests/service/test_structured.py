@@ -1,0 +1,249 @@
+"""Structured output over HTTP: every endpoint and way to ask, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.texts import save_characters
+from tests.service.chat import chat_runner
+from tests.service.harness import Service, fake_runner, running
+from tests.service.test_operation import scrape, value
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+POINT_TEXT = r'\{\s*"x"\s*:\s*[0-9]{1,2}\s*\}'
+ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORMAT}, POINT_TEXT),
+    ({"response_format": {"type": "json_object"}}, r"\{(?s:.*)\}"),
+    ({"structured_outputs": {"json": POINT}}, POINT_TEXT),
+    ({"structured_outputs": {"json": json.dumps(POINT)}}, POINT_TEXT),
+    ({"structured_outputs": {"json_object": True}}, r"\{(?s:.*)\}"),
+    ({"structured_outputs": {"regex": "[0-9]{3}", "json": None}}, "[0-9]{3}"),
+    ({"structured_outputs": {"choice": ["yes", "größe"]}}, "yes|größe"),
+    ({"structured_outputs": {"grammar": 'start: "a" /[xy]+/ "b"'}}, "a[xy]+b"),
+]
+FORMER: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": POINT}, POINT_TEXT),
+    ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+    ({"guided_choice": ["yes", "größe"]}, "yes|größe"),
+    ({"guided_grammar": 'root ::= "a" [xy]+ "b"'}, "a[xy]+b"),
+]
+NEUTRAL = [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}]
+
+
+@pytest.fixture
+async def chat(tmp_path: Path) -> AsyncIterator[Service]:
+    async with running(chat_runner(tmp_path)) as service:
+        yield service
+
+
+@pytest.mark.parametrize(("fields", "pattern"), ASKED + FORMER)
+async def test_completions(fields: dict[str, Any], pattern: str, service: Service) -> None:
+    body = {"prompt": "abc", "max_tokens": 300, "seed": 1, **fields}
+    for more in ({}, {"n": 3}, {"best_of": 3}, {"logprobs": 1}):
+        for choice in (await service.post("/v1/completions", {**body, **more}))["choices"]:
+            assert choice["finish_reason"] == "stop"
+            assert re.fullmatch(pattern, choice["text"]), choice
+    frames = await service.stream("/v1/completions", body)
+    assert re.fullmatch(pattern, "".join(frame["choices"][0]["text"] for frame in frames))
+    assert frames[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("fields", "pattern"), ASKED + FORMER)
+async def test_chat(fields: dict[str, Any], pattern: str, chat: Service) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 300,
+        "seed": 1,
+        "n": 2,
+    }
+    for choice in (await chat.post("/v1/chat/completions", {**body, **fields}))["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, choice["message"]["content"]), choice
+
+
+@pytest.mark.parametrize(("fields", "pattern"), ASKED)
+async def test_generate(fields: dict[str, Any], pattern: str, service: Service) -> None:
+    body = {"prompts": ["abc", "xyz"], "max_tokens": 300, "seed": 1}
+    for result in (await service.post("/v1/generate", {**body, **fields}))["results"]:
+        assert result["finish_reason"] == "stop" and re.fullmatch(pattern, result["text"])
+    [(field, wanted)] = fields.items()
+    mixed = (await service.post("/v1/generate", {**body, field: [None, wanted]}))["results"]
+    free = (await service.post("/v1/generate", body))["results"]
+    assert mixed[0] == free[0] and re.fullmatch(pattern, mixed[1]["text"])
+    events = (await service.http.post("/v1/generate", json={**body, **fields, "stream": True})).text
+    frames = [json.loads(frame[6:]) for frame in events.strip().split("\n\n")[:-1]]
+    for index in range(2):
+        text = "".join(frame["text"] for frame in frames if frame["index"] == index)
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("fields", NEUTRAL)
+async def test_neutral_values_change_nothing(fields: dict[str, Any], service: Service) -> None:
+    body = {"prompt": "abc", "temperature": 0}
+    answered = await service.post("/v1/completions", {**body, **fields})
+    assert answered["choices"] == (await service.post("/v1/completions", body))["choices"]
+
+
+async def test_a_turn_ends_by_its_own_token(chat: Service) -> None:
+    """That is not the model's end of text."""
+    body = {
+        "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50, "temperature": 0,
+        "structured_outputs": {"regex": "[a-z]{2,30}"},
+        "logit_bias": {str(chat.runtime.chat.end_id): 50},
+    }  # fmt: skip
+    [choice] = (await chat.post("/v1/chat/completions", body))["choices"]
+    assert choice["finish_reason"] == "stop" and len(choice["message"]["content"]) == 2
+
+
+async def test_only_a_cut_leaves_a_text_unfinished(service: Service) -> None:
+    body = {"prompt": "abc", "structured_outputs": {"regex": "[a-m]{9}n{9}"}, "max_tokens": 18}
+    [whole] = (await service.post("/v1/completions", body))["choices"]
+    assert whole["finish_reason"] == "stop" and re.fullmatch("[a-m]{9}n{9}", whole["text"])
+    [cut] = (await service.post("/v1/completions", {**body, "max_tokens": 17}))["choices"]
+    assert cut["finish_reason"] == "length" and re.fullmatch("[a-m]{9}n{8}", cut["text"])
+    [stopped] = (await service.post("/v1/completions", {**body, "stop": "nn"}))["choices"]
+    assert stopped["finish_reason"] == "stop" and re.fullmatch("[a-m]{9}", stopped["text"])
+
+
+# What is refused.
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": "json"}, "response_format", "type text, json_object or json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format", "type text, json_object or"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "required",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "x"}},
+            }
+        },
+        "response_format.json_schema.schema",
+        "Invalid type",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "one of json, regex"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "Extra"),
+    ({"structured_outputs": {"json": 1}}, "structured_outputs.json", "JSON schema"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "empty"),
+    ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "65536"),
+    (
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs.choice",
+        "together with structured_outputs.regex",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED)
+async def test_refusals_name_the_field(
+    fields: dict[str, Any], param: str, reason: str, service: Service
+) -> None:
+    for stream in (False, True):
+        body = {"prompts": ["abc"], "stream": stream, **fields}
+        message = await service.refused("/v1/generate", body, param)
+        assert reason in message
+    assert service.runner.steps == 0
+
+
+async def test_refusals_of_lists_and_former_names(service: Service) -> None:
+    fields = [{"regex": "a"}, {"regex": "("}]
+    body = {"prompts": ["a", "b"], "structured_outputs": fields}
+    await service.refused("/v1/generate", body, "structured_outputs[1].regex")
+    await service.refused(
+        "/v1/generate", {**body, "structured_outputs": fields[:1]}, "structured_outputs"
+    )
+    both = {"prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}}
+    message = await service.refused("/v1/completions", both, "guided_regex")
+    assert "response_format" in message
+    await service.refused("/v1/completions", {"prompt": "a", "guided_json": "{"}, "guided_json")
+
+
+async def test_a_model_without_texts(textless: Service) -> None:
+    body = {"prompts": [[1]], "structured_outputs": {"regex": "a"}}
+    message = await textless.refused("/v1/generate", body, "structured_outputs.regex")
+    assert "tokenizer.json" in message
+
+
+async def test_a_dead_end_is_told(tmp_path: Path) -> None:
+    """The vocabulary lacks X, but the model may begin what ends with it."""
+    size = save_characters(tmp_path, "abcd")
+    runner = fake_runner(tmp_path, vocab_size=size, eos=None)
+    async with running(runner) as service:
+        body = {
+            "prompts": [[2], [2]],
+            "structured_outputs": [{"regex": "a[bc]X|ad{5}"}, {"regex": "ad{5}"}],
+            "logit_bias": {"1": 100},
+        }
+        failed, right = (await service.post("/v1/generate", body))["results"]
+        assert failed["error"]["type"] == "invalid_request_error"
+        assert "cannot be met" in failed["error"]["message"] and right["text"] == "addddd"
+        only = {**body, "prompts": [[2]], "structured_outputs": {"regex": "a[bc]X|ad{5}"}}
+        assert "cannot be met" in await service.refused("/v1/generate", only, None)
+        response = await service.http.post("/v1/generate", json={**only, "stream": True})
+        assert "cannot be met" in response.text and "[DONE]" not in response.text
+        hopeless = {**only, "structured_outputs": {"regex": "a[bc]X"}}
+        await service.refused("/v1/generate", hopeless, "structured_outputs.regex")
+
+
+async def test_limits_are_settings(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder), max_grammars=2, max_grammar_bytes=12) as service:
+        several = [{"regex": "a" * (i + 1)} for i in range(3)]
+        body = {"prompts": ["a"] * 3, "structured_outputs": several}
+        message = await service.refused("/v1/generate", body, "structured_outputs[0].regex")
+        assert "3 different grammars" in message
+        body["structured_outputs"] = [several[0], several[1], several[0]]
+        assert len((await service.post("/v1/generate", body))["results"]) == 3
+        long = {"prompts": ["a"], "structured_outputs": {"regex": "größe-größe"}}
+        message = await service.refused("/v1/generate", long, "structured_outputs.regex")
+        assert "15 bytes" in message and "12" in message
+
+
+async def test_grammars_of_all_samples_count(byte_folder: Path) -> None:
+    async with running(fake_runner(byte_folder), max_body_bytes=1000) as service:
+        body = {"prompt": ["a", "b"], "guided_regex": "[a-z]{4}" * 20, "max_tokens": 1}
+        assert len((await service.post("/v1/completions", {**body, "n": 3}))["choices"]) == 6
+        message = await service.refused("/v1/completions", {**body, "n": 4}, "guided_regex")
+        assert "1280 characters" in message and "1000" in message
+
+
+async def test_what_takes_too_long_is_refused_and_costs_others_nothing(byte_folder: Path) -> None:
+    endless = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(60)]}
+    async with running(fake_runner(byte_folder), grammar_timeout=0.4) as service:
+        body = {"prompts": ["a"], "structured_outputs": {"json": endless}}
+        message = await service.refused("/v1/generate", body, "structured_outputs.json")
+        assert "0.4 s" in message
+        began = time.perf_counter()
+        await service.refused("/v1/generate", body, "structured_outputs.json")
+        assert time.perf_counter() - began < 0.4  # remembered
+        right = {"prompts": ["a"], "structured_outputs": {"choice": ["b"]}}
+        assert (await service.post("/v1/generate", right))["results"][0]["text"] == "b"
+
+
+async def test_compile_times_are_counted_once(service: Service) -> None:
+    body = {"prompts": ["a"], "structured_outputs": {"choice": ["b"]}}
+    for _ in range(3):
+        await service.post("/v1/generate", body)
+    families = await scrape(service)
+    assert value(families, "minserve_grammar_compile_seconds_count") == 1
