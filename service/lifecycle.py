@@ -102,6 +102,7 @@ class Lifecycle:
         return Stats(
             running=sum(stats.running for stats in known),
             waiting=sum(stats.waiting for stats in known),
+            waiting_tokens=sum(stats.waiting_tokens for stats in known),
             slots_used=sum(stats.slots_used for stats in known),
             slots_total=sum(stats.slots_total for stats in known),
             state_bytes=sum(stats.state_bytes for stats in known),

@@ -11,13 +11,13 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Iterator
-from queue import Empty, SimpleQueue
+from collections import deque
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 65_536  # lines
-MOST_AT_ONCE = 1024  # lines in one write
+MOST_AT_ONCE = 2**20  # bytes in one write, unless one line is longer
+GATHER_SECONDS = 0.02  # between writes; a wake-up per line would cost the event loop more than it
 CLOSE_SECONDS = 2.0  # for what is left at the end
 
 
@@ -28,8 +28,10 @@ class LineWriter:
         """`shared`: other processes write there too. Then no write is longer than a pipe takes
         whole, so that no line is torn."""
         self._descriptor = descriptor
-        self._most_bytes = select.PIPE_BUF if shared else 2**20
-        self._lines: SimpleQueue[bytes | None] = SimpleQueue()  # None = the end
+        self._most_bytes = select.PIPE_BUF if shared else MOST_AT_ONCE
+        self._lines: deque[bytes] = deque()
+        self._news = threading.Event()  # the thread is awake, or should be
+        self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._refused = 0  # lines that found no room; of the caller's thread
         self._lost = 0  # lines that could not be written, and refused ones told of
@@ -37,57 +39,58 @@ class LineWriter:
     def write(self, line: bytes) -> None:
         """Takes a line, without its end. Never waits."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
+            self._ending = threading.Event()
+            arguments = (self._ending,)
+            self._thread = threading.Thread(
+                target=self._run, args=arguments, name="lines", daemon=True
+            )
             self._thread.start()
-        if self._lines.qsize() >= MOST_WAITING:
+        if len(self._lines) >= MOST_WAITING:
             self._refused += 1
-        else:
-            self._lines.put(line)
+            return
+        self._lines.append(line)
+        if not self._news.is_set():
+            self._news.set()
 
     def close(self) -> None:
         """Writes what is left, for a while at most."""
         if self._thread is not None:
-            self._lines.put(None)
+            self._ending.set()
+            self._news.set()
             self._thread.join(CLOSE_SECONDS)
             self._thread = None
 
-    def _run(self) -> None:
+    def _run(self, ending: threading.Event) -> None:
         told = 0
-        ended = False
-        while not ended:
-            lines = [self._lines.get()]
-            try:
-                while len(lines) < MOST_AT_ONCE:
-                    lines.append(self._lines.get_nowait())
-            except Empty:
-                pass
-            ended = None in lines
-            failed = False
-            for chosen in self._batches([line + b"\n" for line in lines if line is not None]):
+        while True:
+            self._news.wait()
+            ending.wait(GATHER_SECONDS)
+            # Cleared before the look: a line that comes after it sets it again.
+            self._news.clear()
+            while self._lines:
+                chosen = self._batch()
                 try:
                     self._write_all(b"".join(chosen))
                 except OSError:
                     self._lost += len(chosen)
-                    failed = True
-            if failed:
-                continue
-            lost = self._lost + self._refused
-            if lost > told:
-                logger.warning("warning: %d log lines could not be written", lost - told)
-                told = lost
+                    continue
+                lost = self._lost + self._refused
+                if lost > told:
+                    logger.warning("warning: %d log lines could not be written", lost - told)
+                    told = lost
+            if ending.is_set():
+                return
 
-    def _batches(self, lines: list[bytes]) -> Iterator[list[bytes]]:
-        """Lines that one write takes."""
-        batch: list[bytes] = []
+    def _batch(self) -> list[bytes]:
+        """The next lines, as many as one write takes; at least one."""
+        chosen: list[bytes] = []
         size = 0
-        for line in lines:
-            if batch and size + len(line) > self._most_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(line)
-            size += len(line)
-        if batch:
-            yield batch
+        while self._lines:
+            size += len(self._lines[0]) + 1
+            if chosen and size > self._most_bytes:
+                break
+            chosen.append(self._lines.popleft() + b"\n")
+        return chosen
 
     def _write_all(self, data: bytes) -> None:
         while data:

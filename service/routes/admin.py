@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Response
+from fastapi import APIRouter, Body, Request, Response
 
 from engine.errors import (
     CheckpointError,
@@ -18,7 +18,7 @@ from engine.errors import (
 )
 from service.admission import ReadyRoute
 from service.errors import SERVER, ApiError
-from service.lifecycle import Lifecycle, get_lifecycle
+from service.lifecycle import get_lifecycle
 from service.schemas.admin import EXAMPLES, ReloadRequest, ReloadResponse
 from service.schemas.common import statuses
 from service.wire import JSONResponse
@@ -29,16 +29,15 @@ logger = logging.getLogger(__name__)
 
 @router.post("/admin/reload", responses=statuses(ReloadResponse))
 async def reload(
-    lifecycle: Annotated[Lifecycle, Depends(get_lifecycle)],
-    body: Annotated[ReloadRequest | None, Body(openapi_examples=EXAMPLES)] = None,
+    body: Annotated[ReloadRequest, Body(openapi_examples=EXAMPLES)], request: Request
 ) -> Response:
     """Loads a model beside the one that serves. When it is ready new requests go to it, and the old
     one ends when it has finished what it has in flight. Where it cannot be loaded, the old one goes
     on. The answer comes at the end; a client that does not wait for it stops nothing."""
-    model = None if body is None else body.model
+    lifecycle = get_lifecycle(request)
     begun = time.monotonic()
     try:
-        info = await lifecycle.engines.reload(model)
+        info = await lifecycle.engines.reload(body.model)
     except (Refused, EngineLoading):
         raise  # nothing was tried
     except EngineError as error:
