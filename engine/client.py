@@ -1,8 +1,7 @@
 """EngineClient: how the service talks to an engine, on one asyncio event loop.
 
-`submit` gives a Delivery, from which the request's tokens are read. A Delivery merges what
-has come since it was last read, so that a slow reader costs memory for its own tokens only, and
-never holds up another. When the engine dies every Delivery raises EngineDead.
+`submit` gives a Delivery, from which the request's tokens are read. When the engine dies every
+Delivery raises EngineDead.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
 from engine.config import EngineConfig
+from engine.delivery import Delivery, Inbox, Update
 from engine.errors import (
     BY_CODE,
     EngineDead,
@@ -30,7 +29,6 @@ from engine.errors import (
 )
 from engine.messages import (
     Abort,
-    Finished,
     FinishReason,
     FromEngine,
     LoadFailed,
@@ -41,9 +39,10 @@ from engine.messages import (
     Request,
     Stats,
     StepEvents,
-    TokenLogprobs,
 )
 from engine.transport import ProcessTransport, Transport
+
+__all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]
 
 log = logging.getLogger(__name__)
 
@@ -52,97 +51,6 @@ TURN_MESSAGES = 64
 TURN_SECONDS = 0.004
 
 State = Literal["loading", "ready", "dead"]
-
-
-@dataclass(slots=True)
-class Update:
-    """What has come of one request since the last update.
-
-    The tokens of a request that is not streamed come with `finished`, as tokens here too.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    # Runs in parallel to `tokens`; empty when the request asks for none.
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    scores: list[TokenLogprobs] = field(default_factory=list)
-    finished: Finished | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Nothing has come."""
-        return not (self.tokens or self.scores or self.finished)
-
-
-class Delivery:
-    """The answer to one request; one task reads it.
-
-    `async for update in delivery` ends after the update that holds `finished`.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.id = request.id
-        self._wants_logprobs = request.sampling.logprobs is not None
-        self._update = Update()
-        self._error: EngineError | None = None
-        self._over = False  # the update with `finished` has been read
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def next(self) -> Update:
-        """All that has come since the last call; waits when that is nothing.
-
-        Raises the request's error once all that came before it has been read, and
-        RuntimeError after the end or while another task waits here.
-        """
-        if self._over:
-            raise RuntimeError(f"request {self.id} has ended")
-        if self._waiter is not None:
-            raise RuntimeError(f"request {self.id} is being read by another task")
-        while self._update.empty:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        update, self._update = self._update, Update()
-        self._over = update.finished is not None
-        return update
-
-    def __aiter__(self) -> AsyncIterator[Update]:
-        return self
-
-    async def __anext__(self) -> Update:
-        if self._over:
-            raise StopAsyncIteration
-        return await self.next()
-
-    # Filled by EngineClient, which calls `wake` once per message.
-
-    def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._update.tokens.append(token)
-        if self._wants_logprobs:
-            self._update.logprobs.append(logprobs)
-
-    def add_tokens(self, tokens: list[int]) -> None:
-        """Tokens of a request that asked for no log-probabilities."""
-        self._update.tokens.extend(tokens)
-
-    def add_scores(self, scores: list[TokenLogprobs]) -> None:
-        self._update.scores.extend(scores)
-
-    def finish(self, finished: Finished) -> None:
-        self._update.tokens.extend(finished.tokens)
-        self._update.logprobs.extend(finished.logprobs)
-        self._update.finished = finished
-
-    def fail(self, error: EngineError) -> None:
-        self._error = error
-
-    def wake(self) -> None:
-        """Lets the reader run, if one waits; its task may have been cancelled meanwhile."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -223,8 +131,9 @@ class EngineClient:
         """A request id that this client has not used."""
         return next(self._ids)
 
-    def submit(self, request: Request) -> Delivery:
-        """Sends a request; never blocks. Its id comes from `new_id`.
+    def submit(self, request: Request, inbox: Inbox | None = None, which: int = 0) -> Delivery:
+        """Sends a request; never blocks. Its id comes from `new_id`. Where its Delivery is read
+        through `inbox`, `which` is the reader's number for it.
 
         Raises EngineLoading or EngineDead, and InvalidRequest for a value that
         cannot be sent. Every other refusal is raised by the Delivery.
@@ -239,7 +148,7 @@ class EngineClient:
             self._transport.send(request)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
-        delivery = self._deliveries[request.id] = Delivery(request)
+        delivery = self._deliveries[request.id] = Delivery(request, inbox, which)
         return delivery
 
     def abort(self, ids: Iterable[int], reason: FinishReason = "abort") -> None:
@@ -329,38 +238,34 @@ class EngineClient:
 
     def _deliver(self, events: StepEvents) -> None:
         self._stats = events.stats
-        touched: dict[int, Delivery] = {}
         deliveries = self._deliveries
-        logprobs = events.logprobs or itertools.repeat(None)
-        for request, token, report in zip(events.requests, events.tokens, logprobs, strict=False):
-            delivery = deliveries.get(request)
-            if delivery is not None:
-                delivery.add_token(token, report)
-                touched[request] = delivery
+        find = deliveries.get
+        if events.logprobs:
+            reports = zip(events.requests, events.tokens, events.logprobs, strict=False)
+            for request, token, report in reports:
+                if (delivery := find(request)) is not None:
+                    delivery.add_token(token, report)
+        else:
+            # The one loop that every streamed token goes through.
+            for request, token in zip(events.requests, events.tokens, strict=False):
+                if (delivery := find(request)) is not None:
+                    delivery.update.tokens.append(token)
+                    if not delivery.told:
+                        delivery.tell()
         for request, tokens in events.in_runs():
-            delivery = deliveries.get(request)
-            if delivery is not None:
+            if (delivery := find(request)) is not None:
                 delivery.add_tokens(tokens)
-                touched[request] = delivery
         for scores in events.scores:
-            delivery = deliveries.get(scores.request)
-            if delivery is not None:
+            if (delivery := find(scores.request)) is not None:
                 delivery.add_scores(scores.tokens)
-                touched[scores.request] = delivery
         for finished in events.finished:
-            delivery = deliveries.pop(finished.request, None)
-            if delivery is not None:
+            if (delivery := deliveries.pop(finished.request, None)) is not None:
                 delivery.finish(finished)
-                touched[finished.request] = delivery
         for failed in events.failed:
-            delivery = deliveries.pop(failed.request, None)
-            if delivery is not None:
+            if (delivery := deliveries.pop(failed.request, None)) is not None:
                 delivery.fail(from_failed(failed))
-                touched[failed.request] = delivery
         # What this process has sent may not be in the stats yet, so that this errs towards fewer.
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
-        for delivery in touched.values():
-            delivery.wake()
         for listener in self._listeners:
             listener(events)
 
@@ -373,7 +278,6 @@ class EngineClient:
         deliveries, self._deliveries = self._deliveries, {}
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
-            delivery.wake()
         for answer in self._pings.values():
             if not answer.done():
                 answer.set_exception(EngineDead(error.message))

@@ -1,0 +1,161 @@
+"""Deliveries: what has come of each request and has not been read yet.
+
+A Delivery merges what comes between two reads, so that a slow reader costs memory for its own
+tokens only, and never holds up another. Several deliveries can share an Inbox, from which one task
+reads all that have news in one go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.messages import Finished, Request, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Update:
+    """What has come of one request since the last update.
+
+    The tokens of a request that is not streamed come with `finished`, as tokens here too.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    # Runs in parallel to `tokens`; empty when the request asks for none.
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has come."""
+        return not (self.tokens or self.scores or self.finished)
+
+
+class Inbox:
+    """Deliveries with news, each once, in the order in which they came; one task reads it."""
+
+    def __init__(self) -> None:
+        self._news: list[Delivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> list[Delivery]:
+        """All deliveries with news, of which `take` and `error` tell; waits for the first one."""
+        while not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news, self._news = self._news, []
+        for delivery in news:
+            delivery.told = False
+        return news
+
+    def put(self, delivery: Delivery) -> None:
+        """A delivery has news, and was read since it last had some."""
+        self._news.append(delivery)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Delivery:
+    """The answer to one request; one task reads it, by itself or through an inbox.
+
+    `async for update in delivery` ends after the update that holds `finished`.
+    """
+
+    __slots__ = (
+        "_inbox", "_over", "_waiter", "_wants_logprobs", "error", "id", "told", "update", "which",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, inbox: Inbox | None = None, which: int = 0) -> None:
+        """`which` is the reader's own number for it."""
+        self.id = request.id
+        self.which = which
+        self.error: EngineError | None = None  # after all that `take` gives
+        self.update = Update()  # what has come since it was last taken
+        self.told = False  # the reader knows that there is news
+        self._wants_logprobs = request.sampling.logprobs is not None
+        self._inbox = inbox
+        self._over = False  # the update with `finished` has been read
+        self._waiter: asyncio.Future[None] | None = None
+
+    def take(self) -> Update:
+        """All that has come since the last call, which may be nothing."""
+        update, self.update = self.update, Update()
+        return update
+
+    async def next(self) -> Update:
+        """As `take`; waits when that is nothing.
+
+        Raises the request's error once all that came before it has been read, and
+        RuntimeError after the end or while another task waits here.
+        """
+        if self._over:
+            raise RuntimeError(f"request {self.id} has ended")
+        if self._waiter is not None:
+            raise RuntimeError(f"request {self.id} is being read by another task")
+        self.told = False
+        while self.update.empty:
+            if self.error is not None:
+                raise self.error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                self.told = False
+        update = self.take()
+        self._over = update.finished is not None
+        return update
+
+    def __aiter__(self) -> AsyncIterator[Update]:
+        return self
+
+    async def __anext__(self) -> Update:
+        if self._over:
+            raise StopAsyncIteration
+        return await self.next()
+
+    # Filled by EngineClient. The reader runs after the whole message has been handled.
+
+    def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self.update.tokens.append(token)
+        if self._wants_logprobs:
+            self.update.logprobs.append(logprobs)
+        if not self.told:
+            self.tell()
+
+    def add_tokens(self, tokens: list[int]) -> None:
+        """Tokens of a request that asked for no log-probabilities."""
+        self.update.tokens.extend(tokens)
+        if not self.told:
+            self.tell()
+
+    def add_scores(self, scores: list[TokenLogprobs]) -> None:
+        self.update.scores.extend(scores)
+        if not self.told:
+            self.tell()
+
+    def finish(self, finished: Finished) -> None:
+        self.update.tokens.extend(finished.tokens)
+        self.update.logprobs.extend(finished.logprobs)
+        self.update.finished = finished
+        if not self.told:
+            self.tell()
+
+    def fail(self, error: EngineError) -> None:
+        self.error = error
+        if not self.told:
+            self.tell()
+
+    def tell(self) -> None:
+        """Lets the reader run; its task may have been cancelled meanwhile."""
+        self.told = True
+        if self._inbox is not None:
+            self._inbox.put(self)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
