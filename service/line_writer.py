@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from queue import Empty, SimpleQueue
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 65_536  # lines
 MOST_AT_ONCE = 1024  # lines in one write
+GATHER_SECONDS = 0.02  # from the first line of a write until the write
 CLOSE_SECONDS = 2.0  # for what is left at the end
 
 
@@ -51,6 +53,9 @@ class LineWriter:
         ended = False
         while not ended:
             lines = [self._lines.get()]
+            if lines[0] is not None:
+                # Others follow soon, and every turn of this thread is taken from the event loop's.
+                time.sleep(GATHER_SECONDS)
             try:
                 while len(lines) < MOST_AT_ONCE:
                     lines.append(self._lines.get_nowait())

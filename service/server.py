@@ -8,6 +8,7 @@ second SIGTERM changes nothing, for supervisors may signal a process and its gro
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -100,11 +101,20 @@ def serve(settings: Settings) -> int:
     scheme = "https" if settings.tls_certificate else "http"
     url = f"{scheme}://{address}:{port}"
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
+    _calm_collector()
     with listener:
         server.run([listener])
     if not failures:
         return 0
     return 2 if isinstance(failures[0], ConfigError | CheckpointError | DeviceError) else 1
+
+
+def _calm_collector() -> None:
+    """The garbage collector leaves alone what lives as long as the process, and looks for cycles
+    among what requests leave behind more seldom: it took up to a third of a busy server's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -20,7 +20,7 @@ from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, StepFailed
 from service.errors import ApiError, from_engine
 from service.flight import Flight
-from service.scope import OUTCOME
+from service.scope import OUTCOME, SEND
 from service.wire import DONE, event
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         started = False
+        write = scope.get(SEND, send)
         # A generator that is not run to its end keeps its engine requests until it is closed.
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
@@ -87,18 +88,16 @@ class EventStream(Response):
                         started = True
                         start = {"type": "http.response.start", "status": 200}
                         await send({**start, "headers": self.raw_headers})
-                    await self._write(send, chunk)
+                    await write({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:
                 if not started:
                     raise
                 scope[OUTCOME] = "error"
                 if not isinstance(error, EngineError):
                     logger.exception("unexpected error in a stream")
-                await self._write(send, event(error_body(error)))
+                error_event = event(error_body(error))
+                await write({"type": "http.response.body", "body": error_event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, send: Send, chunk: bytes) -> None:
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 def error_body(error: Exception) -> dict[str, Any]:

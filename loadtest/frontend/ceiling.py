@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Ceiling:
         self._waiting: list[asyncio.Future[int]] = []
         self._streams = 0
         self._sent = 0
+        self._begun = 0  # of a steady pace, by time.monotonic_ns
+        self._steps = 0
         self._driver: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -88,16 +91,33 @@ class Ceiling:
         """The steps."""
         sample, board = self._sample, self._board
         while True:
-            burst = board.window * self._streams * sample.tokens
-            if not self._waiting or self._sent - board.received > burst:
+            # Whole bursts: one as long as another one is in flight, two where nothing is.
+            step = max(1, self._streams) * sample.tokens
+            flying = -(-(self._sent - board.received) // step)
+            steps = self._due() if board.period_ns else 2 * board.window - flying
+            if not self._waiting or steps < (board.window or 1):
                 await asyncio.sleep(NAP)
                 continue
             waiting, self._waiting = self._waiting, []
             for waits in waiting:
                 if not waits.done():
-                    waits.set_result(board.window)
-                    self._sent += board.window * sample.tokens
+                    waits.set_result(steps)
+                    self._sent += steps * sample.tokens
             await asyncio.sleep(0)
+
+    def _due(self) -> int:
+        """Steps of a steady pace whose time has come; they are stamped as they are taken."""
+        board = self._board
+        if self._streams < board.expected or len(self._waiting) < self._streams:
+            return 0
+        now = time.monotonic_ns()
+        self._begun = self._begun or now
+        steps = 0
+        while self._begun + self._steps * board.period_ns <= now:
+            board.stamp(self._steps, self._begun + self._steps * board.period_ns)
+            self._steps += 1
+            steps += 1
+        return steps
 
 
 def main(argv: list[str]) -> None:

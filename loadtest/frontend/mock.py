@@ -77,7 +77,7 @@ class MockEngine:
             self._finish(request.id, "length", tokens, drawn)
             return
         if not self._live:  # a new measurement
-            self._step = self._sent = 0
+            self._step = self._sent = self._burst = 0
             self._due = time.monotonic_ns()
         self._live[request.id] = self._step + tokens
         self._last[self._step + tokens].append(request.id)

@@ -31,6 +31,7 @@ from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
+from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -56,10 +57,12 @@ async def chat_completions(
     tasks = await _tasks(body, runtime, flight)
     view = _View(body, runtime, tasks, f"chatcmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
-        chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
+        chunks = stream(
+            runtime, flight, tasks, view.render, view.render_error, view.last, view.template
+        )
         return EventStream(chunks)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
-    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
 
 
@@ -138,6 +141,8 @@ class _View:
             "model": runtime.model_name,
         }
         self._begun: set[int] = set()  # choices that have had their first event
+        self._parts = parts_of(self._tokenizer, ids=False)
+        self._templates: dict[int, Template] = {}
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -166,26 +171,41 @@ class _View:
         """Events for one choice's new pieces."""
         return b"".join([self._chunk(index, answer, piece) for piece in pieces])
 
+    def template(self, index: int) -> Template | None:
+        """Of a choice's next event, where only the text in it is new."""
+        if self._parts is None or index not in self._begun:
+            return None
+        if self._body.return_token_ids or self._options.continuous_usage_stats:
+            return None
+        template = self._templates.get(index)
+        if template is None:
+            content = self._event(self._choice(index, HOLE))
+            template = self._templates[index] = Template(content, self._parts)
+        return template
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {
+            "index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        content = {**self._head, "choices": [choice]}
+        return {**content, "usage": None} if self._options.include_usage else content
+
     def _chunk(self, index: int, answer: Answer, piece: Piece) -> bytes:
-        delta = {"content": piece.text}
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs([piece]),
-            "finish_reason": piece.finish_reason,
-        }
+        choice = self._choice(index, piece.text)
+        choice["logprobs"] = self._logprobs([piece])
+        choice["finish_reason"] = piece.finish_reason
         if self._body.return_token_ids:
             choice["token_ids"] = [] if piece.token is None else [piece.token]
         if index not in self._begun:
             self._begun.add(index)
-            delta["role"] = "assistant"
+            choice["delta"]["role"] = "assistant"
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
-        content: dict[str, Any] = {**self._head, "choices": [choice]}
+        content = self._event(choice)
         if self._options.continuous_usage_stats:
             content["usage"] = usage(answer.prompt_tokens, piece.count)
-        elif self._options.include_usage:
-            content["usage"] = None
         return event(content)
 
     def render_error(self, index: int, error: EngineError) -> bytes:

@@ -20,6 +20,7 @@ from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
+from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -47,7 +48,7 @@ async def generate(
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
-    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: _answer(runtime, tasks, outcomes, answer_id))
 
 
@@ -124,11 +125,12 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
     def frames(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         return b"".join([frame(index, answer, piece) for piece in pieces])
 
+    def content_of(index: int, text: str | None) -> dict[str, Any]:
+        return {"id": answer_id, "index": index, "text": text}
+
     def frame(index: int, answer: Answer, piece: Piece) -> bytes:
         content = {
-            "id": answer_id,
-            "index": index,
-            "text": piece.text if runtime.tokenizer else None,
+            **content_of(index, piece.text if runtime.tokenizer else None),
             "token_ids": [] if piece.token is None else [piece.token],
             "finish_reason": piece.finish_reason,
             "logprobs": _logprobs([piece], tasks[index], runtime),
@@ -140,5 +142,17 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
     def render_error(index: int, error: EngineError) -> bytes:
         return event({"id": answer_id, "index": index, **error_body(error)})
 
-    chunks = stream(runtime, flight, tasks, frames, render_error, last=lambda _: b"")
+    parts = parts_of(runtime.tokenizer, ids=True)
+    templates: dict[int, Template] = {}
+
+    def template_of(index: int) -> Template | None:
+        if parts is None:
+            return None
+        template = templates.get(index)
+        if template is None:
+            content = content_of(index, HOLE) | {"finish_reason": None, "logprobs": None}
+            template = templates[index] = Template(content, parts)
+        return template
+
+    chunks = stream(runtime, flight, tasks, frames, render_error, lambda _: b"", template_of)
     return EventStream(chunks)

@@ -1,0 +1,75 @@
+"""Templates: events that differ only in what one token brings, rendered ahead.
+
+A stream sends an event per token, and all but a few of them are the same but for the token's text.
+So everything else is rendered once per stream, each token's part once per server, and the events of
+several tokens that came together are one join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from service.tokenizer import PlainTexts, Tokenizer
+from service.wire import encode, event
+
+# Stands for the token's part in an event that is rendered to be a template.
+HOLE = "<| the token's part |>"
+_HOLE = encode(HOLE)
+
+
+class Parts(dict[int, bytes]):
+    """What each token brings to its event, rendered when it first comes: its text as JSON, or what
+    `render` makes of that and of the token."""
+
+    def __init__(
+        self, texts: PlainTexts, render: Callable[[bytes, int], bytes] | None = None
+    ) -> None:
+        self._texts = texts
+        self._render = render
+
+    def __missing__(self, token: int) -> bytes:
+        text = encode(self._texts[token])
+        part = self[token] = text if self._render is None else self._render(text, token)
+        return part
+
+
+def _with_id(text: bytes, token: int) -> bytes:
+    return b'%b,"token_ids":[%d]' % (text, token)
+
+
+# Of each tokenizer: its parts of texts alone, and of texts with ids.
+_parts: WeakKeyDictionary[Tokenizer, tuple[Parts, Parts]] = WeakKeyDictionary()
+
+
+def parts_of(tokenizer: Tokenizer | None, *, ids: bool) -> Parts | None:
+    """The parts of a tokenizer's tokens: the text, and with `ids` the field `token_ids` after it.
+    None where texts of tokens depend on their neighbours."""
+    if tokenizer is None or tokenizer.plain_texts is None:
+        return None
+    both = _parts.get(tokenizer)
+    if both is None:
+        texts = tokenizer.plain_texts
+        both = _parts[tokenizer] = (Parts(texts), Parts(texts, _with_id))
+    return both[ids]
+
+
+class Template:
+    """`content` is an event's, with HOLE in the place of what a token's part stands for."""
+
+    __slots__ = ("_before", "_behind", "_between", "_parts")
+
+    def __init__(self, content: dict[str, Any], parts: Parts) -> None:
+        self._before, hole, self._behind = event(content).partition(_HOLE)
+        assert hole, "the template has no hole"
+        self._between = self._behind + self._before
+        self._parts = parts
+
+    def events(self, tokens: Sequence[int]) -> bytes:
+        """One event for each of the tokens, of which there is at least one. All are plain, as
+        PlainTexts has it."""
+        parts = self._parts
+        if len(tokens) == 1:
+            return self._before + parts[tokens[0]] + self._behind
+        return self._before + self._between.join([parts[token] for token in tokens]) + self._behind
