@@ -78,6 +78,7 @@ class Ceiling:
             waits = asyncio.get_running_loop().create_future()
             self._waiting.append(waits)
             events = min(await waits, left)
+            self._sent += events * sample.tokens
             if left == sample.events:
                 body = sample.first + sample.middle * (events - 1)
             else:
@@ -102,7 +103,6 @@ class Ceiling:
             for waits in waiting:
                 if not waits.done():
                     waits.set_result(steps)
-                    self._sent += steps * sample.tokens
             await asyncio.sleep(0)
 
     def _due(self) -> int:
