@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from queue import Empty, SimpleQueue
+from collections import deque
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 65_536  # lines
 MOST_AT_ONCE = 1024  # lines in one write
-GATHER_SECONDS = 0.02  # from the first line of a write until the write
+GATHER_SECONDS = 0.02  # between writes; a wake-up per line would cost the event loop more than it
 CLOSE_SECONDS = 2.0  # for what is left at the end
 
 
@@ -26,7 +25,9 @@ class LineWriter:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._lines: SimpleQueue[bytes | None] = SimpleQueue()  # None = the end
+        self._lines: deque[bytes] = deque()
+        self._news = threading.Event()  # the thread is awake, or should be
+        self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._refused = 0  # lines that found no room; of the caller's thread
         self._lost = 0  # lines that could not be written, and refused ones told of
@@ -36,42 +37,43 @@ class LineWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
             self._thread.start()
-        if self._lines.qsize() >= MOST_WAITING:
+        if len(self._lines) >= MOST_WAITING:
             self._refused += 1
-        else:
-            self._lines.put(line)
+            return
+        self._lines.append(line)
+        if not self._news.is_set():
+            self._news.set()
 
     def close(self) -> None:
         """Writes what is left, for a while at most."""
         if self._thread is not None:
-            self._lines.put(None)
+            self._ending.set()
+            self._news.set()
             self._thread.join(CLOSE_SECONDS)
             self._thread = None
+            self._ending.clear()
 
     def _run(self) -> None:
         told = 0
-        ended = False
-        while not ended:
-            lines = [self._lines.get()]
-            if lines[0] is not None:
-                # Others follow soon, and every turn of this thread is taken from the event loop's.
-                time.sleep(GATHER_SECONDS)
-            try:
-                while len(lines) < MOST_AT_ONCE:
-                    lines.append(self._lines.get_nowait())
-            except Empty:
-                pass
-            ended = None in lines
-            chosen = [line + b"\n" for line in lines if line is not None]
-            try:
-                self._write_all(b"".join(chosen))
-            except OSError:
-                self._lost += len(chosen)
-                continue
-            lost = self._lost + self._refused
-            if lost > told:
-                logger.warning("warning: %d log lines could not be written", lost - told)
-                told = lost
+        while True:
+            self._news.wait()
+            self._ending.wait(GATHER_SECONDS)
+            # Cleared before the look: a line that comes after it sets it again.
+            self._news.clear()
+            while self._lines:
+                count = min(len(self._lines), MOST_AT_ONCE)
+                chosen = [self._lines.popleft() + b"\n" for _ in range(count)]
+                try:
+                    self._write_all(b"".join(chosen))
+                except OSError:
+                    self._lost += len(chosen)
+                    continue
+                lost = self._lost + self._refused
+                if lost > told:
+                    logger.warning("warning: %d log lines could not be written", lost - told)
+                    told = lost
+            if self._ending.is_set():
+                return
 
     def _write_all(self, data: bytes) -> None:
         while data:
