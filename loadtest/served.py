@@ -7,11 +7,10 @@ transport; nothing else differs from `minserve serve`.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 import sys
 
-import engine.client
 from engine.config import EngineConfig
 from engine.transport import ProcessTransport
 from service.server import serve
@@ -21,27 +20,23 @@ from service.settings import Settings
 def main(argv: list[str]) -> int:
     """The server's exit code."""
     factory, settings = argv
+    start = ProcessTransport.__init__
 
-    class OtherEngine(ProcessTransport):
-        """Starts `factory`'s engine where the model's would be."""
+    def with_factory(
+        self: ProcessTransport, config: EngineConfig, engine: str | None = None
+    ) -> None:
+        start(self, config, engine or factory)
 
-        def __init__(self, config: EngineConfig, engine: str | None = None) -> None:
-            super().__init__(config, engine or factory)
-
-    vars(engine.client)["ProcessTransport"] = OtherEngine
+    # Whoever starts an engine process here starts this one.
+    ProcessTransport.__init__ = with_factory  # type: ignore[method-assign]
     return serve(Settings(**json.loads(settings)))
 
 
 def free_port() -> int:
     """A port that nobody listens at."""
-
-    async def find() -> int:
-        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        port: int = server.sockets[0].getsockname()[1]
-        server.close()
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
         return port
-
-    return asyncio.run(find())
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post("/v1/chat/completions", responses=statuses(ChatResponse))
+@router.post("/v1/chat/completions", responses=statuses(ChatResponse, streams=True))
 async def chat_completions(
     body: Annotated[ChatRequest, Body()],
     request: Request,

@@ -49,7 +49,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post("/v1/completions", responses=statuses(CompletionResponse))
+@router.post("/v1/completions", responses=statuses(CompletionResponse, streams=True))
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,

@@ -31,7 +31,7 @@ PER_PROMPT = tuple(
 SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
 
 
-@router.post("/v1/generate", responses=statuses(GenerateResponse))
+@router.post("/v1/generate", responses=statuses(GenerateResponse, streams=True))
 async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
