@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -102,6 +104,7 @@ def serve(settings: Settings) -> int:
     url = f"{scheme}://{address}:{port}"
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     _calm_collector()
+    _raise_file_limit()
     with listener:
         server.run([listener])
     if not failures:
@@ -115,6 +118,13 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and the soft limit is often 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:

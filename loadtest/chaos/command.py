@@ -14,8 +14,8 @@ from typing import IO
 from loadtest.chaos.judge import WRONG, Verdict
 from loadtest.chaos.load import Load
 from loadtest.chaos.scenarios import AFTER, BEFORE, SCENARIOS, Scenario
-from loadtest.chaos.subject import Subject
 from loadtest.report import print_environment, print_table, save_json
+from loadtest.subject import Subject
 
 COLUMNS: tuple[Verdict, ...] = ("answered", "refused", "failed", "no server", *WRONG)
 

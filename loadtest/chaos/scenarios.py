@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.chaos.subject import Subject
+from loadtest.subject import Subject
 
 BEFORE, AFTER = 2.0, 2.0  # seconds of load around what happens
 STOPPED = 5.0  # seconds for which the engine stands still

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtest.chaos.subject import Subject
 from loadtest.fuzz.raw import fuzz
 from loadtest.fuzz.schema import check_schema
 from loadtest.report import print_environment, save_json
+from loadtest.subject import Subject
 
 # Answers stay short whatever a mutation asks for.
 SETTINGS: dict[str, Any] = {
