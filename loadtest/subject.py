@@ -111,10 +111,14 @@ class Subject:
     def signal_engine(self, number: signal.Signals) -> None:
         os.kill(self.engine(), number)
 
-    def memory(self) -> float:
-        """MiB that the processes hold."""
+    def processes(self) -> list[int]:
+        """Its process and what it has started."""
+        return [self.process.pid, *_descendants(self.process.pid)]
+
+    def memory(self, pids: list[int] | None = None) -> float:
+        """MiB that these processes hold (all)."""
         pages = 0
-        for pid in [self.process.pid, *_descendants(self.process.pid)]:
+        for pid in self.processes() if pids is None else pids:
             fields = _read(pid, "statm").split()
             pages += int(fields[1]) if fields else 0
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
