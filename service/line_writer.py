@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 from collections import deque
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 65_536  # lines
-MOST_AT_ONCE = 1024  # lines in one write
+MOST_AT_ONCE = 2**20  # bytes in one write, unless one line is longer
 GATHER_SECONDS = 0.02  # between writes; a wake-up per line would cost the event loop more than it
 CLOSE_SECONDS = 2.0  # for what is left at the end
 
@@ -23,8 +24,11 @@ CLOSE_SECONDS = 2.0  # for what is left at the end
 class LineWriter:
     """Begins its thread with the first line."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, shared: bool = False) -> None:
+        """`shared`: other processes write there too. Then no write is longer than a pipe takes
+        whole, so that no line is torn."""
         self._descriptor = descriptor
+        self._most_bytes = select.PIPE_BUF if shared else MOST_AT_ONCE
         self._lines: deque[bytes] = deque()
         self._news = threading.Event()  # the thread is awake, or should be
         self._ending = threading.Event()
@@ -35,7 +39,11 @@ class LineWriter:
     def write(self, line: bytes) -> None:
         """Takes a line, without its end. Never waits."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
+            self._ending = threading.Event()
+            arguments = (self._ending,)
+            self._thread = threading.Thread(
+                target=self._run, args=arguments, name="lines", daemon=True
+            )
             self._thread.start()
         if len(self._lines) >= MOST_WAITING:
             self._refused += 1
@@ -51,18 +59,16 @@ class LineWriter:
             self._news.set()
             self._thread.join(CLOSE_SECONDS)
             self._thread = None
-            self._ending.clear()
 
-    def _run(self) -> None:
+    def _run(self, ending: threading.Event) -> None:
         told = 0
         while True:
             self._news.wait()
-            self._ending.wait(GATHER_SECONDS)
+            ending.wait(GATHER_SECONDS)
             # Cleared before the look: a line that comes after it sets it again.
             self._news.clear()
             while self._lines:
-                count = min(len(self._lines), MOST_AT_ONCE)
-                chosen = [self._lines.popleft() + b"\n" for _ in range(count)]
+                chosen = self._batch()
                 try:
                     self._write_all(b"".join(chosen))
                 except OSError:
@@ -72,8 +78,19 @@ class LineWriter:
                 if lost > told:
                     logger.warning("warning: %d log lines could not be written", lost - told)
                     told = lost
-            if self._ending.is_set():
+            if ending.is_set():
                 return
+
+    def _batch(self) -> list[bytes]:
+        """The next lines, as many as one write takes; at least one."""
+        chosen: list[bytes] = []
+        size = 0
+        while self._lines:
+            size += len(self._lines[0]) + 1
+            if chosen and size > self._most_bytes:
+                break
+            chosen.append(self._lines.popleft() + b"\n")
+        return chosen
 
     def _write_all(self, data: bytes) -> None:
         while data:

@@ -114,8 +114,8 @@ def serve(settings: Settings) -> int:
 
 def _calm_collector() -> None:
     """The garbage collector leaves alone what lives as long as the process, which it would look
-    through again and again: up to a third of a busy server's time. It still runs often: thousands
-    of refusals leave cycles behind, and to free 50,000 objects at once takes a third of a second."""
+    through again and again: up to a third of a busy server's time. It still runs often: refusals
+    leave cycles behind, and to free 50,000 objects at once takes a third of a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000, 20, 50)
