@@ -87,6 +87,7 @@ class StreamedAnswer:
         self._gaps = array("d")
         self._done = False
         self._failed = False
+        self._garbled = False
 
     def take(self, data: bytes) -> None:
         now = time.monotonic() - self._start
@@ -95,7 +96,10 @@ class StreamedAnswer:
             if event == b"data: [DONE]":
                 self._done = True
             elif event.startswith(b"data: "):
-                self._frame(_decode_frame(event[6:]), now)
+                try:
+                    self._frame(_decode_frame(event[6:]), now)
+                except msgspec.MsgspecError:
+                    self._garbled = True
 
     def _frame(self, frame: _Frame, now: float) -> None:
         if frame.error is not None:
@@ -129,7 +133,9 @@ class StreamedAnswer:
                 if self._tokens[index] > 1
             ],
         ).tobytes()
-        if record.ok and self._failed:
+        if record.ok and self._garbled:
+            record.outcome = "answer not understood"
+        elif record.ok and self._failed:
             record.outcome = "error in the stream"
         elif record.ok and not self._done:
             record.outcome = "stream cut short"

@@ -170,6 +170,7 @@ def test_streams_are_timed_per_prompt_wherever_they_are_cut() -> None:
     [
         (b'data: {"token_ids":[5]}\n\n', "stream cut short"),
         (b'data: {"error":{"message":"x"}}\n\n', "error in the stream"),
+        (b"data: {\n\ndata: [DONE]\n\n", "answer not understood"),
         (b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n', "ok"),
     ],
 )
