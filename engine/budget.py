@@ -1,7 +1,8 @@
-"""How a step's prompt tokens are shared, so that neither long prompts nor short ones starve.
+"""How a step's prompt tokens are shared, so that neither owners nor prompts, long or short, starve.
 
-The sequence that was admitted first gets half of the budget, the others the rest, least remaining
-first; what they leave goes to the first again.
+Owners have equal parts, which go round where there are fewer chunks than owners; what one of them
+leaves goes to the others. Of an owner's sequences the one that was admitted first gets half of its
+part, the others the rest, least remaining first; what they leave goes to the first again.
 
 Chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at its
 marks, from which the count begins anew. Where all marks are such multiples too (`whole_chunks`),
@@ -15,39 +16,77 @@ from collections.abc import Collection, Iterable
 from engine.config import SCAN_CHUNK
 from engine.sequence import Sequence
 
+Shares = list[tuple[Sequence, int]]
 
-def share_budget(reading: Collection[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """Who of `reading`, in order of admission, reads how many prompt tokens."""
-    if not reading:
-        return []
-    first, *others = reading
-    half = max(budget // 2 // SCAN_CHUNK, 1) * SCAN_CHUNK
-    left = budget - _chunk_length(first, min(half, budget), budget)
-    shares = []
-    for sequence in sorted(others, key=lambda other: other.remaining):
-        length = _chunk_length(sequence, left, budget)
-        if length:
-            shares.append((sequence, length))
-            left -= length
-        if left == 0:
-            break
-    taken = sum(length for _, length in shares)
-    return [(first, _chunk_length(first, budget - taken, budget)), *shares]
+
+class PromptBudget:
+    """`tokens` of prompts may be read in one step."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._step = 0
+        self._read_at: dict[str, int] = {}  # owners that read in the latest step or still wait to
+
+    def share(self, reading: Collection[Sequence]) -> Shares:
+        """Who of `reading`, in order of admission, reads how many tokens in this step."""
+        by_owner: dict[str, list[Sequence]] = {}
+        for sequence in reading:
+            by_owner.setdefault(sequence.owner, []).append(sequence)
+        if len(by_owner) <= 1:
+            self._read_at = {}
+            return self._within(list(reading), self._tokens)
+        self._step += 1
+        turns = {owner: self._read_at.get(owner, 0) for owner in by_owner}
+        order = sorted(by_owner, key=turns.__getitem__)  # who has waited longest comes first
+        shares = {owner: Shares() for owner in order}
+        taken = dict.fromkeys(order, 0)
+        left, hungry = self._tokens, order
+        while hungry:
+            asking, hungry = hungry, []
+            for index, owner in enumerate(asking):
+                part = max(left // (len(asking) - index), min(SCAN_CHUNK, left))
+                wider = self._within(by_owner[owner], taken[owner] + part)
+                total = sum(length for _, length in wider)
+                if total > taken[owner]:
+                    left -= total - taken[owner]
+                    shares[owner], taken[owner] = wider, total
+                    hungry.append(owner)
+        self._read_at = {
+            owner: self._step if taken[owner] else turn for owner, turn in turns.items()
+        }
+        return [share for owner in order for share in shares[owner]]
+
+    def _within(self, reading: list[Sequence], tokens: int) -> Shares:
+        """How one owner's sequences share its tokens."""
+        if not reading or tokens == 0:
+            return []
+        first, *others = reading
+        half = max(tokens // 2 // SCAN_CHUNK, 1) * SCAN_CHUNK
+        left = tokens - self._chunk_length(first, min(half, tokens))
+        shares = []
+        for sequence in sorted(others, key=lambda other: other.remaining):
+            length = self._chunk_length(sequence, left)
+            if length:
+                shares.append((sequence, length))
+                left -= length
+            if left == 0:
+                break
+        length = self._chunk_length(first, tokens - sum(taken for _, taken in shares))
+        return [(first, length), *shares] if length else shares
+
+    def _chunk_length(self, sequence: Sequence, available: int) -> int:
+        """How many tokens its next chunk may have, when `available` are left of the budget.
+
+        0 where the chunk could not end at a multiple of SCAN_CHUNK; but a budget that is always
+        smaller than that is used as it is.
+        """
+        needed = sequence.next_mark() - sequence.position
+        if needed <= available or self._tokens < SCAN_CHUNK:
+            return min(needed, available)
+        done = sequence.position - sequence.anchor
+        return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)
 
 
 def whole_chunks(marks: Iterable[int]) -> list[int]:
     """The marks rounded down to multiples of SCAN_CHUNK, rising; none at 0."""
     return sorted({mark // SCAN_CHUNK * SCAN_CHUNK for mark in marks} - {0})
-
-
-def _chunk_length(sequence: Sequence, available: int, budget: int) -> int:
-    """How many tokens its next chunk may have, when `available` are left of the budget.
-
-    0 where the chunk could not end at a multiple of SCAN_CHUNK; but a budget that is always
-    smaller than that is used as it is.
-    """
-    needed = sequence.next_mark() - sequence.position
-    if needed <= available or budget < SCAN_CHUNK:
-        return min(needed, available)
-    done = sequence.position - sequence.anchor
-    return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)

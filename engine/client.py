@@ -27,6 +27,7 @@ from engine.errors import (
     InvalidRequest,
     from_failed,
 )
+from engine.holding import Holding
 from engine.messages import (
     Abort,
     FinishReason,
@@ -40,6 +41,7 @@ from engine.messages import (
     Stats,
     StepEvents,
 )
+from engine.queued import Queued
 from engine.transport import ProcessTransport, Transport
 
 __all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]
@@ -61,10 +63,14 @@ class EngineClient:
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
+        self.rounds = 0  # messages of events that have come
         self._others = 0  # requests of other processes, as of the latest stats
+        self._others_tokens = 0  # prompt tokens of those of them that wait
         self._ids = itertools.count()
         self._nonces = itertools.count(1)
         self._deliveries: dict[int, Delivery] = {}
+        self.queued = Queued()  # those of them that have no slot yet
+        self._holding = Holding()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
         self._settled = asyncio.Event()  # loaded, or known that it never will be
@@ -99,6 +105,11 @@ class EngineClient:
         latest stats."""
         return len(self._deliveries) + self._others
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for a slot; counted as `in_flight`."""
+        return self.queued.tokens + self._others_tokens
+
     async def start(self) -> None:
         """Starts the engine; it loads its model in the background. Raises EngineDead."""
         try:
@@ -131,9 +142,11 @@ class EngineClient:
         """A request id that this client has not used."""
         return next(self._ids)
 
-    def submit(self, request: Request, inbox: Inbox | None = None, which: int = 0) -> Delivery:
-        """Sends a request; never blocks. Its id comes from `new_id`. Where its Delivery is read
-        through `inbox`, `which` is the reader's number for it.
+    def submit(
+        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
+    ) -> Delivery:
+        """Sends a request; never blocks. Its id comes from `new_id`; `interval`, `inbox` and
+        `which` as in Delivery.
 
         Raises EngineLoading or EngineDead, and InvalidRequest for a value that
         cannot be sent. Every other refusal is raised by the Delivery.
@@ -148,7 +161,9 @@ class EngineClient:
             self._transport.send(request)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
-        delivery = self._deliveries[request.id] = Delivery(request, inbox, which)
+        self.queued.add(request)
+        delivery = Delivery(request, interval, inbox, which, self._holding)
+        self._deliveries[request.id] = delivery
         return delivery
 
     def abort(self, ids: Iterable[int], reason: FinishReason = "abort") -> None:
@@ -238,6 +253,7 @@ class EngineClient:
 
     def _deliver(self, events: StepEvents) -> None:
         self._stats = events.stats
+        self.rounds += 1
         deliveries = self._deliveries
         find = deliveries.get
         if events.logprobs:
@@ -258,14 +274,19 @@ class EngineClient:
         for scores in events.scores:
             if (delivery := find(scores.request)) is not None:
                 delivery.add_scores(scores.tokens)
+        for request in events.started:
+            self.queued.discard(request)
         for finished in events.finished:
+            self.queued.discard(finished.request)
             if (delivery := deliveries.pop(finished.request, None)) is not None:
                 delivery.finish(finished)
         for failed in events.failed:
+            self.queued.discard(failed.request)
             if (delivery := deliveries.pop(failed.request, None)) is not None:
                 delivery.fail(from_failed(failed))
         # What this process has sent may not be in the stats yet, so that this errs towards fewer.
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
+        self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
         for listener in self._listeners:
             listener(events)
 
@@ -276,6 +297,8 @@ class EngineClient:
             self._state = "dead"
             self._settled.set()
         deliveries, self._deliveries = self._deliveries, {}
+        self.queued.clear()
+        self._holding.clear()
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
         for answer in self._pings.values():

@@ -24,6 +24,28 @@ Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 # reading a sequence; prompt chunks that end at such multiples leave every bit as it would be.
 SCAN_CHUNK = 128
 
+QUEUE_PART = 3
+
+
+def has_room(*, taken: int, own: int, more: int, most: int, owner: str) -> bool:
+    """Whether a queue of `most` places, of which `taken` are taken, `own` of them by `owner`, may
+    take in `more` of that owner.
+
+    One owner holds at most QUEUE_PART times what stays free: three quarters alone, three sevenths
+    beside another one; so there is always room for who has none, and none is set apart for nobody.
+    The last place is for those with nothing in the queue. Requests without an owner ("") share all
+    of it.
+    """
+    left = most - taken - more
+    return left >= 0 and (not owner or own + more <= max(QUEUE_PART * left, 1))
+
+
+def most_of_one(most: int, owner: str) -> int:
+    """How many places of an empty queue of `most` `has_room` gives to `owner`."""
+    if not owner or most == 0:
+        return most
+    return max(QUEUE_PART * most // (1 + QUEUE_PART), 1)
+
 
 def _check(condition: bool, field: str, value: object, allowed: str) -> None:
     if not condition:
@@ -202,6 +224,7 @@ class EngineConfig:
     max_slots: int = 256  # sequences that run at once
     max_step_tokens: int | None = None  # prompt tokens read in one step
     max_waiting: int = 4096  # waiting requests; one more is refused
+    max_waiting_tokens: int = 2**26  # prompt tokens of waiting requests; likewise
     share_slots: int = 64  # rows of the state pool for shared prefixes
     threads: int | None = None  # CPU threads of the engine; None = what the container may use
     cuda_graphs: bool = True
@@ -237,6 +260,7 @@ class EngineConfig:
         for name, least, most in (
             ("max_slots", 1, 2**20),
             ("max_waiting", 0, 2**31),
+            ("max_waiting_tokens", 1, 2**40),
             ("share_slots", 0, 2**20),
         ):
             value = getattr(self, name)

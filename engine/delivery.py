@@ -8,10 +8,11 @@ reads all that have news in one go.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
+from engine.holding import Holding
 from engine.messages import Finished, Request, TokenLogprobs
 
 
@@ -64,15 +65,31 @@ class Inbox:
 class Delivery:
     """The answer to one request; one task reads it, by itself or through an inbox.
 
-    `async for update in delivery` ends after the update that holds `finished`.
+    `async for update in delivery` ends after the update that holds `finished`. The reader is given
+    the first tokens at once, and further ones when `interval` of them have come, when the first of
+    them was held for MOST_HELD_SECONDS (by `holding`), or when the answer ends.
     """
 
     __slots__ = (
-        "_inbox", "_over", "_waiter", "_wants_logprobs", "error", "id", "told", "update", "which",
+        "_begun", "_holding", "_inbox", "_over", "_released", "_waiter", "_wants_logprobs", "error",
+        "id", "interval", "on_finish", "told", "update", "which",
     )  # fmt: skip
 
-    def __init__(self, request: Request, inbox: Inbox | None = None, which: int = 0) -> None:
-        """`which` is the reader's own number for it."""
+    def __init__(
+        self,
+        request: Request,
+        interval: int = 1,
+        inbox: Inbox | None = None,
+        which: int = 0,
+        holding: Holding | None = None,
+    ) -> None:
+        """`inbox`: through which it is read, if not by itself; `which` is its reader's own number
+        for it."""
+        self.interval = interval
+        self.on_finish: Callable[[], None] | None = None
+        self._holding = holding
+        self._begun = False  # an update has been read
+        self._released = False  # what is held may be read
         self.id = request.id
         self.which = which
         self.error: EngineError | None = None  # after all that `take` gives
@@ -86,10 +103,23 @@ class Delivery:
     def take(self) -> Update:
         """All that has come since the last call, which may be nothing."""
         update, self.update = self.update, Update()
+        self._begun, self._released = True, False
         return update
 
+    @property
+    def due(self) -> bool:
+        """There is something to read, and no reason to wait for more."""
+        update = self.update
+        if update.empty:
+            return False
+        if self.interval == 1 or self._released or not self._begun or self.error is not None:
+            return True
+        return bool(
+            len(update.tokens) >= self.interval or update.finished is not None or update.scores
+        )
+
     async def next(self) -> Update:
-        """As `take`; waits when that is nothing.
+        """As `take`; waits when that is nothing, or is held.
 
         Raises the request's error once all that came before it has been read, and
         RuntimeError after the end or while another task waits here.
@@ -99,7 +129,7 @@ class Delivery:
         if self._waiter is not None:
             raise RuntimeError(f"request {self.id} is being read by another task")
         self.told = False
-        while self.update.empty:
+        while not self.due:
             if self.error is not None:
                 raise self.error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -146,14 +176,27 @@ class Delivery:
         self.update.finished = finished
         if not self.told:
             self.tell()
+        if self.on_finish is not None:
+            self.on_finish()
 
     def fail(self, error: EngineError) -> None:
         self.error = error
         if not self.told:
             self.tell()
 
+    def release(self) -> None:
+        """What is held may be read now."""
+        self._released = True
+        if not self.told:
+            self.tell()
+
     def tell(self) -> None:
-        """Lets the reader run; its task may have been cancelled meanwhile."""
+        """Lets the reader run, unless it is to wait for more; its task may have been cancelled."""
+        if self.interval > 1 and self._holding is not None:
+            if not self.due and self.error is None:
+                self._holding.add(self)
+                return
+            self._holding.discard(self)
         self.told = True
         if self._inbox is not None:
             self._inbox.put(self)

@@ -74,6 +74,7 @@ class Engine:
             share_slots=config.share_slots,
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
             state_bytes=info.state_bytes,
             most_steps=runner.most_steps,
             with_whole_chunks=config.deterministic,

@@ -8,6 +8,7 @@
     ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
+    │   │   └── ShareFull    its owner holds as much of the queue as leaves room for others
     │   └── Draining         the server is shutting down
     └── EngineUnavailable    no answer can come from the engine
         ├── EngineLoading    the model is still loading
@@ -80,6 +81,12 @@ class QueueFull(Refused):
     """The waiting queue is at its bound; `retry_after` seconds from now there may be room."""
 
     code = "queue_full"
+
+
+class ShareFull(QueueFull):
+    """The queue has room, but not for more of this owner: others are to find some."""
+
+    code = "share_full"
 
 
 class Draining(Refused):

@@ -17,6 +17,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "timeout"]
 
 ID_BYTES = 4  # of one packed token id
+LEAST_PRIORITY, MOST_PRIORITY = -100, 100  # the most and the least urgent
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -76,7 +77,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     # tokens read them once (samples of one prompt, continuations of one context). A request
     # starts from a kept state of at most len(prompt) - 1 tokens, and score_from - 1 if it scores.
     share_at: tuple[int, ...] = ()
-    owner: str = ""  # whose request it is: kept states serve requests of the same owner alone
+    # Whose request it is: kept states serve requests of the same owner alone, and owners have equal
+    # parts in the queue.
+    owner: str = ""
+    priority: int = 0  # from LEAST_PRIORITY to MOST_PRIORITY; a lower one has a slot earlier
     timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
 
     @property
@@ -208,6 +212,7 @@ class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     runs: list[Run] = []
+    started: list[int] = []  # requests that have left the queue for a slot
     scores: list[Scores] = []
     finished: list[Finished] = []
     failed: list[Failed] = []

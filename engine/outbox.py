@@ -25,6 +25,7 @@ class _Events:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_logprobs: bool = False
     runs: list[Run] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -63,6 +64,10 @@ class Outbox:
         """Tokens of streamed requests that asked for no log-probabilities."""
         self._of(client).runs.append(run)
 
+    def started(self, client: Hashable, request: int) -> None:
+        """A request has left the queue."""
+        self._of(client).started.append(request)
+
     def scores(self, client: Hashable, scores: Scores) -> None:
         """The next run of scored prompt tokens."""
         self._of(client).scores.append(scores)
@@ -88,6 +93,7 @@ class Outbox:
                 tokens=events.tokens,
                 logprobs=events.logprobs if events.has_logprobs else [],
                 runs=events.runs,
+                started=events.started,
                 scores=events.scores,
                 finished=events.finished,
                 failed=events.failed,

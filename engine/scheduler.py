@@ -2,9 +2,9 @@
 
 Continuous batching: a round is one step, which decodes one token of every sequence whose prompt has
 been read, and reads up to `max_step_tokens` prompt tokens of the others. State never grows, so a
-request is admitted as soon as a slot is free, in order of arrival. While no prompt is being read
-and every request is plain (`Plan`), a round takes several decode steps, and the next one can be
-planned before its results are known.
+request is admitted as soon as a slot is free, in the order that `waiting` decides. While no prompt
+is being read and every request is plain (`Plan`), a round takes several decode steps, and the next
+one can be planned before its results are known.
 
 Prompt chunks (`budget`) end at the request's share_at marks, kept or not, so that a sequence
 computes the same bits on a hit as on a miss; with whole chunks, no mark changes a bit of any.
@@ -13,18 +13,19 @@ computes the same bits on a hit as on a miss; with whole chunks, no mark changes
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from array import array
 from collections.abc import Hashable, Iterable
 
 import msgspec
 
-from engine.budget import share_budget, whole_chunks
-from engine.errors import EngineError, QueueFull, StepFailed
+from engine.budget import PromptBudget, whole_chunks
+from engine.errors import EngineError, StepFailed
 from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
 from engine.outbox import Outbox
 from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
 from engine.prefix import SharedPrefixes
+from engine.ranking import Ranking
 from engine.rounds import Rounds
 from engine.sequence import Prefix, Sequence
 from engine.slots import SlotAllocator
@@ -54,27 +55,29 @@ class Scheduler:
         share_slots: int,
         max_step_tokens: int,
         max_waiting: int,
+        max_waiting_tokens: int = sys.maxsize,
         state_bytes: int,
         most_steps: int = 1,
         with_whole_chunks: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
-        self._max_step_tokens = max_step_tokens
-        self._max_waiting = max_waiting
+        self._budget = PromptBudget(max_step_tokens)
         self._state_bytes = state_bytes
         self._with_whole_chunks = with_whole_chunks
         self._slots = SlotAllocator(slots)
         self._prefixes = SharedPrefixes(share_slots, first_row=slots)
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(max_waiting, max_waiting_tokens)
         self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
         self._rounds = Rounds(most_steps)  # the others that run
         self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
         self._released: list[int] = []  # keys to be released with the next plan
         self._refusal: EngineError | None = None  # of everything new
-        self._next_deadline = float("inf")  # no sequence has an earlier one
+        self._deadlines: Ranking[Sequence] = Ranking()
         self._next_key = 0
+        self._now = 0.0  # of the latest round's end
         self._outbox = Outbox()
+        self._awaiting: set[Hashable] = set()  # clients: that slots are free that were not
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
 
     @property
@@ -91,7 +94,7 @@ class Scheduler:
             log.warning("request id %d is in flight already; ignored", request.id)
             return
         try:
-            self._check(request)
+            self._check(request, now)
         except EngineError as error:
             self.reject(client, request.id, error)
             return
@@ -102,7 +105,7 @@ class Scheduler:
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
         if sequence.deadline is not None:
-            self._next_deadline = min(self._next_deadline, sequence.deadline)
+            self._deadlines.put(sequence, (sequence.deadline, sequence.key))
 
     def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
         """Reports a request that is not taken as failed."""
@@ -124,17 +127,14 @@ class Scheduler:
         """From now on new requests fail with `error`."""
         self._refusal = error
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, now: float) -> None:
         if self._refusal is not None:
             raise self._refusal
         check_request(request, self._vocab_size)
-        if len(self._waiting) >= self._max_waiting + self._slots.free + len(self._rounds.leaving):
-            seconds = self._waiting.retry_after()
-            raise QueueFull(
-                f"{len(self._waiting)} requests are waiting already; "
-                f"try again in {max(1, math.ceil(seconds))} s",
-                retry_after=seconds,
-            )
+        free = self._slots.free + len(self._rounds.leaving)
+        refusal = self._waiting.refusal(request.owner, request.prompt_tokens, free, now)
+        if refusal is not None:
+            raise refusal
 
     # A step.
 
@@ -145,7 +145,7 @@ class Scheduler:
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
         self._rounds.plan(plan, reading=bool(self._prefilling))
-        for sequence, length in share_budget(self._prefilling.values(), self._max_step_tokens):
+        for sequence, length in self._budget.share(self._prefilling.values()):
             self._read(plan, sequence, length, now)
         if not plan.empty:
             plan.release, self._released = self._released, []
@@ -168,6 +168,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
+        self._now = now
         batch, decoding = self._rounds.land(plan), len(self._rounds.sequences)
         if batch is not None and result.drawn is not None:
             batch.note_ended(result.drawn)
@@ -239,27 +240,23 @@ class Scheduler:
             running=self._slots.used - len(self._rounds.leaving),
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
-            pace=self._waiting.pace or 0.0,
+            pace=self._waiting.pace(self._now),
             slots_used=self._slots.used,
             slots_total=self._slots.count,
             state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
         )
         self._step = Stats()
-        return self._outbox.take(stats, self._clients)
+        events = self._outbox.take(stats, self._clients.keys() | self._awaiting)
+        self._awaiting = set(events) if self._rounds.leaving else set()
+        return events
 
     # Planning.
 
     def _expire(self, now: float) -> None:
-        if now < self._next_deadline:
-            return
-        self._next_deadline = float("inf")
-        for sequence in self._in_flight():
-            if sequence.deadline is None:
-                continue
-            if sequence.deadline <= now:
-                self._finish(sequence, "timeout", now)
-            else:
-                self._next_deadline = min(self._next_deadline, sequence.deadline)
+        while (sequence := self._deadlines.first()) is not None:
+            if sequence.deadline is None or sequence.deadline > now:
+                return
+            self._finish(sequence, "timeout", now)
 
     def _admit(self, plan: Plan, now: float) -> None:
         while self._slots.free and (sequence := self._waiting.first()) is not None:
@@ -272,7 +269,8 @@ class Scheduler:
             if awaited is not None:
                 self._waiting.hold(sequence, awaited)
                 continue
-            self._waiting.remove(sequence)
+            self._waiting.depart(sequence, sequence.unspent - cached)
+            self._outbox.started(sequence.client, request.id)
             for prefix in prefixes.values():
                 if not self._prefixes.is_known(prefix):
                     self._prefixes.claim(prefix, sequence.key)
@@ -372,6 +370,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
+        self._deadlines.discard(sequence)
         mine = self._clients[sequence.client]
         del mine[sequence.request.id]
         if not mine:
@@ -379,6 +378,7 @@ class Scheduler:
         if sequence.slot < 0:
             self._waiting.remove(sequence)
             return
+        self._waiting.give_back(sequence, sequence.unspent)
         self._prefilling.pop(sequence.key, None)
         for prefix in self._prefixes.drop_reader(sequence.key):
             self._waiting.resume(prefix)

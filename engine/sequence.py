@@ -92,8 +92,10 @@ class Sequence:
         "max_tokens",
         "min_tokens",
         "over",
+        "owner",
         "plain",
         "position",
+        "priority",
         "prompt_tokens",
         "request",
         "slot",
@@ -108,6 +110,8 @@ class Sequence:
         self.key = key
         self.client = client
         self.request = request
+        self.owner = request.owner
+        self.priority = request.priority
         self.prompt_tokens = request.prompt_tokens
         self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
         self._prefixes: dict[int, Prefix] | None = None  # by mark, once they are needed
@@ -136,6 +140,11 @@ class Sequence:
     def remaining(self) -> int:
         """Prompt tokens still to be read."""
         return self.prompt_tokens - self.position
+
+    @property
+    def unspent(self) -> int:
+        """Tokens that it could still read and generate."""
+        return self.remaining + self.max_tokens - self.drawn
 
     @property
     def cacheable_tokens(self) -> int:

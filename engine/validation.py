@@ -9,7 +9,14 @@ from __future__ import annotations
 import math
 
 from engine.errors import InvalidRequest
-from engine.messages import ID_BYTES, Request, SamplingParams, unpack_ids
+from engine.messages import (
+    ID_BYTES,
+    LEAST_PRIORITY,
+    MOST_PRIORITY,
+    Request,
+    SamplingParams,
+    unpack_ids,
+)
 from engine.sequence import MOST_OWNER_BYTES
 
 INT32_MAX = 2**31 - 1
@@ -44,6 +51,7 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise InvalidRequest(
             f"owner is too long; allowed: up to {MOST_OWNER_BYTES} bytes of UTF-8", param="owner"
         )
+    _check_range("priority", request.priority, LEAST_PRIORITY, MOST_PRIORITY)
     if request.timeout is not None:
         _check_number("timeout", request.timeout, above=0.0)
     _check_sampling(request.sampling, vocab_size)

@@ -1,4 +1,13 @@
-"""WaitingQueue: requests that have no slot yet, in order of arrival.
+"""WaitingQueue: requests that have no slot yet, and which of them is next.
+
+- Priorities: the most urgent level that waits comes first (a lower number is more urgent). So that
+  the others do not starve, one of OTHERS_TURN departures is theirs while they wait; it goes to the
+  level whose latest departure is the longest ago.
+- Within a level, owners are served fairly (start-time fair queueing): whoever has been given least
+  is next, in tokens to read and to generate. A departure is charged with its prompt and all that it
+  may generate; what it leaves of that is given back when it ends. Who comes after a pause starts
+  where the others are: time without requests saves nothing up.
+- An owner's requests keep the order of their arrival.
 
 A request whose prefix is being read by another just now is *held*: it keeps its place but is
 passed over until `resume` says that the prefix is no longer pending.
@@ -6,83 +15,242 @@ passed over until `resume` says that the prefix is no longer pending.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+import sys
 
+from engine.config import has_room
+from engine.errors import QueueFull, ShareFull
+from engine.pace import Pace
+from engine.ranking import Ranking
 from engine.sequence import Prefix, Sequence
 
+OTHERS_TURN = 8
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
-PACE_WEIGHT = 0.1  # of the latest departures in the running mean
+
+
+class _Line:
+    """What waits of one owner at one level."""
+
+    __slots__ = ("ready", "start", "waiting")
+
+    def __init__(self) -> None:
+        self.ready: Ranking[Sequence] = Ranking()  # by arrival; without those that are held
+        self.waiting = 0  # with them
+        self.start = 0  # tokens that the owner has been given, as the level counts them
+
+
+class _Level:
+    """The lines of one priority."""
+
+    __slots__ = ("clock", "lines", "owing", "ready", "running", "served_at", "waiting")
+
+    def __init__(self, served_at: int) -> None:
+        self.lines: dict[str, _Line] = {}  # by owner: those that wait, or are ahead of the clock
+        self.ready: Ranking[str] = Ranking()  # owners by start, then by arrival
+        self.owing: Ranking[str] = Ranking()  # owners of whom nothing waits, by start
+        self.clock = 0  # the start of the latest departure
+        self.waiting = self.running = 0  # sequences
+        self.served_at = served_at  # departures of the queue at this level's latest
+
+    def rank(self, owner: str) -> None:
+        """Something has changed about an owner's line."""
+        line = self.lines[owner]
+        first = line.ready.first()
+        if first is None:
+            self.ready.discard(owner)
+        else:
+            self.ready.put(owner, (line.start, first.key))
+        if line.waiting:
+            self.owing.discard(owner)
+        else:
+            self.owing.put(owner, (line.start, owner))
+
+    def forget(self) -> None:
+        """Drops lines that tell nothing any more."""
+        while (owner := self.owing.first()) is not None:
+            if self.lines[owner].start > self.clock:
+                return
+            self.owing.discard(owner)
+            del self.lines[owner]
 
 
 class WaitingQueue:
-    """First in, first out, but for those that are held."""
+    """Who waits, and who is next. `most` requests may wait, of `most_tokens` prompt tokens."""
 
-    def __init__(self) -> None:
-        self._ready: OrderedDict[int, Sequence] = OrderedDict()  # by key, which is arrival order
+    def __init__(self, most: int = sys.maxsize, most_tokens: int = sys.maxsize) -> None:
+        self._most = most
+        self._most_tokens = most_tokens
+        self._levels: dict[int, _Level] = {}  # by priority
         self._held: dict[Prefix, dict[int, Sequence]] = {}  # by the pending prefix
         self._held_on: dict[int, Prefix] = {}
+        self._owners: dict[str, tuple[int, int]] = {}  # requests and prompt tokens of each
+        self._count = 0
+        self._departures = 0
+        self._since_others = 0  # departures of the most urgent level while others waited
         self.tokens = 0  # prompt tokens of all of them
-        self.pace: float | None = None  # mean seconds from one departure to the next
-        self._paced_at = 0.0  # the latest departure, or when the queue was last empty
-        self._refused = 0  # since that departure
+        self._pace = Pace()
+        self._refused = 0  # since the latest departure
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._held_on)
+        return self._count
+
+    def of(self, owner: str) -> tuple[int, int]:
+        """How many requests of an owner wait, and their prompt tokens."""
+        return self._owners.get(owner, (0, 0))
+
+    def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
+        """Why an owner's next request may not wait, or None. `free` of those that wait are as good
+        as running, since there are slots for them."""
+        taken = self._count - free
+        if taken < 0:
+            return None
+        own, own_tokens = self.of(owner)
+        own, most = min(own, taken), self._most
+        if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):
+            if taken >= most:
+                return self._refuse(QueueFull, f"{self._count} requests are waiting already", now)
+            return self._refuse(ShareFull, f"{own} requests of this key are waiting already", now)
+        tokens, most, more = self.tokens, self._most_tokens, prompt_tokens
+        # The first that waits may have any length.
+        if tokens and not has_room(taken=tokens, own=own_tokens, more=more, most=most, owner=owner):
+            if tokens + more > most:
+                return self._refuse(QueueFull, f"{tokens} prompt tokens are waiting already", now)
+            reason = f"{own_tokens} prompt tokens of this key are waiting already"
+            return self._refuse(ShareFull, reason, now)
+        return None
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Puts a new arrival at the end."""
-        if not len(self):
-            self._paced_at = now
-        self._ready[sequence.key] = sequence
-        self.tokens += sequence.prompt_tokens
+        """Puts a new arrival at the end of its owner's line."""
+        if not self._count:
+            self._pace.restart(now)
+        level = self._levels.get(sequence.priority)
+        if level is None:
+            level = self._levels[sequence.priority] = _Level(self._departures)
+        line = level.lines.get(sequence.owner)
+        if line is None:
+            line = level.lines[sequence.owner] = _Line()
+        if not line.waiting:
+            line.start = max(line.start, level.clock)
+        line.waiting += 1
+        level.waiting += 1
+        line.ready.put(sequence, sequence.key)
+        level.rank(sequence.owner)
+        self._account(sequence, 1)
 
     def first(self) -> Sequence | None:
-        """The first sequence that is not held."""
-        return next(iter(self._ready.values()), None)
+        """The next one to leave; None when all that wait are held."""
+        level = self._next_level()
+        if level is None:
+            return None
+        owner = level.ready.first()
+        return None if owner is None else level.lines[owner].ready.first()
 
     def hold(self, sequence: Sequence, prefix: Prefix) -> None:
         """Passes a sequence over until `prefix` is resumed."""
-        del self._ready[sequence.key]
+        level = self._levels[sequence.priority]
+        level.lines[sequence.owner].ready.discard(sequence)
+        level.rank(sequence.owner)
         self._held.setdefault(prefix, {})[sequence.key] = sequence
         self._held_on[sequence.key] = prefix
 
     def resume(self, prefix: Prefix) -> None:
         """Those held on `prefix` are back where their arrival puts them."""
-        held = self._held.pop(prefix, None)
-        if held is None:
-            return
-        for key in held:
-            del self._held_on[key]
-        self._ready = OrderedDict(sorted((*self._ready.items(), *held.items())))
+        for sequence in self._held.pop(prefix, {}).values():
+            del self._held_on[sequence.key]
+            level = self._levels[sequence.priority]
+            level.lines[sequence.owner].ready.put(sequence, sequence.key)
+            level.rank(sequence.owner)
+
+    def depart(self, sequence: Sequence, tokens: int) -> None:
+        """The first one has a slot, for which its owner is charged `tokens`."""
+        self._take_turn(sequence.priority)
+        level = self._levels[sequence.priority]
+        line = level.lines[sequence.owner]
+        self._departures += 1
+        level.served_at = self._departures
+        level.clock = max(level.clock, line.start)
+        level.running += 1
+        line.start += tokens
+        self.remove(sequence)
+
+    def give_back(self, sequence: Sequence, tokens: int) -> None:
+        """A sequence that departed has ended, and left so many of the tokens it was charged."""
+        level = self._levels[sequence.priority]
+        level.running -= 1
+        line = level.lines.get(sequence.owner)
+        if line is not None:
+            # No further than the clock: that moved on by what was charged, for others too.
+            line.start = max(line.start - tokens, min(line.start, level.clock))
+            level.rank(sequence.owner)
+        self._tidy(sequence.priority)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, held or not."""
-        self.tokens -= sequence.prompt_tokens
+        level = self._levels[sequence.priority]
+        line = level.lines[sequence.owner]
         prefix = self._held_on.pop(sequence.key, None)
         if prefix is None:
-            del self._ready[sequence.key]
-            return
-        del self._held[prefix][sequence.key]
-        if not self._held[prefix]:
-            del self._held[prefix]
+            line.ready.discard(sequence)
+        else:
+            del self._held[prefix][sequence.key]
+            if not self._held[prefix]:
+                del self._held[prefix]
+        line.waiting -= 1
+        level.waiting -= 1
+        level.rank(sequence.owner)
+        self._account(sequence, -1)
+        self._tidy(sequence.priority)
+
+    def pace(self, now: float) -> float:
+        """Mean seconds from one departure to the next; 0: unknown."""
+        return self._pace.at(now) if self._count else self._pace.at_rest()
 
     def note_admitted(self, count: int, now: float) -> None:
         """`count` sequences left the queue for a slot just now."""
-        if count == 0:
-            return
-        seconds = (now - self._paced_at) / count
-        old = seconds if self.pace is None else self.pace
-        self.pace = old + PACE_WEIGHT * (seconds - old)
-        self._paced_at = now
-        self._refused = 0
+        self._pace.note(count, now)
+        if count:
+            self._refused = 0
 
-    def retry_after(self) -> float:
-        """When, in seconds from now, a request that is refused now may find room.
-
-        One place frees per departure, at the pace seen so far; whoever is refused in between is
-        sent further back, so that not all of them return at once.
-        """
+    def _refuse(self, kind: type[QueueFull], reason: str, now: float) -> QueueFull:
+        """One place frees per departure, at the pace seen so far; whoever is refused in between is
+        sent further back, so that not all of them return at once."""
         self._refused += 1
-        pace = UNKNOWN_RETRY_SECONDS if self.pace is None else self.pace
-        return min(self._refused * pace, MOST_RETRY_SECONDS)
+        pace = self.pace(now)
+        if not self._pace.known:
+            pace = max(pace, UNKNOWN_RETRY_SECONDS)
+        seconds = min(self._refused * pace, MOST_RETRY_SECONDS)
+        message = f"{reason}; try again in {max(1, math.ceil(seconds))} s"
+        return kind(message, retry_after=seconds)
+
+    def _next_level(self) -> _Level | None:
+        ready = [priority for priority, level in self._levels.items() if len(level.ready)]
+        if not ready:
+            return None
+        urgent = min(ready)
+        if len(ready) == 1 or self._since_others < OTHERS_TURN - 1:
+            return self._levels[urgent]
+        others = [self._levels[priority] for priority in ready if priority != urgent]
+        return min(others, key=lambda level: level.served_at)
+
+    def _take_turn(self, priority: int) -> None:
+        """Counts how often in a row others stood back behind the most urgent level."""
+        ready = [other for other, level in self._levels.items() if len(level.ready)]
+        others_wait = len(ready) > 1 and priority == min(ready)
+        self._since_others = self._since_others + 1 if others_wait else 0
+
+    def _account(self, sequence: Sequence, sign: int) -> None:
+        count, tokens = self._owners.get(sequence.owner, (0, 0))
+        count, tokens = count + sign, tokens + sign * sequence.prompt_tokens
+        if count:
+            self._owners[sequence.owner] = count, tokens
+        else:
+            del self._owners[sequence.owner]
+        self._count += sign
+        self.tokens += sign * sequence.prompt_tokens
+
+    def _tidy(self, priority: int) -> None:
+        level = self._levels[priority]
+        level.forget()
+        if not level.waiting and not level.running:
+            del self._levels[priority]

@@ -13,10 +13,11 @@ from typing import Literal
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine import messages
 from engine.errors import ConfigError
 from service.errors import ApiError, respond
-from service.keys import ApiKeys, KeyRing, read_secret, single_key
-from service.scope import KEY_NAME
+from service.keys import ApiKeys, Key, KeyRing, read_secret, single_key
+from service.scope import KEY_NAME, LEAST_PRIORITY
 from service.settings import Settings
 
 # What tells nothing that is anybody's own.
@@ -49,8 +50,8 @@ class Access:
             return "admin"
         return "open" if self.keys is None else "key"
 
-    def admit(self, path: str, headers: Headers) -> str | None:
-        """The name of the key that opens `path`, None where none is needed. Raises ApiError: 401
+    def admit(self, path: str, headers: Headers) -> Key | None:
+        """The key that opens `path`, None where none is needed. Raises ApiError: 401
         without a key that is known, 403 where it is not the admin's, and 404 for administration
         where there is no admin key."""
         level = self.level(path)
@@ -63,10 +64,10 @@ class Access:
             raise _unauthorized(
                 "no API key; send one in the header Authorization: Bearer KEY, or x-api-key: KEY"
             )
-        owner = None if self.keys is None else self.keys.name_of(shown)
-        is_admin = self._admin is not None and self._admin.name_of(shown) is not None
-        if is_admin and (level == "admin" or path == METRICS_PATH):
-            return ADMIN
+        owner = None if self.keys is None else self.keys.find(shown)
+        admin = None if self._admin is None else self._admin.find(shown)
+        if admin is not None and (level == "admin" or path == METRICS_PATH):
+            return admin
         if owner is None:
             raise _unauthorized("the API key is not known here", 'error="invalid_token"')
         if level == "admin":
@@ -98,7 +99,8 @@ def load_access(settings: Settings) -> Access:
 
 
 class KeyCheck:
-    """Lets those requests through whose key opens their path, with its name in their scope."""
+    """Lets those requests through whose key opens their path; their scope tells its name and the
+    most urgent priority that they may have."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
@@ -107,9 +109,11 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                scope[KEY_NAME] = self.access.admit(scope["path"], Headers(scope=scope))
+                key = self.access.admit(scope["path"], Headers(scope=scope))
             except ApiError as error:
                 return await respond(error)(scope, receive, send)
+            scope[KEY_NAME] = None if key is None else key.name
+            scope[LEAST_PRIORITY] = messages.LEAST_PRIORITY if key is None else key.least_priority
         await self.app(scope, receive, send)
 
 

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from service.errors import ApiError, from_validation
 from service.flight import Flight
 from service.runtime import Runtime, get_runtime
-from service.scope import ARRIVED, FLIGHT, KEY_NAME, header
+from service.scope import ARRIVED, FLIGHT, KEY_NAME, LEAST_PRIORITY, TRACE, header
 from service.streaming import ClientGone
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -106,7 +106,7 @@ class ReadyRoute(APIRoute):
         async def admitted(request: Request) -> Response:
             runtime = get_runtime(request)
             runtime.check_ready()
-            self.check_room(runtime)
+            self.check_room(request)
             strict = StrictRequest(request.scope, request.receive)
             await strict.read_body(runtime.settings.receive_timeout)
             body = await strict.validated(model)
@@ -116,7 +116,7 @@ class ReadyRoute(APIRoute):
 
         return admitted
 
-    def check_room(self, runtime: Runtime) -> None:
+    def check_room(self, request: Request) -> None:
         """Raises the error that says why no more can be taken."""
 
 
@@ -125,9 +125,13 @@ class InferenceRoute(ReadyRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         runtime: Runtime = scope["app"].state.runtime
-        with runtime.flight(scope[ARRIVED], scope[KEY_NAME] or "") as flight:
+        owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
+        with runtime.flight(scope[ARRIVED], owner, least_priority) as flight:
             scope[FLIGHT] = flight
+            flight.trace = scope.get(TRACE)
+            if flight.trace is not None and runtime.state == "ready":
+                flight.trace.model = runtime.model_name
             await super().handle(scope, receive, send)
 
-    def check_room(self, runtime: Runtime) -> None:
-        runtime.places.check(1)
+    def check_room(self, request: Request) -> None:
+        get_flight(request).check_room()

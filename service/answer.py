@@ -32,6 +32,11 @@ class Piece:
     finish_reason: FinishReason | None = None  # on the last piece
 
 
+def grouped(pieces: list[Piece], interval: int) -> list[list[Piece]]:
+    """Pieces by the event of a stream that tells them: up to `interval` in one."""
+    return [pieces[i : i + interval] for i in range(0, len(pieces), interval)]
+
+
 class Answer:
     """What has been generated for one prompt. Without a tokenizer all text is empty."""
 

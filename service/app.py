@@ -11,12 +11,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.client import EngineClient
 from engine.errors import EngineError
-from service import errors
+from service import errors, otel
 from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.body_limit import BodyLimit
 from service.line_writer import LineWriter
-from service.middleware import Account, RequestIds
+from service.middleware import INFERENCE_PATHS, Account, RequestIds
 from service.openapi import describe_access
 from service.routes import (
     chat,
@@ -30,6 +30,7 @@ from service.routes import (
 )
 from service.runtime import Runtime
 from service.settings import Settings
+from service.traces import TraceRequests
 
 STDOUT = 1
 
@@ -48,12 +49,13 @@ def create_app(
 
     `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
     engine dies: every stream then gets an error frame and /health answers 503. Raises
-    ConfigError for keys that cannot be used.
+    ConfigError for keys and traces that cannot be used.
     """
     runtime = Runtime(client, settings, on_failure)
     access = load_access(settings)
     lines = LineWriter(STDOUT)
     log = AccessLog(settings.access_log, lines.write)
+    exporter = otel.load() if settings.traces == "otlp" else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +75,8 @@ def create_app(
                     await task
             await client.close()
             lines.close()
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)
 
     app = FastAPI(
         title="minserve",
@@ -98,5 +102,7 @@ def create_app(
             expose_headers=["retry-after", "x-request-id"],
         )
     app.add_middleware(Account, metrics=runtime.metrics, log=log)
+    if exporter is not None:
+        app.add_middleware(TraceRequests, paths=INFERENCE_PATHS, take=exporter.take)
     app.add_middleware(RequestIds)
     return app

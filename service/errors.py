@@ -26,7 +26,7 @@ from engine.errors import (
     StepFailed,
     TimedOut,
 )
-from service.scope import REQUEST_ID
+from service.scope import ERROR_CODE, REQUEST_ID
 from service.wire import JSONResponse
 
 logger = logging.getLogger(__name__)
@@ -132,18 +132,22 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 def install(app: FastAPI) -> None:
     """Renders every error of the application in the one shape."""
 
-    async def engine_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, EngineError)
-        return respond(from_engine(error))
+    def tell(request: Request, error: ApiError) -> Response:
+        request.scope[ERROR_CODE] = error.body["error"]["code"]
+        return respond(error)
 
-    async def validation_error(_: Request, error: Exception) -> Response:
+    async def engine_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineError)
+        return tell(request, from_engine(error))
+
+    async def validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return respond(from_validation(error.errors()))
+        return tell(request, from_validation(error.errors()))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
-            return respond(error)
+            return tell(request, error)
         message, code = str(error.detail), None
         if error.status_code == 404:
             message, code = f"no such path: {request.url.path}", "not_found"
@@ -153,14 +157,14 @@ def install(app: FastAPI) -> None:
             message += f"; allowed: {allowed}" if allowed else ""
             code = "method_not_allowed"
         headers = dict(error.headers) if error.headers else None
-        return respond(ApiError(error.status_code, message, code=code, headers=headers))
+        return tell(request, ApiError(error.status_code, message, code=code, headers=headers))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         request_id = request.scope.get(REQUEST_ID, "none")
         logger.error("unexpected error in request %s", request_id, exc_info=error)
         # Nothing that wraps the application sees this answer.
         headers = {"x-request-id": request_id}
-        return respond(ApiError(500, "internal error", type=SERVER, headers=headers))
+        return tell(request, ApiError(500, "internal error", type=SERVER, headers=headers))
 
     app.add_exception_handler(EngineError, engine_error)
     app.add_exception_handler(RequestValidationError, validation_error)

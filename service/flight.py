@@ -12,6 +12,7 @@ from engine.errors import Draining, EngineError
 from engine.messages import FinishReason, Request
 from service.metrics import Metrics
 from service.places import Places
+from service.traces import Trace
 
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
@@ -28,9 +29,11 @@ class Flight:
         aloft: set[Flight],
         arrived: float,
         owner: str,
+        least_priority: int,
     ) -> None:
         """`aloft` holds the flights under way; the request's headers came at `arrived`, by
-        time.perf_counter; what it shares, it shares with requests of the same `owner`."""
+        time.perf_counter; what it shares, it shares with requests of the same `owner`, whose
+        priorities begin at `least_priority`."""
         self._client = client
         self._metrics = metrics
         self._places = places
@@ -42,8 +45,10 @@ class Flight:
         self._latest: list[float | None] = []  # when tokens of each came last
         self._arrived = arrived
         self._owner = owner
+        self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
+        self.trace: Trace | None = None  # where traces are taken
         self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
         self.tokens_out = 0  # that it generated
 
@@ -54,28 +59,53 @@ class Flight:
     def __exit__(self, *_: object) -> None:
         self._aloft.discard(self)
         self._release(self._reserved)
-        self.abort()
+        self._leave()
         self._open.clear()
+
+    def _leave(self) -> None:
+        """Nobody reads an answer any more."""
+        since, rounds = time.perf_counter(), self._client.rounds
+
+        def note() -> None:
+            self._metrics.released(since, self._client.rounds - rounds)
+
+        for delivery in self._deliveries:
+            if delivery.id in self._open:
+                delivery.on_finish = note
+        self.abort()
+
+    def check_room(self) -> None:
+        """Raises QueueFull where not even one request finds room."""
+        self._places.check(1, self._owner)
+
+    def check_tokens(self, tokens: int, requests: int) -> None:
+        """Raises QueueFull where requests of so many prompt tokens are too many just now; they are
+        submitted right after, or not at all."""
+        self._places.check_tokens(tokens, requests, self._owner)
 
     def reserve(self, requests: int) -> None:
         """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
         than the engine can hold."""
-        self._places.reserve(requests)
+        self._places.reserve(requests, self._owner)
         self._reserved += requests
 
     def _release(self, requests: int) -> None:
         self._reserved -= requests
-        self._places.release(requests)
+        self._places.release(requests, self._owner)
 
-    def submit(self, prompt: bytes, **fields: Any) -> None:
-        """Makes a request, for which a place is reserved: `prompt` packed, `fields` those of
-        messages.Request but `owner`. Raises EngineUnavailable, Draining."""
+    def submit(self, prompt: bytes, interval: int = 1, **fields: Any) -> None:
+        """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
+        engine.client.Delivery, `fields` those of messages.Request but `owner`. Raises
+        EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
-        self._deliveries.append(self._client.submit(request, self._inbox, len(self._deliveries)))
+        place = len(self._deliveries)
+        self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
         self._latest.append(None)
+        if self.trace is not None:
+            self.trace.sent(request)
         if request.sampling.choice == 0:
             self.tokens_in += request.prompt_tokens
         self._release(1)
@@ -110,12 +140,15 @@ class Flight:
                     batch.append((delivery.which, update))
                 if update.finished is not None:
                     self._open.discard(delivery.id)
+                    if self.trace is not None:
+                        self.trace.ended(update.finished)
                     left -= 1
                 elif delivery.error is not None:
                     self._open.discard(delivery.id)
                     left -= 1
                     batch.append((delivery.which, delivery.error))
-            yield batch
+            if batch:
+                yield batch
 
     def _observe(self, update: Update, which: int, now: float) -> None:
         """Times a request's tokens."""

@@ -29,6 +29,8 @@ class Task:
     params: SamplingParams
     stop: StopStrings | None
     timeout: float
+    priority: int
+    interval: int  # tokens in one event of a stream
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see Answer
@@ -40,6 +42,7 @@ class Task:
         several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share
         flight.submit(
             self.packed,
+            interval=self.interval if stream else 1,
             sampling=self.params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,
@@ -47,6 +50,7 @@ class Task:
             score_top=self.score_top or 0,
             share_at=(len(self.prompt) - 1,) if self.shared and several else (),
             timeout=self.timeout,
+            priority=self.priority,
         )
 
 
@@ -84,8 +88,7 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
     """The outcome of every task. Raises EngineError where no task was served."""
     outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
-    for task in tasks:
-        task.submit(flight, stream=False)
+    _submit(flight, tasks, stream=False)
     async for batch in flight.arrivals():
         for which, came in batch:
             outcome = outcomes[which]
@@ -122,26 +125,34 @@ def stream(
     def render_update(which: int, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
         answer, begun = answers[which], b""
         if plain[which]:
-            # The last token's event says more than the others'.
-            tokens = update.tokens if update.finished is None else update.tokens[:-1]
+            tokens, interval = update.tokens, tasks[which].interval
+            if update.finished is not None:
+                # The last event says more than the others.
+                tokens = tokens[: (len(tokens) - 1) // interval * interval] if tokens else []
             template = template_of(which) if tokens else None
             if template is not None and answer.take_plain(tokens):
-                begun = template.events(tokens)
+                begun = template.events(tokens, interval)
                 if update.finished is None:
                     return begun
-                update.tokens = update.tokens[-1:]
+                update.tokens = update.tokens[len(tokens) :]
         pieces = answer.take(update)
         _stop(flight, which, answer, update)
         rendered = render_pieces(which, answer, pieces)
         return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
 
-    for task in tasks:
-        task.submit(flight, stream=True)
+    _submit(flight, tasks, stream=True)
     return event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))
 
 
 async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
     return begun + await rendered
+
+
+def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
+    """All of them, or none: then raises EngineError."""
+    flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    for task in tasks:
+        task.submit(flight, stream=stream)
 
 
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:

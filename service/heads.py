@@ -51,10 +51,14 @@ class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._head_bytes += len(data)
         super().data_received(data)
 
-    def cut_if_late(self, now: float, timeout: float) -> None:
-        """Closes where a head has been awaited for `timeout` seconds, and nothing is answered."""
-        if self._awaited_since is not None and now - self._awaited_since >= timeout:
-            self.transport.close()
+    def cut_if_late(self, now: float, timeout: float) -> bool:
+        """Closes where a head has begun and not ended for `timeout` seconds, or none has come at
+        all; whether that was so."""
+        if self._awaited_since is None or now - self._awaited_since < timeout:
+            return False
+        self._awaited_since = None
+        self.transport.close()
+        return True
 
     def _refuse(self) -> None:
         if self.transport.is_closing():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.messages import ModelInfo, SamplingParams
+from engine.messages import MOST_PRIORITY, ModelInfo, SamplingParams
 from service.chat_template import ChatTemplate
 from service.errors import ApiError, invalid
 from service.schemas.chat import ChatMessage
@@ -132,6 +132,25 @@ def sampling_params(
             "min_tokens", f"{params.min_tokens} is more than max_tokens ({params.max_tokens})"
         )
     return params
+
+
+def read_timeout(value: float | None, settings: Settings) -> float:
+    """Seconds that a request has. Raises ApiError 400 beyond the server's limit."""
+    if value is None:
+        return min(settings.request_timeout, settings.max_request_timeout)
+    if value > settings.max_request_timeout:
+        raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
+    return value
+
+
+def read_priority(value: int | None, least: int) -> int:
+    """A request's priority. Raises ApiError 400 for one below `least`, which the key may not ask
+    for."""
+    if value is None:
+        return max(least, 0)
+    if value < least:
+        raise invalid("priority", f"is {value}; allowed with this key: {least} to {MOST_PRIORITY}")
+    return value
 
 
 async def read_stops(

@@ -1,8 +1,9 @@
 """API keys: a client shows one, and is known by its name from then on.
 
-Each line of a file is `name:key` or `name key`; empty lines and those that begin with # say
-nothing. Several keys may have one name, so that a key can be replaced while the old one is still
-in use: what requests share, they share by name.
+Each line of a file is `name:key` or `name key`, and may go on with ` priority=N`: the most urgent
+priority that requests with this key may have, 0 where nothing is said. Empty lines and those that
+begin with # say nothing. Several keys may have one name, so that a key can be replaced while the
+old one is still in use: what requests share, they share by name.
 
 Keys are held as digests. The digest of what a client shows is compared with all of them, each in
 constant time, so that the time taken tells nothing about any key.
@@ -18,8 +19,10 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.errors import ConfigError
+from engine.messages import LEAST_PRIORITY, MOST_PRIORITY
 
 logger = logging.getLogger(__name__)
 
@@ -27,23 +30,30 @@ LEAST_LENGTH = 16  # of a key: 96 bits of base64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 KEY = re.compile(rf"[!-+\--~]{{{LEAST_LENGTH},512}}")  # visible ASCII but the comma
 ALLOWED_KEY = f"{LEAST_LENGTH} to 512 visible ASCII characters without commas"
-LINE = re.compile(r"([^\s:]+)\s*[\s:]\s*(\S+)")
+LINE = re.compile(r"([^\s:]+)\s*[\s:]\s*(\S+)(?:\s+priority=(-?\d{1,3}))?", re.ASCII)
 RISKY_MODE = 0o027  # others may read, or anybody but the owner may write
 LOOK_SECONDS = 1.0  # between looks at a file that may have changed
 
 
+class Key(NamedTuple):
+    """What is known of a key."""
+
+    name: str  # whose it is
+    least_priority: int = 0  # the most urgent that its requests may have
+
+
 class KeyRing:
-    """Digests of keys, and whose each of them is."""
+    """Digests of keys, and what is known of each of them."""
 
-    def __init__(self, names: Mapping[bytes, str]) -> None:
-        self._names = tuple(names.items())
+    def __init__(self, keys: Mapping[bytes, Key]) -> None:
+        self._keys = tuple(keys.items())
 
-    def name_of(self, key: bytes) -> str | None:
-        """Whose key it is; None for a key that is not known."""
+    def find(self, key: bytes) -> Key | None:
+        """None for a key that is not known."""
         shown, found = sha256(key).digest(), None
-        for digest, name in self._names:
+        for digest, known in self._keys:
             if hmac.compare_digest(digest, shown):
-                found = name
+                found = known
         return found
 
 
@@ -51,13 +61,13 @@ def single_key(key: str, name: str, source: str) -> KeyRing:
     """A ring of one key. Raises ConfigError, which does not show it."""
     if not KEY.fullmatch(key):
         raise ConfigError(f"{source} is no key; allowed: {ALLOWED_KEY}")
-    return KeyRing({sha256(key.encode()).digest(): name})
+    return KeyRing({sha256(key.encode()).digest(): Key(name)})
 
 
-def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, str]:
-    """Names by their keys' digests, at least one. Raises ConfigError, which tells the entry of
-    `source` that is wrong, but never shows a key."""
-    names: dict[bytes, str] = {}
+def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, Key]:
+    """What is known of keys by their digests, at least one. Raises ConfigError, which tells the
+    entry of `source` that is wrong, but never shows a key."""
+    keys: dict[bytes, Key] = {}
     for number, line in enumerate(text.split(separator), start=1):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -65,17 +75,21 @@ def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, 
         where = f"{source}, entry {number}"
         match = LINE.fullmatch(line)
         if match is None:
-            raise ConfigError(f"{where}: allowed: name:key")
-        name, key = match.groups()
+            raise ConfigError(f"{where}: allowed: name:key, and priority=N after it")
+        name, key, priority = match.groups()
         if not NAME.fullmatch(name):
             raise ConfigError(f"{where}: names have up to 64 letters, digits, and . _ -")
         if not KEY.fullmatch(key):
             raise ConfigError(f"{where}: the key of {name}; allowed: {ALLOWED_KEY}")
-        if names.setdefault(sha256(key.encode()).digest(), name) != name:
-            raise ConfigError(f"{where}: the key of {name} is also another's")
-    if not names:
+        known = Key(name, int(priority or 0))
+        if not LEAST_PRIORITY <= known.least_priority <= MOST_PRIORITY:
+            allowed = f"{LEAST_PRIORITY} to {MOST_PRIORITY}"
+            raise ConfigError(f"{where}: priority={priority}; allowed: {allowed}")
+        if keys.setdefault(sha256(key.encode()).digest(), known) != known:
+            raise ConfigError(f"{where}: the key of {name} stands there already, as another one")
+    if not keys:
         raise ConfigError(f"{source} holds no keys")
-    return names
+    return keys
 
 
 def read_secret(path: Path) -> str:
@@ -103,9 +117,9 @@ class ApiKeys:
         self._stamp = self._look()
         self._ring = self._read()
 
-    def name_of(self, key: bytes) -> str | None:
-        """As `KeyRing.name_of`."""
-        return self._ring.name_of(key)
+    def find(self, key: bytes) -> Key | None:
+        """As `KeyRing.find`."""
+        return self._ring.find(key)
 
     async def watch(self) -> None:
         """Follows the file until it is cancelled. Keys stay as they are while the file cannot be
@@ -133,10 +147,10 @@ class ApiKeys:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _read(self) -> KeyRing:
-        names = dict(self._fixed)
+        keys = dict(self._fixed)
         if self._path is not None:
             source = str(self._path)
-            for digest, name in parse_keys(read_secret(self._path), source).items():
-                if names.setdefault(digest, name) != name:
-                    raise ConfigError(f"{source}: MINSERVE_API_KEYS has the key of {name} too")
-        return KeyRing(names)
+            for digest, key in parse_keys(read_secret(self._path), source).items():
+                if keys.setdefault(digest, key) != key:
+                    raise ConfigError(f"{source}: MINSERVE_API_KEYS has the key of {key.name} too")
+        return KeyRing(keys)

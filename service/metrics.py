@@ -5,13 +5,16 @@ Every application has a registry of its own. Gauges are read when they are scrap
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.client import EngineClient
-from engine.messages import Finished, ModelInfo, StepEvents
+from engine.errors import BY_CODE
+from engine.messages import Finished, FinishReason, ModelInfo, StepEvents
 from service.tally import Tally
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -21,6 +24,12 @@ SECONDS = (
 )  # fmt: skip
 TOKENS = tuple(4.0**power for power in range(12))  # 1 to 4,194,304
 SEQUENCES = tuple(2.0**power for power in range(13))  # 1 to 4,096
+# A small model's step takes tens of microseconds.
+STEP_SECONDS = (0.00001, 0.000025, 0.00005, *SECONDS)
+ROUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0)
+ENDPOINTS = ("generate", "score", "completions", "chat/completions")
+OUTCOMES = ("ok", "invalid", "refused", "cancelled", "error")
+CUTS = ("stalled", "late_head")  # why a connection was cut
 
 
 class Metrics:
@@ -37,9 +46,10 @@ class Metrics:
             "inter_token_latency_seconds",
             "Time per token after the first; one observation per delivery to a stream, "
             "or the mean of a request that is not streamed.",
+            STEP_SECONDS,
         )
         # Every stream feeds these with each of its deliveries.
-        self._first_tokens, self._gaps = Tally(first_token, SECONDS), Tally(between_tokens, SECONDS)
+        self._first_tokens, self._gaps = Tally(first_token), Tally(between_tokens)
         self._end_to_end = self._histogram(
             "e2e_request_latency_seconds",
             "From an HTTP request's arrival until its last byte: generate, completions, chat.",
@@ -68,10 +78,19 @@ class Metrics:
             "minserve_engine_step_seconds",
             "Time of an engine step: what it spent on prompts, and on decoding.",
             ["phase"],
-            buckets=SECONDS,
+            buckets=STEP_SECONDS,
             registry=self.registry,
         )
         self._prefill_step, self._decode_step = map(steps.labels, ("prefill", "decode"))
+        self._release_seconds = self._histogram(
+            "disconnect_release_seconds",
+            "From a client's leaving until the engine had ended its request.",
+        )
+        self._release_rounds = self._histogram(
+            "disconnect_release_rounds",
+            "Messages of the engine from a client's leaving until its request had ended.",
+            ROUNDS,
+        )
         self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -87,12 +106,21 @@ class Metrics:
         self._success = self._counter(
             "request_success", "Requests that the engine ended.", ("finish_reason",)
         )
+        self._errors = self._counter(
+            "request_errors",
+            "HTTP requests for the model that got an error, by its code.",
+            ("code",),
+        )
+        self._cuts = self._counter(
+            "connections_cut", "Connections cut since nothing moved on them.", ("reason",)
+        )
         self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
         self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
         # Labels are looked up in a table that costs a tenth of the library's; they are few.
         self._of_http, self._of_requests = cache(self._http.labels), cache(self._requests.labels)
         self._of_success = cache(self._success.labels)
         self._gauges(client)
+        self._begin()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
@@ -104,15 +132,47 @@ class Metrics:
         for name, text, field in (
             ("requests_running", "Sequences that hold a slot.", "running"),
             ("requests_waiting", "Requests that wait for a slot.", "waiting"),
+            (
+                "waiting_prompt_tokens",
+                "Prompt tokens of the requests that wait for a slot.",
+                "waiting_tokens",
+            ),
             ("state_slots_used", "State slots in use.", "slots_used"),
             ("state_slots_total", "State slots.", "slots_total"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
             gauge.set_function(partial(_stat, client, field))
+        self._most_waiting = Gauge(
+            "minserve_requests_waiting_limit",
+            "Requests that may wait.",
+            registry=self.registry,
+        )
+        self._most_waiting_tokens = Gauge(
+            "minserve_waiting_prompt_tokens_limit",
+            "Prompt tokens that may wait.",
+            registry=self.registry,
+        )
         state = Gauge(
             "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
         )
         state.labels(tier="device").set_function(lambda: client.stats.state_bytes)
+
+    def _begin(self) -> None:
+        """Labels that are known from the start count from zero, so that rates see the first."""
+        for endpoint in ENDPOINTS:
+            for outcome in OUTCOMES:
+                self._requests.labels(endpoint=endpoint, outcome=outcome)
+        for reason in get_args(FinishReason):
+            self._success.labels(finish_reason=reason)
+        for code in BY_CODE:
+            self._errors.labels(code=code)
+        for reason in CUTS:
+            self._cuts.labels(reason=reason)
+
+    def set_limits(self, requests: int, prompt_tokens: int) -> None:
+        """What the queue holds at most."""
+        self._most_waiting.set(requests)
+        self._most_waiting_tokens.set(prompt_tokens)
 
     def model_loaded(self, name: str, info: ModelInfo) -> None:
         """Fills the info metric."""
@@ -177,16 +237,34 @@ class Metrics:
         """A stream's next `tokens` tokens, `seconds` after those before."""
         self._gaps.observe(seconds / tokens)
 
+    def released(self, since: float, rounds: int) -> None:
+        """The engine has ended a request whose client left at `since`, by time.perf_counter, and
+        has sent so many messages meanwhile."""
+        self._release_seconds.observe(time.perf_counter() - since)
+        self._release_rounds.observe(rounds)
+
+    def connection_cut(self, reason: str) -> None:
+        """A connection was cut for one of CUTS."""
+        self._cuts.labels(reason=reason).inc()
+
     def http_request(
-        self, method: str, path: str, status: int, outcome: str | None, seconds: float
+        self,
+        method: str,
+        path: str,
+        status: int,
+        outcome: str | None,
+        seconds: float,
+        error: str | None = None,
     ) -> None:
         """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
-        for what is no work for the model."""
+        for what is no work for the model, `error` the code of the error that answered it."""
         self._of_http(method, path, str(status)).inc()
         if outcome is None:
             return
         endpoint = path.removeprefix("/v1/")  # "chat/completions" is none of "completions"
         self._of_requests(endpoint, outcome).inc()
+        if error is not None:
+            self._errors.labels(code=error).inc()
         if outcome == "ok":
             latency = self._score_latency if endpoint == "score" else self._end_to_end
             latency.observe(seconds)

@@ -11,7 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.access_log import AccessLog, Exchange, timestamp
 from service.flight import Flight
 from service.metrics import Metrics
-from service.scope import ARRIVED, FLIGHT, KEY_NAME, OUTCOME, REQUEST_ID, SEND, header
+from service.scope import (
+    ARRIVED,
+    ERROR_CODE,
+    FLIGHT,
+    KEY_NAME,
+    OUTCOME,
+    REQUEST_ID,
+    SEND,
+    STATUS,
+    header,
+)
 from service.streaming import ClientGone
 
 GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
@@ -78,7 +88,9 @@ class Account:
         outcome = None
         if path in INFERENCE_PATHS:
             outcome = scope.get(OUTCOME) or _outcome(status)
-        self.metrics.http_request(method, path, status, outcome, seconds)
+        scope[STATUS], scope[OUTCOME] = status, outcome
+        error = scope.get(ERROR_CODE)
+        self.metrics.http_request(method, path, status, outcome, seconds, error)
         if not self.log.on:
             return
         flight: Flight | None = scope.get(FLIGHT)

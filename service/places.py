@@ -1,59 +1,126 @@
-"""Places: how many more requests the engine can hold.
+"""Places: how many more requests the engine can hold, all in all and of one owner.
 
-The engine holds as many as it has slots and room in its queue. What one HTTP request asks of it is
-taken whole or refused whole: its places are spoken for before its prompts are tokenised, so that
-nobody else takes them meanwhile. With several API processes the others are seen as of the latest
-message; the engine's own bound stays the last word.
+The engine holds as many as it has slots and room in its queue, and of one owner no more than leaves
+room for others (engine.config.has_room). What one HTTP request asks of it is taken whole or refused
+whole: its places are spoken for before its prompts are tokenised, so that nobody else takes them
+meanwhile. With several API processes the others are seen as of the latest message; the engine's own
+bound stays the last word.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from engine.client import EngineClient
-from engine.errors import QueueFull
+from engine.config import QUEUE_PART, has_room, most_of_one
+from engine.errors import QueueFull, ShareFull
 from service.errors import ApiError
 
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
 
 
 class Places:
-    """`capacity` gives the most requests that the engine holds, running and waiting."""
+    """`slots` gives how many requests run at once; `most_waiting` more may wait, of
+    `most_tokens` prompt tokens."""
 
-    def __init__(self, client: EngineClient, capacity: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        slots: Callable[[], int],
+        most_waiting: int,
+        most_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = client
-        self._capacity = capacity
-        self._reserved = 0  # spoken for, not sent yet
+        self._slots = slots
+        self._most = most_waiting
+        self._most_tokens = most_tokens
+        self._clock = clock
+        self._reserved: Counter[str] = Counter()  # by owner: spoken for, not sent yet
+        self._turn = 0.0  # when the latest one that was refused may find room
 
-    def check(self, requests: int) -> None:
-        """Raises QueueFull where so many more find no room just now, and ApiError 400 for more
-        than ever could."""
-        capacity = self._capacity()
+    def check(self, requests: int, owner: str) -> None:
+        """Raises QueueFull where so many more of an owner find no room just now, and ApiError 400
+        for more than ever could."""
+        slots = self._slots()
+        capacity = slots + most_of_one(self._most, owner)
         if requests > capacity:
+            whose = "of one key " if owner else ""
             raise ApiError(
                 400,
                 f"{requests} prompts at once (samples count too), but this server holds "
-                f"at most {capacity}; send fewer at a time",
+                f"at most {capacity} {whose}; send fewer at a time",
                 code="too_many_prompts",
             )
-        taken = self._client.in_flight + self._reserved
-        missing = taken + requests - capacity
-        if missing > 0:
-            # One place is free for each request that leaves the queue, at the pace seen lately.
-            seconds = min(max(missing * self._client.stats.pace, LEAST_RETRY), MOST_RETRY)
-            raise QueueFull(
-                f"the queue is full: {taken} of at most {capacity} requests are running or "
-                f"waiting, and there is no room for {requests} more; "
-                f"try again in {math.ceil(seconds)} s",
-                retry_after=seconds,
-            )
+        taken = self._client.in_flight + self._reserved.total()
+        excess = taken + requests - slots
+        if excess <= 0:  # they wait for nobody's end
+            return
+        queued = max(taken - slots, 0)
+        own = min(self._client.queued.of(owner)[0] + self._reserved[owner], queued)
+        more = excess - queued
+        if not has_room(taken=queued, own=own, more=more, most=self._most, owner=owner):
+            missing = queued + more - self._most
+            kind: type[QueueFull] = ShareFull if missing <= 0 else QueueFull
+            reason = f"{own} requests of this key wait already"
+            if missing > 0:
+                reason = (
+                    f"the queue is full: {taken} of at most {slots + self._most} requests are "
+                    "running or waiting"
+                )
+            reason = f"{reason}, and there is no room for {requests} more"
+            if owner:  # a departure frees a place for all, and one of each owner's turn its own
+                own_departures = 1 / max(self._client.queued.owners, 1)
+                surplus = own + more + QUEUE_PART * missing
+                missing = max(missing, math.ceil(surplus / (QUEUE_PART + own_departures)))
+            raise self._refusal(kind, reason, missing, requests, queued)
+        self.check_tokens(1, requests, owner)
 
-    def reserve(self, requests: int) -> None:
+    def check_tokens(self, tokens: int, requests: int, owner: str) -> None:
+        """Raises QueueFull where requests of so many prompt tokens, which have their places, are
+        too many for the queue just now."""
+        taken, own = self._client.waiting_tokens, self._client.queued.of(owner)[1]
+        waiting = self._client.in_flight + self._reserved.total() - self._slots()
+        if waiting <= 0 or not tokens:
+            return
+        if requests == 1 and not taken:  # the first that waits may have any length
+            return
+        if has_room(taken=taken, own=own, more=tokens, most=self._most_tokens, owner=owner):
+            return
+        missing = taken + tokens - self._most_tokens
+        kind: type[QueueFull] = ShareFull if missing <= 0 else QueueFull
+        reason = f"{taken} prompt tokens wait already"
+        if missing <= 0:
+            reason = f"{own} prompt tokens of this key wait already"
+        if owner:
+            missing = max(missing, (own + tokens + QUEUE_PART * missing) // (QUEUE_PART + 1))
+        reason = f"{reason}, and there is no room for {tokens} more"
+        departures = math.ceil(missing * waiting / max(taken, 1))  # of requests of their mean size
+        raise self._refusal(kind, reason, departures, requests, waiting)
+
+    def reserve(self, requests: int, owner: str) -> None:
         """Takes places out of what others may have. Raises as `check`."""
-        self.check(requests)
-        self._reserved += requests
+        self.check(requests, owner)
+        self._reserved[owner] += requests
 
-    def release(self, requests: int) -> None:
+    def release(self, requests: int, owner: str) -> None:
         """Gives reserved places back: the requests have been sent, or never will be."""
-        self._reserved -= requests
+        self._reserved[owner] -= requests
+        if not self._reserved[owner]:
+            del self._reserved[owner]
+
+    def _refusal(
+        self, kind: type[QueueFull], reason: str, missing: int, requests: int, queued: int
+    ) -> QueueFull:
+        """`missing` requests have to leave the queue first, at the pace seen lately. Those that are
+        refused are given turns one after the other, so that not all come back at once; but when
+        all that waits now has left, there is room for everyone."""
+        now, pace = self._clock(), self._client.stats.pace
+        free = now + max(missing, 1) * pace
+        emptied = now + max(missing, queued) * pace
+        self._turn = min(max(free, self._turn + requests * pace), emptied)
+        seconds = min(max(self._turn - now, LEAST_RETRY), MOST_RETRY)
+        return kind(f"{reason}; try again in {math.ceil(seconds)} s", retry_after=seconds)

@@ -39,13 +39,16 @@ class Runtime:
         self.client = client
         self.settings = settings
         self.metrics = Metrics(client)
+        self.metrics.set_limits(settings.max_waiting, settings.max_waiting_tokens)
         self.tokenizer: Tokenizer | None = None
         self.chat = ChatTemplate(None)
         self.failure: EngineError | None = None
         self.draining = False
         self.loaded_at = 0  # seconds since 1970
         self.flights: set[Flight] = set()
-        self.places = Places(client, lambda: self.info.slots + settings.max_waiting)
+        self.places = Places(
+            client, lambda: self.info.slots, settings.max_waiting, settings.max_waiting_tokens
+        )
         self._info: ModelInfo | None = None
         self._on_failure = on_failure
 
@@ -80,10 +83,12 @@ class Runtime:
         """What clients call the model."""
         return self.settings.model_name or self.info.name
 
-    def flight(self, arrived: float, owner: str) -> Flight:
+    def flight(self, arrived: float, owner: str, least_priority: int) -> Flight:
         """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
-        the name of its key."""
-        return Flight(self.client, self.metrics, self.places, self.flights, arrived, owner)
+        the name of its key, which may ask for priorities from `least_priority` on."""
+        return Flight(
+            self.client, self.metrics, self.places, self.flights, arrived, owner, least_priority
+        )
 
     async def live(self) -> None:
         """Waits for the model, then watches over the engine until it ends or this is cancelled."""

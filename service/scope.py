@@ -7,11 +7,15 @@ from starlette.types import Scope
 REQUEST_ID = "minserve.request_id"
 ARRIVED = "minserve.arrived"  # by time.perf_counter
 KEY_NAME = "minserve.key_name"  # of the key that the client showed, where one is asked for
+LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key may ask for
 FLIGHT = "minserve.flight"  # service.flight.Flight of a request for the model
+ERROR_CODE = "minserve.error_code"  # of the error that the client got
 # The server's own `send`. What wraps it looks at an answer's start and end only, so that parts in
 # the middle of a stream can go straight to it.
 SEND = "minserve.send"
-OUTCOME = "minserve.outcome"  # where the status cannot tell it
+OUTCOME = "minserve.outcome"  # where the status cannot tell it, and of all that has ended
+STATUS = "minserve.status"  # of what has ended
+TRACE = "minserve.trace"  # service.traces.Trace, where traces are taken
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -48,7 +48,12 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         settings, connections = self._runtime.settings, self.server_state.connections
         watch = asyncio.create_task(
-            cut_stalled(connections, settings.stall_timeout, settings.receive_timeout)
+            cut_stalled(
+                connections,
+                settings.stall_timeout,
+                settings.receive_timeout,
+                self._runtime.metrics.connection_cut,
+            )
         )
         try:
             await super().serve(sockets)

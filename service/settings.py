@@ -36,6 +36,9 @@ class Settings(BaseSettings):
 
     access_log: AccessLogFormat = "off"  # one line per request on stdout
 
+    # Spans for OpenTelemetry, as the OTEL_* variables say (they are read by its SDK).
+    traces: Literal["otlp", "off"] = "off"
+
     # Who may ask. Keys are never options: the arguments of a process can be read by others.
     api_keys: SecretStr | None = None  # name:key, several separated by commas
     api_keys_file: Path | None = None  # name:key or name key, one per line
@@ -51,7 +54,8 @@ class Settings(BaseSettings):
     quantize: str = "none"
     max_slots: int = 256
     max_step_tokens: int | None = None
-    max_waiting: int = 4096
+    max_waiting: int = 4096  # requests
+    max_waiting_tokens: int = 2**26  # of their prompts
     share_slots: int = 64
     threads: int | None = None
     cuda_graphs: bool = True
@@ -75,6 +79,8 @@ class Settings(BaseSettings):
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024  # entries
 
+    stream_interval: int = Field(default=1, ge=1, le=1024)  # tokens of an event, unless asked for
+
     # Times, in seconds.
     load_timeout: PositiveFloat = 600.0
     request_timeout: PositiveFloat = 600.0  # where the request names none
@@ -94,6 +100,7 @@ class Settings(BaseSettings):
             max_slots=self.max_slots,
             max_step_tokens=self.max_step_tokens,
             max_waiting=self.max_waiting,
+            max_waiting_tokens=self.max_waiting_tokens,
             share_slots=self.share_slots,
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,

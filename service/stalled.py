@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from service.heads import BoundedHeads
@@ -36,8 +36,9 @@ class MeteredTransport:
         self._written += len(data)
         self._transport.write(data)
 
-    def cut_if_stalled(self, now: float, timeout: float) -> None:
-        """Aborts where something waits and nothing has been taken for `timeout` seconds."""
+    def cut_if_stalled(self, now: float, timeout: float) -> bool:
+        """Aborts where something waits and nothing has been taken for `timeout` seconds; whether
+        that was so."""
         waiting = self._transport.get_write_buffer_size()
         taken = self._written - waiting
         if not waiting or taken != self._taken:
@@ -47,6 +48,8 @@ class MeteredTransport:
             handle = self._transport.get_extra_info("socket")
             handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._transport.abort()
+            return True
+        return False
 
 
 class MeteredProtocol(BoundedHeads):
@@ -57,13 +60,18 @@ class MeteredProtocol(BoundedHeads):
         super().connection_made(MeteredTransport(transport, now))  # type: ignore[arg-type]
 
 
-async def cut_stalled(connections: Iterable[Any], stall: float, receive: float) -> None:
+async def cut_stalled(
+    connections: Iterable[Any], stall: float, receive: float, on_cut: Callable[[str], None]
+) -> None:
     """Watches over the protocols in `connections`, a live collection, until it is cancelled.
-    Seconds: `stall` without a read, `receive` for a request's head."""
+    Seconds: `stall` without a read, `receive` for a request's head. `on_cut` is told why one was
+    cut: metrics.CUTS."""
     while True:
         await asyncio.sleep(min(stall, receive) / LOOKS)
         now = asyncio.get_running_loop().time()
         for protocol in list(connections):
             if isinstance(protocol, MeteredProtocol):
-                protocol.cut_if_late(now, receive)
-                protocol.transport.cut_if_stalled(now, stall)
+                if protocol.cut_if_late(now, receive):
+                    on_cut("late_head")
+                if protocol.transport.cut_if_stalled(now, stall):
+                    on_cut("stalled")

@@ -20,7 +20,7 @@ from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, StepFailed
 from service.errors import ApiError, from_engine
 from service.flight import Flight
-from service.scope import OUTCOME, SEND
+from service.scope import ERROR_CODE, OUTCOME, SEND
 from service.wire import DONE, event
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,9 @@ class EventStream(Response):
                 scope[OUTCOME] = "error"
                 if not isinstance(error, EngineError):
                     logger.exception("unexpected error in a stream")
-                error_event = event(error_body(error))
-                await write({"type": "http.response.body", "body": error_event, "more_body": True})
+                body = error_body(error)
+                scope[ERROR_CODE] = body["error"]["code"]
+                await write({"type": "http.response.body", "body": event(body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

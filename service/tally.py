@@ -7,18 +7,17 @@ streams bring hundreds of thousands a second.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 
 from prometheus_client import Histogram
 
 
 class Tally:
-    """Feeds `histogram`, whose buckets end at `bounds`; of one thread."""
+    """Feeds `histogram`; of one thread."""
 
-    def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
+    def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self._bounds = histogram._upper_bounds[:-1]  # the last one has no bound
+        self._counts = [0] * len(histogram._upper_bounds)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:

@@ -7,7 +7,7 @@ several tokens that came together are one join.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,23 +20,22 @@ _HOLE = encode(HOLE)
 
 
 class Parts(dict[int, bytes]):
-    """What each token brings to its event, rendered when it first comes: its text as JSON, or what
-    `render` makes of that and of the token."""
+    """What each token brings to its event, rendered when it first comes: its text as JSON, and with
+    `ids` the field `token_ids` after it."""
 
-    def __init__(
-        self, texts: PlainTexts, render: Callable[[bytes, int], bytes] | None = None
-    ) -> None:
+    def __init__(self, texts: PlainTexts, *, ids: bool) -> None:
         self._texts = texts
-        self._render = render
+        self._ids = ids
 
     def __missing__(self, token: int) -> bytes:
-        text = encode(self._texts[token])
-        part = self[token] = text if self._render is None else self._render(text, token)
+        part = self[token] = self.of_group([token])
         return part
 
-
-def _with_id(text: bytes, token: int) -> bytes:
-    return b'%b,"token_ids":[%d]' % (text, token)
+    def of_group(self, tokens: Sequence[int]) -> bytes:
+        """What tokens that share one event bring to it; they are plain."""
+        texts = [self._texts[token] for token in tokens]
+        text = encode("".join([text for text in texts if text]))
+        return b'%b,"token_ids":%b' % (text, encode(list(tokens))) if self._ids else text
 
 
 # Of each tokenizer: its parts of texts alone, and of texts with ids.
@@ -51,7 +50,7 @@ def parts_of(tokenizer: Tokenizer | None, *, ids: bool) -> Parts | None:
     both = _parts.get(tokenizer)
     if both is None:
         texts = tokenizer.plain_texts
-        both = _parts[tokenizer] = (Parts(texts), Parts(texts, _with_id))
+        both = _parts[tokenizer] = (Parts(texts, ids=False), Parts(texts, ids=True))
     return both[ids]
 
 
@@ -66,10 +65,14 @@ class Template:
         self._between = self._behind + self._before
         self._parts = parts
 
-    def events(self, tokens: Sequence[int]) -> bytes:
-        """One event for each of the tokens, of which there is at least one. All are plain, as
+    def events(self, tokens: Sequence[int], interval: int = 1) -> bytes:
+        """Events of up to `interval` tokens each, of which there is at least one. All are plain, as
         PlainTexts has it."""
         parts = self._parts
+        if interval > 1:
+            groups = range(0, len(tokens), interval)
+            told = [parts.of_group(tokens[i : i + interval]) for i in groups]
+            return self._before + self._between.join(told) + self._behind
         if len(tokens) == 1:
             return self._before + parts[tokens[0]] + self._behind
         return self._before + self._between.join([parts[token] for token in tokens]) + self._behind

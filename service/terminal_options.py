@@ -51,6 +51,7 @@ ServedQuantize = Annotated[
 ]
 MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256].")]
 MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
+MaxWaitingTokens = Annotated[int | None, Option(help="Prompt tokens in the queue [2**26].")]
 MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
 ShareSlots = Annotated[int | None, Option(help="States kept of shared prefixes [64].")]
 CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts as graphs [yes].")]
@@ -60,13 +61,21 @@ ServedDeterministic = Annotated[
 MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate.")]
 MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request.")]
 MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
+StreamInterval = Annotated[
+    int | None, Option(help="Tokens of one event of a stream, if a request names none [1].")
+]
 LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load.")]
-RequestTimeout = Annotated[float | None, Option(help="Seconds, where a request names none.")]
+RequestTimeout = Annotated[float | None, Option(help="Seconds, if a request names none [600].")]
+MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may name [3600].")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
 LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
 
 AccessLog = Annotated[
     str | None, Option(help="A line per request on stdout, without texts: json, text, off [off].")
+]
+Traces = Annotated[
+    str | None,
+    Option(help="Spans for OpenTelemetry, to where OTEL_* variables say: otlp, off [off]."),
 ]
 ApiKeysFile = Annotated[
     Path | None, Option(help="Keys of clients, one name:key per line [anybody may ask].")

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import LEAST_LOGPROB, Answer, Piece, total_usage, usage
+from service.answer import LEAST_LOGPROB, Answer, Piece, grouped, total_usage, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -21,7 +21,9 @@ from service.inputs import (
     check_model,
     check_top,
     read_messages,
+    read_priority,
     read_stops,
+    read_timeout,
     sampling_params,
 )
 from service.runtime import Runtime, get_runtime
@@ -85,6 +87,8 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
     n = body.n or 1
     check_count("n", n, settings.max_n, "samples of one conversation")
     flight.reserve(n)
+    timeout = read_timeout(body.timeout, settings)
+    priority = read_priority(body.priority, flight.least_priority)
     params = _params(body, settings, info, runtime.chat.end_id)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
@@ -99,7 +103,9 @@ async def _tasks(body: ChatRequest, runtime: Runtime, flight: Flight) -> list[Ta
             packed,
             msgspec.structs.replace(params, choice=choice),
             stop,
-            settings.request_timeout,
+            timeout,
+            priority,
+            body.stream_interval or settings.stream_interval,
             shared=n > 1,
         )
         for choice in range(n)
@@ -169,7 +175,8 @@ class _View:
 
     def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         """Events for one choice's new pieces."""
-        return b"".join([self._chunk(index, answer, piece) for piece in pieces])
+        groups = grouped(pieces, self._tasks[index].interval)
+        return b"".join([self._chunk(index, answer, group) for group in groups])
 
     def template(self, index: int) -> Template | None:
         """Of a choice's next event, where only the text in it is new."""
@@ -192,12 +199,12 @@ class _View:
         content = {**self._head, "choices": [choice]}
         return {**content, "usage": None} if self._options.include_usage else content
 
-    def _chunk(self, index: int, answer: Answer, piece: Piece) -> bytes:
-        choice = self._choice(index, piece.text)
-        choice["logprobs"] = self._logprobs([piece])
-        choice["finish_reason"] = piece.finish_reason
+    def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
+        choice = self._choice(index, "".join([piece.text for piece in group]))
+        choice["logprobs"] = self._logprobs(group)
+        choice["finish_reason"] = group[-1].finish_reason
         if self._body.return_token_ids:
-            choice["token_ids"] = [] if piece.token is None else [piece.token]
+            choice["token_ids"] = [piece.token for piece in group if piece.token is not None]
         if index not in self._begun:
             self._begun.add(index)
             choice["delta"]["role"] = "assistant"
@@ -205,7 +212,7 @@ class _View:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         content = self._event(choice)
         if self._options.continuous_usage_stats:
-            content["usage"] = usage(answer.prompt_tokens, piece.count)
+            content["usage"] = usage(answer.prompt_tokens, group[-1].count)
         return event(content)
 
     def render_error(self, index: int, error: EngineError) -> bytes:

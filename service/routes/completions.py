@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, total_usage, usage
+from service.answer import Answer, LogprobArrays, Piece, grouped, total_usage, usage
 from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
@@ -23,8 +23,10 @@ from service.inputs import (
     check_count,
     check_model,
     end_of_text,
+    read_priority,
     read_prompt,
     read_stops,
+    read_timeout,
     sampling_params,
 )
 from service.runtime import Runtime, get_runtime
@@ -107,6 +109,8 @@ async def _tasks(
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n" if draws == n else "best_of", draws, settings.max_n, "samples of one prompt")
     flight.reserve(len(prompts) * draws)
+    timeout = read_timeout(body.timeout, settings)
+    priority = read_priority(body.priority, flight.least_priority)
     values = {name: getattr(body, name) for name in SAMPLING}
     if draws > n and body.logprobs is None:
         values["logprobs"] = 0  # to choose by
@@ -133,7 +137,9 @@ async def _tasks(
                     packed,
                     msgspec.structs.replace(params, seed=seed, choice=choice),
                     stop,
-                    settings.request_timeout,
+                    timeout,
+                    priority,
+                    body.stream_interval or settings.stream_interval,
                     score_top=body.logprobs if body.echo else None,
                     shared=draws > 1,
                     ends=ends,
@@ -191,17 +197,19 @@ class _View:
         """Events for one choice's new pieces; where the prompt is echoed, one for it before."""
         prompt = self._tasks[index].prompt
         if not self._body.echo or index in self._echoed:
-            return self._frames(index, answer, [*pieces])
+            return self._frames(index, answer, pieces)
         if not (pieces or len(answer.scores) == len(prompt) - 1):
             return b""
         self._echoed.add(index)
-        frames = [None, *pieces]
-        if len(prompt) > TOKENS_AT_ONCE:
-            return asyncio.to_thread(self._frames, index, answer, frames)
-        return self._frames(index, answer, frames)
 
-    def _frames(self, index: int, answer: Answer, pieces: list[Piece | None]) -> bytes:
-        return b"".join([self._chunk(index, answer, piece) for piece in pieces])
+        def both() -> bytes:
+            return self._chunk(index, answer, []) + self._frames(index, answer, pieces)
+
+        return asyncio.to_thread(both) if len(prompt) > TOKENS_AT_ONCE else both()
+
+    def _frames(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+        groups = grouped(pieces, self._tasks[index].interval)
+        return b"".join([self._chunk(index, answer, group) for group in groups])
 
     def template(self, index: int) -> Template | None:
         """Of a choice's next event, where only the text in it is new."""
@@ -238,22 +246,23 @@ class _View:
             choice["token_ids"] = outcome.tokens
         return choice
 
-    def _chunk(self, index: int, answer: Answer, piece: Piece | None) -> bytes:
-        """One event: a piece, or (None) the echoed prompt."""
+    def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
+        """One event: some pieces, or (none) the echoed prompt."""
+        last = group[-1] if group else None
         choice = self._choice(
             index,
-            self._echo(index) if piece is None else piece.text,
-            self._arrays(index, answer, [piece] if piece else [], echo=piece is None),
-            piece.finish_reason if piece else None,
+            "".join([piece.text for piece in group]) if group else self._echo(index),
+            self._arrays(index, answer, group, echo=not group),
+            last.finish_reason if last else None,
         )
         if self._body.return_token_ids:
-            choice["token_ids"] = [piece.token] if piece and piece.token is not None else []
+            choice["token_ids"] = [piece.token for piece in group if piece.token is not None]
             if index not in self._begun:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         self._begun.add(index)
         content = self._event(choice)
         if self._options.continuous_usage_stats:
-            content["usage"] = usage(answer.prompt_tokens, piece.count if piece else 0)
+            content["usage"] = usage(answer.prompt_tokens, last.count if last else 0)
         return event(content)
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:

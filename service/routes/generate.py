@@ -9,11 +9,19 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, usage
+from service.answer import Answer, LogprobArrays, Piece, grouped, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.inputs import check_count, check_model, read_prompt, read_stops, sampling_params
+from service.inputs import (
+    check_count,
+    check_model,
+    read_priority,
+    read_prompt,
+    read_stops,
+    read_timeout,
+    sampling_params,
+)
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
@@ -26,9 +34,11 @@ from service.wire import JSONResponse, event, render
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
 PER_PROMPT = tuple(
-    name for name in GenerateRequest.model_fields if name not in ("prompts", "model", "stream")
+    name
+    for name in GenerateRequest.model_fields
+    if name not in ("prompts", "model", "stream", "stream_interval")
 )
-SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout"))
+SAMPLING = tuple(name for name in PER_PROMPT if name not in ("stop", "timeout", "priority"))
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse, streams=True))
@@ -43,7 +53,7 @@ async def generate(
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
     flight.reserve(len(body.prompts))
-    tasks = await _tasks(body, runtime)
+    tasks = await _tasks(body, runtime, flight)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
@@ -70,22 +80,22 @@ def _answer(
     )
 
 
-async def _tasks(body: GenerateRequest, runtime: Runtime) -> list[Task]:
+async def _tasks(body: GenerateRequest, runtime: Runtime, flight: Flight) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}
     stops = await read_stops(columns["stop"], settings, tokenizer)
+    interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
     tasks = []
     for i, prompt in enumerate(body.prompts):
         params = sampling_params({name: columns[name][i] for name in SAMPLING}, settings, info)
-        timeout = columns["timeout"][i] or settings.request_timeout
-        if timeout > settings.max_request_timeout:
-            raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
+        timeout = read_timeout(columns["timeout"][i], settings)
+        priority = read_priority(columns["priority"][i], flight.least_priority)
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
         size.add_prompt(len(ids))
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)
-        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout))
+        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout, priority, interval))
     return tasks
 
 
@@ -123,19 +133,22 @@ def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, An
 
 def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str) -> EventStream:
     def frames(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
-        return b"".join([frame(index, answer, piece) for piece in pieces])
+        groups = grouped(pieces, tasks[index].interval)
+        return b"".join([frame(index, answer, group) for group in groups])
 
     def content_of(index: int, text: str | None) -> dict[str, Any]:
         return {"id": answer_id, "index": index, "text": text}
 
-    def frame(index: int, answer: Answer, piece: Piece) -> bytes:
+    def frame(index: int, answer: Answer, group: list[Piece]) -> bytes:
+        text = "".join([piece.text for piece in group]) if runtime.tokenizer else None
+        finish_reason = group[-1].finish_reason
         content = {
-            **content_of(index, piece.text if runtime.tokenizer else None),
-            "token_ids": [] if piece.token is None else [piece.token],
-            "finish_reason": piece.finish_reason,
-            "logprobs": _logprobs([piece], tasks[index], runtime),
+            **content_of(index, text),
+            "token_ids": [piece.token for piece in group if piece.token is not None],
+            "finish_reason": finish_reason,
+            "logprobs": _logprobs(group, tasks[index], runtime),
         }
-        if piece.finish_reason is not None:
+        if finish_reason is not None:
             content["usage"] = answer.usage()
         return event(content)
 

@@ -14,7 +14,14 @@ from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
 from service.flight import Flight
-from service.inputs import check_count, check_model, end_of_text, read_prompt
+from service.inputs import (
+    check_count,
+    check_model,
+    end_of_text,
+    read_priority,
+    read_prompt,
+    read_timeout,
+)
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
@@ -49,11 +56,14 @@ async def score(
     continuation after its context. Texts of an item are tokenised apart. An empty context stands
     for the end-of-text token, where the model has one."""
     check_model(body.model, runtime.model_name, runtime.info)
+    timeout = read_timeout(body.timeout, runtime.settings)
+    priority = read_priority(body.priority, flight.least_priority)
     if body.texts is not None:
         tasks = await _text_tasks(body.texts, runtime, flight)
     else:
         tasks = await _item_tasks(body.items or [], runtime, flight)
-    scores = await unless_client_leaves(request.receive, _run(runtime, flight, tasks))
+    work = _run(flight, tasks, timeout, priority)
+    scores = await unless_client_leaves(request.receive, work)
     tokens = sum(len(task.tokens) for task in tasks)
 
     def answer() -> JSONResponse:
@@ -110,11 +120,12 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
     return tasks
 
 
-async def _run(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Scores]:
+async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int) -> list[Scores]:
     """Every task's scores. Raises EngineError where no task was served."""
     scores: list[Scores] = [[] for _ in tasks]
     # A text of one token has nothing to score.
     submitted = [i for i, task in enumerate(tasks) if len(task.tokens) > task.start]
+    flight.check_tokens(sum(len(tasks[i].tokens) for i in submitted), len(submitted))
     failed = 0
     for i in submitted:
         task = tasks[i]
@@ -125,7 +136,8 @@ async def _run(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Scor
             score=True,
             score_from=task.start,
             share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
-            timeout=runtime.settings.request_timeout,
+            timeout=timeout,
+            priority=priority,
         )
     async for batch in flight.arrivals():
         for which, came in batch:

@@ -17,8 +17,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from engine.messages import LEAST_PRIORITY, MOST_PRIORITY
+
 INT32_MAX = 2**31 - 1
 MOST_BIAS = 100
+MOST_INTERVAL = 1024
 
 
 class RequestModel(BaseModel):
@@ -93,6 +96,17 @@ LogitBias = Annotated[
     ],
     WrapValidator(_first_wrong_entry),
 ]
+Timeout = Annotated[
+    float, Field(gt=0, description="seconds from its arrival; then finish_reason is timeout")
+]
+Priority = Annotated[
+    int,
+    Field(
+        ge=LEAST_PRIORITY,
+        le=MOST_PRIORITY,
+        description="requests with a lower one are served earlier; default 0. Keys may be limited",
+    ),
+]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, description="null = a random one")]
 TopLogprobs = Annotated[int, Field(ge=0, description="null = none; k = the k best as well")]
 StopString = Annotated[str, Field(min_length=1)]
@@ -125,6 +139,17 @@ PerPrompt = Annotated[
 PerPromptList = Annotated[
     Annotated[T | None, Tag("<one>")] | Annotated[Many[T | None], Tag("<each>")],
     Discriminator(_one_or_each_list),
+]
+
+
+StreamInterval = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MOST_INTERVAL,
+        description="with stream: tokens of one event. The first are sent at once, the last with "
+        "the end, and none is held for more than 50 ms. Default: the server's",
+    ),
 ]
 
 

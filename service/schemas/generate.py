@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -18,20 +18,21 @@ from service.schemas.common import (
     Penalty,
     PerPrompt,
     PerPromptList,
+    Priority,
     Prompt,
     RepetitionPenalty,
     RequestModel,
     Seed,
     Stop,
+    StreamInterval,
     Temperature,
+    Timeout,
     TokenId,
     TopK,
     TopLogprobs,
     TopP,
     Usage,
 )
-
-Timeout = Annotated[float, Field(gt=0, description="seconds; then finish_reason is timeout")]
 
 
 class GenerateRequest(RequestModel):
@@ -56,7 +57,9 @@ class GenerateRequest(RequestModel):
     ignore_eos: PerPrompt[bool] = None
     logprobs: PerPrompt[TopLogprobs] = None
     timeout: PerPrompt[Timeout] = None
+    priority: PerPrompt[Priority] = None
     stream: bool = False
+    stream_interval: StreamInterval | None = None
 
 
 class GenerateResult(BaseModel):

@@ -13,12 +13,15 @@ from service.schemas.common import (
     MinP,
     MinTokens,
     Penalty,
+    Priority,
     RepetitionPenalty,
     RequestModel,
     Seed,
     Stop,
+    StreamInterval,
     StreamOptions,
     Temperature,
+    Timeout,
     TokenId,
     TopK,
     TopP,
@@ -48,6 +51,9 @@ class OpenAIRequest(RequestModel):
     ignore_eos: bool | None = None
     stop_token_ids: Many[TokenId] | None = None
     return_token_ids: bool | None = None
+    timeout: Timeout | None = None
+    priority: Priority | None = None
+    stream_interval: StreamInterval | None = None
 
 
 class OpenAIChoice(BaseModel):

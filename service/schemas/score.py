@@ -7,7 +7,15 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.schemas.common import ErrorDetail, Many, Prompt, RequestModel, Usage
+from service.schemas.common import (
+    ErrorDetail,
+    Many,
+    Priority,
+    Prompt,
+    RequestModel,
+    Timeout,
+    Usage,
+)
 
 
 class ScoreItem(RequestModel):
@@ -23,6 +31,10 @@ class ScoreRequest(RequestModel):
     texts: Many[Prompt] | None = Field(default=None, min_length=1)
     items: Many[ScoreItem] | None = Field(default=None, min_length=1)
     model: str | None = None
+    timeout: Timeout | None = Field(
+        default=None, description="seconds from its arrival; what is not scored then is an error"
+    )
+    priority: Priority | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> ScoreRequest:

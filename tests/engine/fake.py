@@ -101,6 +101,7 @@ class FakeRunner:
         share_slots: int = 4,
         max_step_tokens: int = 256,
         max_waiting: int = 64,
+        max_waiting_tokens: int = 2**26,
         step_seconds: float = 0.0,
         failures: list[Exception] | None = None,
         most_steps: int = 1,
@@ -114,6 +115,7 @@ class FakeRunner:
             share_slots=share_slots,
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
             threads=1,
         )
         self.info = ModelInfo(

@@ -420,3 +420,20 @@ async def test_close_twice_and_without_start() -> None:
     await client.close()
     await client.close()
     assert client.state == "dead"
+
+
+async def test_the_client_knows_which_of_its_requests_wait() -> None:
+    sampling = SamplingParams(max_tokens=50, ignore_eos=True)
+    async with serving(FakeRunner(slots=1, step_seconds=0.002)) as client:
+        for owner, prompt in (("a", b"abc"), ("a", b"abcd"), ("b", b"abcde")):
+            client.submit(ask(client, prompt, owner=owner, sampling=sampling))
+        assert client.queued.of("a") == (2, 7) and client.queued.of("b") == (1, 5)
+        assert client.waiting_tokens == 12 and client.queued.owners == 2
+        while client.queued.of("a") == (2, 7):
+            await asyncio.sleep(0.001)
+        assert client.queued.of("a") == (1, 4) and client.waiting_tokens == 9
+        client.abort([1])
+        while client.queued.of("a") != (0, 0):
+            await asyncio.sleep(0.001)
+        assert client.queued.of("b") == (1, 5)
+    assert client.queued.of("b") == (0, 0) and client.queued.tokens == 0

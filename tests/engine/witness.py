@@ -165,7 +165,7 @@ class Witness:
 
     def check(self, request: Request, client: str, end: Finished | Failed) -> None:
         if isinstance(end, Failed):
-            assert end.code in ("queue_full", "invalid_request", "step_failed")
+            assert end.code in ("queue_full", "share_full", "invalid_request", "step_failed")
             assert end.code != "step_failed" or self.failures or request.id in self.runner.spoiled
             return
         told = self.tokens[client, request.id] or end.tokens

@@ -241,6 +241,7 @@ async def test_after_every_error_it_still_serves(service: Service) -> None:
     [
         (errors.InvalidRequest("m", param="p"), 400, "invalid_request_error"),
         (errors.QueueFull("m", retry_after=2.1), 429, "rate_limit_error"),
+        (errors.ShareFull("m", retry_after=2.1), 429, "rate_limit_error"),
         (errors.TimedOut("m"), 504, "timeout_error"),
         (errors.Draining("m"), 503, "service_unavailable_error"),
         (errors.EngineLoading("m"), 503, "service_unavailable_error"),

@@ -25,10 +25,22 @@ def test_files_and_environment_name_keys(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", f"# ours\n\n  alice:{ALICE}\nbob {BOB}\r\nalice : {NEW}\n")
     found = ApiKeys(f"carol:{'c' * 16}, dave:{'d' * 16}", path)
     for key, name in ((ALICE, "alice"), (BOB, "bob"), (NEW, "alice"), ("c" * 16, "carol")):
-        assert found.name_of(key.encode()) == name
+        assert found.find(key.encode()) == (name, 0)
     for wrong in ("", "alice", ALICE[:-1], ALICE + "x", ALICE.upper(), f"alice:{ALICE}"):
-        assert found.name_of(wrong.encode()) is None
-    assert found.name_of(b"\xff" * 20) is None
+        assert found.find(wrong.encode()) is None
+    assert found.find(b"\xff" * 20) is None
+
+
+def test_keys_have_priorities(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", f"alice:{ALICE} priority=-10\nbob {BOB}   priority=7\n")
+    found = ApiKeys(f"carol:{'c' * 16} priority=-1, dave:{'d' * 16}", path)
+    for key, known in (
+        (ALICE, ("alice", -10)),
+        (BOB, ("bob", 7)),
+        ("c" * 16, ("carol", -1)),
+        ("d" * 16, ("dave", 0)),
+    ):
+        assert found.find(key.encode()) == known
 
 
 @pytest.mark.parametrize(
@@ -39,12 +51,16 @@ def test_files_and_environment_name_keys(tmp_path: Path) -> None:
         (ALICE, "entry 1: allowed: name:key"),
         (f"a:{ALICE}\nbob", "entry 2: allowed: name:key"),
         (f"a:{ALICE} more", "entry 1"),
+        (f"a:{ALICE} priority=", "entry 1"),
+        (f"a:{ALICE} priority=1.5", "entry 1"),
+        (f"a:{ALICE} priority=101", "entry 1: priority=101; allowed: -100 to 100"),
+        (f"a:{ALICE}\na:{ALICE} priority=3", "entry 2: the key of a stands there already"),
         ("a:tooshort", "16 to 512"),
         (f"a:{'x' * 513}", "16 to 512"),
         (f"a:{ALICE}é", "16 to 512"),
         (f"a/b:{ALICE}", "names have"),
         (f"{'n' * 65}:{ALICE}", "names have"),
-        (f"a:{ALICE}\nb:{ALICE}", "entry 2: the key of b is also another's"),
+        (f"a:{ALICE}\nb:{ALICE}", "entry 2: the key of b stands there already"),
     ],
 )
 def test_mistakes_are_told_without_the_key(text: str, says: str, tmp_path: Path) -> None:
@@ -102,17 +118,17 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
     watch = asyncio.create_task(found.watch())
     try:
         write(path, f"alice:{NEW}")
-        await until(lambda: found.name_of(NEW.encode()) == "alice")
-        assert found.name_of(ALICE.encode()) is None
-        assert found.name_of(b"d" * 16) == "dave"
+        await until(lambda: found.find(NEW.encode()) == ("alice", 0))
+        assert found.find(ALICE.encode()) is None
+        assert found.find(b"d" * 16) == ("dave", 0)
         for step in (lambda: write(path, "nonsense"), path.unlink):
             caplog.clear()
             step()
             await until(lambda: "the keys stay as they were" in caplog.text)
-            assert found.name_of(NEW.encode()) == "alice"
+            assert found.find(NEW.encode()) == ("alice", 0)
         other = write(tmp_path / "other", f"bob:{BOB}")
         other.rename(path)
-        await until(lambda: found.name_of(BOB.encode()) == "bob")
-        assert found.name_of(NEW.encode()) is None
+        await until(lambda: found.find(BOB.encode()) == ("bob", 0))
+        assert found.find(NEW.encode()) is None
     finally:
         watch.cancel()

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from engine.client import EngineClient
 from engine.engine import Engine
-from engine.errors import CheckpointError, EngineError, QueueFull
-from engine.messages import Stats
+from engine.errors import CheckpointError, EngineError
 from engine.transport import InlineTransport
-from service.places import Places
 from service.tokenizer import Tokenizer
 from tests.service.harness import (
     Service,
@@ -125,18 +120,6 @@ async def test_a_full_queue_is_429_with_retry_after(byte_folder: Path, stream: b
         # What was in flight had not been touched; now that it is gone there is room.
         await until(lambda: stats().waiting == 0 and stats().slots_used == 0)
         await service.post(GENERATE, {"prompts": ["b"], "max_tokens": 1})
-
-
-def test_retry_after_follows_the_pace_of_the_queue() -> None:
-    client = SimpleNamespace(in_flight=9, stats=Stats(pace=2.5))
-    places = Places(cast(EngineClient, client), capacity=lambda: 10)
-    places.check(1)
-    for requests, pace, seconds in ((2, 2.5, 2.5), (3, 2.5, 5), (2, 0.01, 1), (9, 20, 60)):
-        client.stats = Stats(pace=pace)
-        with pytest.raises(QueueFull) as refused:
-            places.check(requests)
-        assert refused.value.retry_after == seconds
-        assert f"try again in {math.ceil(seconds)} s" in refused.value.message
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,9 @@ def test_a_request_that_does_not_end_loses_its_connection() -> None:
             assert _raw(process, sent) == b""
         answer = _raw(process, head)
         assert answer.startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in answer
+        told = httpx.get(f"{process.url}/metrics").text
+        assert 'minserve_connections_cut_total{reason="late_head"} 3.0\n' in told
+        assert 'minserve_request_errors_total{code="body_too_slow"} 1.0\n' in told
         with httpx.Client(base_url=process.url, timeout=60) as client:  # one that works stays
             body = {"prompts": [[97]], "max_tokens": 2000, "ignore_eos": True}
             begun = time.monotonic()
@@ -343,5 +346,6 @@ def test_a_client_that_reads_nothing_loses_its_connection(stream: bool) -> None:
             with pytest.raises(ConnectionResetError):
                 while client.recv(2**20):
                     pass
-        running = "\nminserve_requests_running 0.0\n"
-        assert running in httpx.get(f"{process.url}/metrics").text
+        told = httpx.get(f"{process.url}/metrics").text
+        assert "\nminserve_requests_running 0.0\n" in told
+        assert 'minserve_connections_cut_total{reason="stalled"} 1.0\n' in told

@@ -15,7 +15,7 @@ from engine.client import Delivery, Inbox, Update
 from engine.errors import EngineDead
 from engine.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
-from service.answer import Answer, Piece
+from service.answer import Answer, Piece, grouped
 from service.generation import Outcome, Task, stream
 from service.stop import StopMatcher, StopStrings
 from service.tally import Tally
@@ -41,6 +41,8 @@ class _Flight:
     def submit(self, *_: Any, **__: Any) -> None:
         """Takes anything."""
 
+    check_tokens = submit
+
     def abort(self, *_: Any) -> None:
         self.stopped = True
 
@@ -62,19 +64,21 @@ def _updates(runs: Sequence[Sequence[int]], end: bool) -> list[Update]:
     return updates
 
 
-def _events(runs: list[list[int]], stops: list[str], template: Template | None) -> bytes:
+def _events(
+    runs: list[list[int]], stops: list[str], interval: int, template: Template | None
+) -> bytes:
     """What a stream sends of an answer of one prompt."""
 
     def render(_: int, __: Answer, pieces: list[Piece]) -> bytes:
         return b"".join(
-            event(_content(piece.text, piece.token) | {"finish": piece.finish_reason})
-            for piece in pieces
+            event(_content(group) | {"finish": group[-1].finish_reason})
+            for group in grouped(pieces, interval)
         )
 
     async def collect() -> bytes:
         stop = StopStrings(stops) if stops else None
         ids = TOKENIZER.encode("x")
-        task = Task(ids, pack_ids(ids), SamplingParams(), stop, 1.0)
+        task = Task(ids, pack_ids(ids), SamplingParams(), stop, 1.0, 0, interval)
         flight: Any = _Flight(_updates(runs, end=True))
         runtime: Any = _Runtime()
         chunks = stream(
@@ -85,17 +89,18 @@ def _events(runs: list[list[int]], stops: list[str], template: Template | None) 
     return asyncio.run(collect())
 
 
-def _content(text: str, token: int | None) -> dict[str, Any]:
-    return {"text": text, "token_ids": [] if token is None else [token]}
+def _content(group: list[Piece]) -> dict[str, Any]:
+    ids = [piece.token for piece in group if piece.token is not None]
+    return {"text": "".join([piece.text for piece in group]), "token_ids": ids}
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(RUNS, min_size=1, max_size=5), STOPS)
-def test_a_template_changes_nothing(runs: list[list[int]], stops: list[str]) -> None:
+@given(st.lists(RUNS, min_size=1, max_size=5), STOPS, st.sampled_from([1, 1, 2, 5]))
+def test_a_template_changes_nothing(runs: list[list[int]], stops: list[str], interval: int) -> None:
     parts = parts_of(TOKENIZER, ids=True)
     assert parts is not None
     template = Template({"text": HOLE, "finish": None}, parts)
-    assert _events(runs, stops, template) == _events(runs, stops, None)
+    assert _events(runs, stops, interval, template) == _events(runs, stops, interval, None)
 
 
 @settings(max_examples=200, deadline=None)
@@ -129,7 +134,7 @@ def test_a_tally_feeds_its_histogram_as_observations_do(value: float) -> None:
     registry = CollectorRegistry()
     direct = Histogram("direct", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
     tallied = Histogram("tallied", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
-    tally = Tally(tallied, (0.5, 1.0, 2.0))
+    tally = Tally(tallied)
     for _ in range(2):  # a flush counts nothing twice
         for _ in range(3):
             direct.observe(value)
@@ -148,7 +153,7 @@ def test_a_tally_feeds_its_histogram_as_observations_do(value: float) -> None:
 async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:
     inbox = Inbox()
     first, second = (
-        Delivery(Request(id=i, prompt=pack_ids([1])), inbox, which=i) for i in range(2)
+        Delivery(Request(id=i, prompt=pack_ids([1])), inbox=inbox, which=i) for i in range(2)
     )
     waiting = asyncio.create_task(inbox.next())
     await asyncio.sleep(0)
@@ -164,7 +169,7 @@ async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:
 
 async def test_an_inbox_whose_reader_was_cancelled_keeps_its_news() -> None:
     inbox = Inbox()
-    delivery = Delivery(Request(id=0, prompt=pack_ids([1])), inbox)
+    delivery = Delivery(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
     waiting = asyncio.create_task(inbox.next())
     await asyncio.sleep(0)
     waiting.cancel()

@@ -1,0 +1,109 @@
+"""Deliveries: what a reader is given at once, what is held for more to come, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine import holding
+from engine.client import Delivery
+from engine.errors import StepFailed
+from engine.holding import Holding
+from engine.messages import Finished, Request, TokenLogprobs, pack_ids
+
+FINISHED = Finished(0, "length", 1, 0, 9)
+
+
+def delivery(interval: int) -> Delivery:
+    return Delivery(Request(id=0, prompt=pack_ids([1])), interval)
+
+
+async def begun(interval: int) -> Delivery:
+    """One whose first token has been read."""
+    one = delivery(interval)
+    one.add_tokens([0])
+    assert (await one.next()).tokens == [0], "the first comes at once"
+    return one
+
+
+async def test_tokens_are_held_until_they_are_enough() -> None:
+    one = await begun(3)
+    one.add_tokens([1, 2])
+    assert not one.due
+    waiting = asyncio.create_task(one.next())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.add_tokens([3])
+    assert (await waiting).tokens == [1, 2, 3]
+    one.add_tokens([4, 5, 6, 7])
+    assert (await one.next()).tokens == [4, 5, 6, 7]
+
+
+async def test_the_end_holds_nothing_back() -> None:
+    one = await begun(100)
+    one.add_tokens([1])
+    one.finish(FINISHED)
+    update = await one.next()
+    assert update.tokens == [1] and update.finished is FINISHED
+
+
+async def test_an_error_comes_after_what_was_held() -> None:
+    one = await begun(100)
+    one.add_tokens([1])
+    one.fail(StepFailed("boom"))
+    assert (await one.next()).tokens == [1]
+    with pytest.raises(StepFailed):
+        await one.next()
+
+
+async def test_scores_are_not_held() -> None:
+    one = await begun(100)
+    one.add_scores([TokenLogprobs(-1.0)])
+    assert (await one.next()).scores
+
+
+async def test_what_is_released_is_read_and_the_next_is_held_again() -> None:
+    one = await begun(100)
+    one.release()
+    one.add_tokens([1])
+    assert (await one.next()).tokens == [1]
+    one.add_tokens([2])
+    assert not one.due
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+async def test_without_an_interval_nothing_is_held(interval: int) -> None:
+    one = await begun(interval)
+    one.add_tokens([1])
+    assert one.due == (interval == 1)
+
+
+class Held:
+    def __init__(self) -> None:
+        self.released: list[float] = []
+
+    def release(self) -> None:
+        self.released.append(asyncio.get_running_loop().time())
+
+
+async def test_nothing_is_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "MOST_HELD_SECONDS", 0.03)
+    keeper, first, second, third = Holding(), Held(), Held(), Held()
+    begin = asyncio.get_running_loop().time()
+    keeper.add(first)
+    keeper.add(third)
+    await asyncio.sleep(0.01)
+    keeper.add(first)  # which it holds since before
+    keeper.add(second)
+    keeper.discard(third)
+    while not second.released:
+        await asyncio.sleep(0.001)
+    assert len(first.released) == 1 and first.released[0] >= begin + 0.03
+    assert second.released[0] >= begin + 0.04
+    assert not third.released
+    keeper.add(first)
+    keeper.clear()
+    await asyncio.sleep(0.05)
+    assert len(first.released) == 1
