@@ -1,8 +1,7 @@
 """EngineClient: how the service talks to an engine, on one asyncio event loop.
 
-`submit` gives a Delivery, from which the request's tokens are read. A Delivery merges what
-has come since it was last read, so that a slow reader costs memory for its own tokens only, and
-never holds up another. When the engine dies every Delivery raises EngineDead.
+`submit` gives a Delivery, from which the request's tokens are read. When the engine dies every
+Delivery raises EngineDead.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Literal
 import msgspec
 
 from engine.config import EngineConfig
-from engine.delivery import Delivery as Delivery
-from engine.delivery import Update as Update
+from engine.delivery import Delivery, Inbox, Update
 from engine.errors import (
     BY_CODE,
     EngineDead,
@@ -45,6 +43,8 @@ from engine.messages import (
 )
 from engine.queued import Queued
 from engine.transport import ProcessTransport, Transport
+
+__all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]
 
 log = logging.getLogger(__name__)
 
@@ -149,8 +149,11 @@ class EngineClient:
         """A request id that this client has not used."""
         return next(self._ids)
 
-    def submit(self, request: Request, interval: int = 1) -> Delivery:
-        """Sends a request; never blocks. Its id comes from `new_id`; `interval` as in Delivery.
+    def submit(
+        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
+    ) -> Delivery:
+        """Sends a request; never blocks. Its id comes from `new_id`; `interval`, `inbox` and
+        `which` as in Delivery.
 
         Raises EngineLoading or EngineDead, and InvalidRequest for a value that
         cannot be sent. Every other refusal is raised by the Delivery.
@@ -166,7 +169,8 @@ class EngineClient:
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
         self.queued.add(request)
-        delivery = self._deliveries[request.id] = Delivery(request, interval)
+        delivery = Delivery(request, interval, inbox, which, self._holding)
+        self._deliveries[request.id] = delivery
         return delivery
 
     def abort(self, ids: Iterable[int], reason: FinishReason = "abort") -> None:
@@ -257,49 +261,39 @@ class EngineClient:
     def _deliver(self, events: StepEvents) -> None:
         self._stats = events.stats
         self.rounds += 1
-        touched: dict[int, Delivery] = {}
         deliveries = self._deliveries
-        logprobs = events.logprobs or itertools.repeat(None)
-        for request, token, report in zip(events.requests, events.tokens, logprobs, strict=False):
-            delivery = deliveries.get(request)
-            if delivery is not None:
-                delivery.add_token(token, report)
-                touched[request] = delivery
+        find = deliveries.get
+        if events.logprobs:
+            reports = zip(events.requests, events.tokens, events.logprobs, strict=False)
+            for request, token, report in reports:
+                if (delivery := find(request)) is not None:
+                    delivery.add_token(token, report)
+        else:
+            # The one loop that every streamed token goes through.
+            for request, token in zip(events.requests, events.tokens, strict=False):
+                if (delivery := find(request)) is not None:
+                    delivery.update.tokens.append(token)
+                    if not delivery.told:
+                        delivery.tell()
         for request, tokens in events.in_runs():
-            delivery = deliveries.get(request)
-            if delivery is not None:
+            if (delivery := find(request)) is not None:
                 delivery.add_tokens(tokens)
-                touched[request] = delivery
         for scores in events.scores:
-            delivery = deliveries.get(scores.request)
-            if delivery is not None:
+            if (delivery := find(scores.request)) is not None:
                 delivery.add_scores(scores.tokens)
-                touched[scores.request] = delivery
         for request in events.started:
             self.queued.discard(request)
         for finished in events.finished:
             self.queued.discard(finished.request)
-            delivery = deliveries.pop(finished.request, None)
-            if delivery is not None:
+            if (delivery := deliveries.pop(finished.request, None)) is not None:
                 delivery.finish(finished)
-                touched[finished.request] = delivery
         for failed in events.failed:
             self.queued.discard(failed.request)
-            delivery = deliveries.pop(failed.request, None)
-            if delivery is not None:
+            if (delivery := deliveries.pop(failed.request, None)) is not None:
                 delivery.fail(from_failed(failed))
-                touched[failed.request] = delivery
         # What this process has sent may not be in the stats yet, so that this errs towards fewer.
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
         self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
-        for delivery in touched.values():
-            if delivery.interval == 1:
-                delivery.wake()
-            elif delivery.due or delivery.failed:
-                self._holding.discard(delivery)
-                delivery.wake()
-            else:
-                self._holding.add(delivery)
         for listener in self._listeners:
             listener(events)
 
@@ -314,7 +308,6 @@ class EngineClient:
         self._holding.clear()
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
-            delivery.wake()
         for answer in self._pings.values():
             if not answer.done():
                 answer.set_exception(EngineDead(error.message))

@@ -1,7 +1,8 @@
-"""Delivery: the answer to one request as it comes, for one reader.
+"""Deliveries: what has come of each request and has not been read yet.
 
-What has come since it was last read is merged, so that a slow reader costs memory for its own
-tokens only, and never holds up another.
+A Delivery merges what comes between two reads, so that a slow reader costs memory for its own
+tokens only, and never holds up another. Several deliveries can share an Inbox, from which one task
+reads all that have news in one go.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
+from engine.holding import Holding
 from engine.messages import Finished, Request, TokenLogprobs
 
 
@@ -33,45 +35,91 @@ class Update:
         return not (self.tokens or self.scores or self.finished)
 
 
+class Inbox:
+    """Deliveries with news, each once, in the order in which they came; one task reads it."""
+
+    def __init__(self) -> None:
+        self._news: list[Delivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> list[Delivery]:
+        """All deliveries with news, of which `take` and `error` tell; waits for the first one."""
+        while not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news, self._news = self._news, []
+        for delivery in news:
+            delivery.told = False
+        return news
+
+    def put(self, delivery: Delivery) -> None:
+        """A delivery has news, and was read since it last had some."""
+        self._news.append(delivery)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class Delivery:
-    """The answer to one request; one task reads it.
+    """The answer to one request; one task reads it, by itself or through an inbox.
 
     `async for update in delivery` ends after the update that holds `finished`. The reader is given
     the first tokens at once, and further ones when `interval` of them have come, when the first of
-    them was held for MOST_HELD_SECONDS, or when the answer ends.
+    them was held for MOST_HELD_SECONDS (by `holding`), or when the answer ends.
     """
 
-    def __init__(self, request: Request, interval: int = 1) -> None:
-        self.id = request.id
-        self._wants_logprobs = request.sampling.logprobs is not None
-        self._update = Update()
-        self._error: EngineError | None = None
+    __slots__ = (
+        "_begun", "_holding", "_inbox", "_over", "_released", "_waiter", "_wants_logprobs", "error",
+        "id", "interval", "on_finish", "told", "update", "which",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        interval: int = 1,
+        inbox: Inbox | None = None,
+        which: int = 0,
+        holding: Holding | None = None,
+    ) -> None:
+        """`inbox`: through which it is read, if not by itself; `which` is its reader's own number
+        for it."""
         self.interval = interval
+        self.on_finish: Callable[[], None] | None = None
+        self._holding = holding
         self._begun = False  # an update has been read
         self._released = False  # what is held may be read
+        self.id = request.id
+        self.which = which
+        self.error: EngineError | None = None  # after all that `take` gives
+        self.update = Update()  # what has come since it was last taken
+        self.told = False  # the reader knows that there is news
+        self._wants_logprobs = request.sampling.logprobs is not None
+        self._inbox = inbox
         self._over = False  # the update with `finished` has been read
-        self.on_finish: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def failed(self) -> bool:
-        """Nothing more will come."""
-        return self._error is not None
+    def take(self) -> Update:
+        """All that has come since the last call, which may be nothing."""
+        update, self.update = self.update, Update()
+        self._begun, self._released = True, False
+        return update
 
     @property
     def due(self) -> bool:
         """There is something to read, and no reason to wait for more."""
-        update = self._update
+        update = self.update
         if update.empty:
             return False
-        if self.interval == 1 or self._released or not self._begun or self.failed:
+        if self.interval == 1 or self._released or not self._begun or self.error is not None:
             return True
         return bool(
             len(update.tokens) >= self.interval or update.finished is not None or update.scores
         )
 
     async def next(self) -> Update:
-        """All that has come since the last call; waits when that is nothing, or is held.
+        """As `take`; waits when that is nothing, or is held.
 
         Raises the request's error once all that came before it has been read, and
         RuntimeError after the end or while another task waits here.
@@ -80,16 +128,17 @@ class Delivery:
             raise RuntimeError(f"request {self.id} has ended")
         if self._waiter is not None:
             raise RuntimeError(f"request {self.id} is being read by another task")
-        while self._update.empty or (self.interval > 1 and not self.due):
-            if self._error is not None:
-                raise self._error
+        self.told = False
+        while not self.due:
+            if self.error is not None:
+                raise self.error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        update, self._update = self._update, Update()
-        self._begun, self._released = True, False
+                self.told = False
+        update = self.take()
         self._over = update.finished is not None
         return update
 
@@ -101,36 +150,55 @@ class Delivery:
             raise StopAsyncIteration
         return await self.next()
 
-    # Filled by EngineClient, which calls `wake` once per message.
+    # Filled by EngineClient. The reader runs after the whole message has been handled.
 
     def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._update.tokens.append(token)
+        self.update.tokens.append(token)
         if self._wants_logprobs:
-            self._update.logprobs.append(logprobs)
+            self.update.logprobs.append(logprobs)
+        if not self.told:
+            self.tell()
 
     def add_tokens(self, tokens: list[int]) -> None:
         """Tokens of a request that asked for no log-probabilities."""
-        self._update.tokens.extend(tokens)
+        self.update.tokens.extend(tokens)
+        if not self.told:
+            self.tell()
 
     def add_scores(self, scores: list[TokenLogprobs]) -> None:
-        self._update.scores.extend(scores)
+        self.update.scores.extend(scores)
+        if not self.told:
+            self.tell()
 
     def finish(self, finished: Finished) -> None:
-        self._update.tokens.extend(finished.tokens)
-        self._update.logprobs.extend(finished.logprobs)
-        self._update.finished = finished
+        self.update.tokens.extend(finished.tokens)
+        self.update.logprobs.extend(finished.logprobs)
+        self.update.finished = finished
+        if not self.told:
+            self.tell()
         if self.on_finish is not None:
             self.on_finish()
 
     def fail(self, error: EngineError) -> None:
-        self._error = error
+        self.error = error
+        if not self.told:
+            self.tell()
 
     def release(self) -> None:
         """What is held may be read now."""
         self._released = True
-        self.wake()
+        if not self.told:
+            self.tell()
 
-    def wake(self) -> None:
-        """Lets the reader run, if one waits; its task may have been cancelled meanwhile."""
-        if self._waiter is not None and not self._waiter.done():
+    def tell(self) -> None:
+        """Lets the reader run, unless it is to wait for more; its task may have been cancelled."""
+        if self.interval > 1 and self._holding is not None:
+            if not self.due and self.error is None:
+                self._holding.add(self)
+                return
+            self._holding.discard(self)
+        self.told = True
+        if self._inbox is not None:
+            self._inbox.put(self)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -12,21 +12,31 @@ FALLBACK = (
 )
 
 
+class Text:
+    """A text to cut prompts from; it is repeated where a slice is longer than it is."""
+
+    def __init__(self, data: Path | None) -> None:
+        self._text = data.read_text(encoding="utf-8") if data else FALLBACK
+        if not self._text:
+            raise ValueError(f"{data} is empty")
+
+    def cut(self, length: int, choice: random.Random) -> str:
+        """`length` characters from anywhere."""
+        if len(self._text) < 2 * length:
+            self._text *= 1 + 2 * length // len(self._text)
+        start = choice.randrange(len(self._text) - length + 1)
+        return self._text[start : start + length]
+
+
 class Prompts:
-    """An endless supply of prompts, each of `least` to `most` bytes; the same for the same seed."""
+    """An endless supply of prompts of `least` to `most` characters; the same for the same seed."""
 
     def __init__(self, data: Path | None, least: int, most: int, seed: int) -> None:
         if not 1 <= least <= most:
-            raise ValueError(f"prompt bytes {least} to {most}: need 1 <= least <= most")
-        text = data.read_text(encoding="utf-8") if data else FALLBACK
-        if not text:
-            raise ValueError(f"{data} is empty")
-        # Long enough that a slice of `most` characters fits anywhere.
-        self._text = text * (1 + most // len(text)) if len(text) < 2 * most else text
+            raise ValueError(f"prompts of {least} to {most} characters: need 1 <= least <= most")
+        self._text = Text(data)
         self._least, self._most = least, most
         self._random = random.Random(seed)
 
     def draw(self) -> str:
-        length = self._random.randint(self._least, self._most)
-        start = self._random.randrange(len(self._text) - length + 1)
-        return self._text[start : start + length]
+        return self._text.cut(self._random.randint(self._least, self._most), self._random)

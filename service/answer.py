@@ -53,6 +53,7 @@ class Answer:
         self._ends = ends
         self._ended = False  # by one of them
         self._decoder = tokenizer.decoder(after=prompt) if tokenizer else None
+        self._plain = tokenizer.plain_texts if tokenizer else None
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
         self.prompt_tokens = len(prompt)
@@ -93,6 +94,39 @@ class Answer:
             reason: FinishReason = "stop" if ended else update.finished.reason
             self.finish_reason = last.finish_reason = reason
         return pieces
+
+    def take_plain(self, tokens: Sequence[int]) -> bool:
+        """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
+        can belong to a stop string. Else takes nothing and returns False. For requests without
+        log-probabilities, whose pieces are all that such a token's text is."""
+        plain, decoder = self._plain, self._decoder
+        if plain is None or decoder is None or self._ends or self.finish_reason is not None:
+            return False
+        if decoder.holds:
+            return False
+        texts = [plain[token] for token in tokens]
+        if None in texts:
+            return False
+        if self._stop is not None and not self._stop.passes(texts):  # type: ignore[arg-type]
+            return False
+        self.completion_tokens += len(texts)
+        self._decoded += sum(map(len, texts))  # type: ignore[arg-type]
+        return True
+
+    def take_text(self, update: Update) -> tuple[str, list[int]]:
+        """As `take`, where nobody asks for pieces: the text and the tokens that an update adds."""
+        if self._stop is not None or self._ends or self.finish_reason is not None:
+            pieces = self.take(update)
+            tokens = [piece.token for piece in pieces if piece.token is not None]
+            return "".join([piece.text for piece in pieces]), tokens
+        self.scores += update.scores
+        text = self._decoder.feed_all(update.tokens) if self._decoder else ""
+        self.completion_tokens += len(update.tokens)
+        if update.finished is not None:
+            text += self._end()
+            self.finish_reason = update.finished.reason
+        self._decoded += len(text)
+        return text, update.tokens
 
     def _end(self) -> str:
         tail = self._decoder.flush() if self._decoder else ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ApiError, respond
+from service.scope import header
 
 DISCARDED = 64 * 2**20  # bytes at most
 DISCARD_SECONDS = 10.0  # at most
@@ -45,7 +45,7 @@ class BodyLimit:
             else:
                 await send(message)
 
-        announced = Headers(scope=scope).get("content-length", "")
+        announced = header(scope, b"content-length") or ""
         if announced.isdigit() and (len(announced) > 18 or int(announced) > self.max_bytes):
             received = self.max_bytes + 1
             return await respond(self._error())(scope, receive, send_then_discard)

@@ -120,7 +120,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "unknown_field":
         field = first["ctx"]["field"]
         param = f"{param}.{field}" if param else field
-    elif param is None and first["type"] in ("missing", "model_attributes_type", "dict_type"):
+    elif param is None and first["type"] in ("missing", "model_type", "dict_type"):
         message = "the body must be a JSON object"
         if isinstance(first.get("input"), bytes):
             message += ", sent with the header content-type: application/json"

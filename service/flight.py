@@ -3,20 +3,16 @@ the engine. Whatever ends the HTTP request ends its engine requests too."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from engine.client import Delivery, EngineClient, Update
+from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError
 from engine.messages import FinishReason, Request
 from service.metrics import Metrics
 from service.places import Places
 from service.traces import Trace
-
-logger = logging.getLogger(__name__)
 
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
@@ -44,7 +40,9 @@ class Flight:
         self._reserved = 0  # places that are not used yet
         self._aloft = aloft
         self._open: set[int] = set()  # ids of requests that have not ended
+        self._inbox = Inbox()
         self._deliveries: list[Delivery] = []
+        self._latest: list[float | None] = []  # when tokens of each came last
         self._arrived = arrived
         self._owner = owner
         self.least_priority = least_priority
@@ -103,7 +101,9 @@ class Flight:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
-        self._deliveries.append(self._client.submit(request, interval))
+        place = len(self._deliveries)
+        self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
+        self._latest.append(None)
         if self.trace is not None:
             self.trace.sent(request)
         if request.sampling.choice == 0:
@@ -125,60 +125,41 @@ class Flight:
 
     async def arrivals(self) -> AsyncIterator[list[Arrival]]:
         """All that arrives, several requests' updates at once where they came together, until
-        every request has ended. One update per request waits at most: what comes meanwhile is
-        merged into the request's next one."""
-        if len(self._deliveries) == 1:
-            async for arrival in self._arrivals_of(0):
-                yield [arrival]
-            return
-        queue: asyncio.Queue[Arrival] = asyncio.Queue(maxsize=len(self._deliveries))
-        pumps = [asyncio.create_task(self._pump(i, queue)) for i in range(len(self._deliveries))]
-        try:
-            left = len(pumps)
-            while left:
-                batch = [await queue.get()]
-                while not queue.empty():
-                    batch.append(queue.get_nowait())
-                left -= sum(
-                    isinstance(came, EngineError) or came.finished is not None for _, came in batch
-                )
-                yield batch
-        finally:
-            for pump in pumps:
-                pump.cancel()
-
-    async def _pump(self, which: int, queue: asyncio.Queue[Arrival]) -> None:
-        async for arrival in self._arrivals_of(which):
-            await queue.put(arrival)
-
-    async def _arrivals_of(self, which: int) -> AsyncIterator[Arrival]:
-        delivery, last = self._deliveries[which], None
-        try:
-            async for update in delivery:
-                last = self._observe(update, last)
+        every request has ended. What comes of a request before it is looked at again is merged
+        into one update."""
+        left = len(self._deliveries)
+        while left:
+            batch: list[Arrival] = []
+            news = await self._inbox.next()
+            now = time.perf_counter()
+            for delivery in news:
+                update = delivery.take()
+                if update.tokens:
+                    self._observe(update, delivery.which, now)
+                if update.tokens or update.scores or update.finished:
+                    batch.append((delivery.which, update))
                 if update.finished is not None:
                     self._open.discard(delivery.id)
                     if self.trace is not None:
                         self.trace.ended(update.finished)
-                yield which, update
-        except EngineError as error:
-            self._open.discard(delivery.id)
-            yield which, error
-        except Exception:  # whoever waits for arrivals must hear of the end
-            logger.exception("unexpected error in a delivery")
-            yield which, EngineError("internal error")
+                    left -= 1
+                elif delivery.error is not None:
+                    self._open.discard(delivery.id)
+                    left -= 1
+                    batch.append((delivery.which, delivery.error))
+            if batch:
+                yield batch
 
-    def _observe(self, update: Update, last: float | None) -> float | None:
-        """Times a request's tokens; `last` is when the tokens before came."""
-        if not update.tokens:
-            return last
-        self.tokens_out += len(update.tokens)
+    def _observe(self, update: Update, which: int, now: float) -> None:
+        """Times a request's tokens."""
+        count = len(update.tokens)
+        self.tokens_out += count
         if update.finished is not None and update.finished.tokens:  # gathered in the engine
             self._metrics.gathered(update.finished, self._before_engine)
-            return last
-        now = time.perf_counter()
+            return
+        last = self._latest[which]
         if last is None:
             self._metrics.first_token(now - self._arrived)
         else:
-            self._metrics.next_tokens(now - last, len(update.tokens))
-        return now
+            self._metrics.next_tokens(now - last, count)
+        self._latest[which] = now

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from engine.client import Update
@@ -16,7 +16,8 @@ from service.flight import Flight
 from service.runtime import Runtime
 from service.stop import StopStrings
 from service.streaming import ends_all, event_chunks
-from service.wire import render
+from service.template import Template
+from service.wire import TOKENS_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +54,39 @@ class Task:
         )
 
 
-@dataclass(slots=True)
 class Outcome:
-    """What came of a task: the answer with its pieces, or the error."""
+    """What came of a task: the answer, or the error."""
 
-    answer: Answer
-    pieces: list[Piece]
-    error: EngineError | None = None
+    __slots__ = ("_texts", "_wants_pieces", "answer", "error", "pieces", "tokens")
+
+    def __init__(self, answer: Answer, wants_pieces: bool) -> None:
+        self.answer = answer
+        self.error: EngineError | None = None
+        self.tokens: list[int] = []
+        self.pieces: list[Piece] = []  # where log-probabilities are asked for
+        self._texts: list[str] = []
+        self._wants_pieces = wants_pieces
 
     @property
     def text(self) -> str:
-        return "".join([piece.text for piece in self.pieces])
+        return "".join(self._texts)
 
-    @property
-    def tokens(self) -> list[int]:
-        return [piece.token for piece in self.pieces if piece.token is not None]
+    def take(self, update: Update) -> None:
+        """Adds what has come."""
+        if self._wants_pieces:
+            pieces = self.answer.take(update)
+            self.pieces += pieces
+            self.tokens += [piece.token for piece in pieces if piece.token is not None]
+            self._texts += [piece.text for piece in pieces]
+        else:
+            text, tokens = self.answer.take_text(update)
+            self._texts.append(text)
+            self.tokens += tokens
 
 
 async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Outcome]:
     """The outcome of every task. Raises EngineError where no task was served."""
-    outcomes = [Outcome(task.answer(runtime), []) for task in tasks]
+    outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
     _submit(flight, tasks, stream=False)
     async for batch in flight.arrivals():
@@ -84,34 +98,54 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
                 if failed == len(tasks) or ends_all(came):
                     raise came
             else:
-                # A whole answer may come at once.
-                take = partial(outcome.answer.take, came)
-                outcome.pieces += await render(len(came.tokens), take)
+                if len(came.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
+                    await asyncio.to_thread(outcome.take, came)
+                else:
+                    outcome.take(came)
                 _stop(flight, which, outcome.answer, came)
     return outcomes
 
 
-async def stream(
+def stream(
     runtime: Runtime,
     flight: Flight,
     tasks: list[Task],
     render_pieces: Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]],
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[list[Answer]], bytes],
+    template_of: Callable[[int], Template | None],
 ) -> AsyncIterator[bytes]:
-    """Chunks of events. Errors as `streaming.event_chunks`."""
+    """Chunks of events. `template_of` gives the template of a task's next plain tokens, where
+    their events have one. Raises EngineUnavailable, Draining; later errors as
+    `streaming.event_chunks`."""
     answers = [task.answer(runtime) for task in tasks]
+    # Log-probabilities are rendered for each token.
+    plain = [task.params.logprobs is None and task.score_top is None for task in tasks]
 
     def render_update(which: int, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
-        pieces = answers[which].take(update)
-        _stop(flight, which, answers[which], update)
-        return render_pieces(which, answers[which], pieces)
+        answer, begun = answers[which], b""
+        if plain[which]:
+            tokens, interval = update.tokens, tasks[which].interval
+            if update.finished is not None:
+                # The last event says more than the others.
+                tokens = tokens[: (len(tokens) - 1) // interval * interval] if tokens else []
+            template = template_of(which) if tokens else None
+            if template is not None and answer.take_plain(tokens):
+                begun = template.events(tokens, interval)
+                if update.finished is None:
+                    return begun
+                update.tokens = update.tokens[len(tokens) :]
+        pieces = answer.take(update)
+        _stop(flight, which, answer, update)
+        rendered = render_pieces(which, answer, pieces)
+        return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
 
     _submit(flight, tasks, stream=True)
-    async for chunk in event_chunks(
-        flight, len(tasks), render_update, render_error, lambda: last(answers)
-    ):
-        yield chunk
+    return event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))
+
+
+async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
+    return begun + await rendered
 
 
 def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:

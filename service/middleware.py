@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
-import uuid
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access_log import AccessLog, Exchange, timestamp
 from service.flight import Flight
 from service.metrics import Metrics
-from service.scope import ARRIVED, ERROR_CODE, FLIGHT, KEY_NAME, OUTCOME, REQUEST_ID, STATUS
+from service.scope import (
+    ARRIVED,
+    ERROR_CODE,
+    FLIGHT,
+    KEY_NAME,
+    OUTCOME,
+    REQUEST_ID,
+    SEND,
+    STATUS,
+    header,
+)
 from service.streaming import ClientGone
 
+GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions", "/v1/chat/completions"}
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
@@ -29,13 +39,17 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+        given = header(scope, b"x-request-id") or ""
+        # Ids tell requests apart and are no secrets, so they need not come from the kernel.
+        request_id = given if GOOD_ID(given) else f"{random.getrandbits(128):032x}"
         scope[REQUEST_ID] = request_id
+        scope[SEND] = send
+        added = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+                message = {**message, "headers": [*headers, added]}
             await send(message)
 
         await self.app(scope, receive, send_with_id)

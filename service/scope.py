@@ -1,5 +1,9 @@
 """What the service leaves in an ASGI scope, for those who handle the same request later."""
 
+from __future__ import annotations
+
+from starlette.types import Scope
+
 REQUEST_ID = "minserve.request_id"
 ARRIVED = "minserve.arrived"  # by time.perf_counter
 KEY_NAME = "minserve.key_name"  # of the key that the client showed, where one is asked for
@@ -7,6 +11,18 @@ LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key m
 RUNTIME = "minserve.runtime"  # service.runtime.Runtime that the request began with
 FLIGHT = "minserve.flight"  # service.flight.Flight of a request for the model
 ERROR_CODE = "minserve.error_code"  # of the error that the client got
+# The server's own `send`. What wraps it looks at an answer's start and end only, so that parts in
+# the middle of a stream can go straight to it.
+SEND = "minserve.send"
 OUTCOME = "minserve.outcome"  # where the status cannot tell it, and of all that has ended
 STATUS = "minserve.status"  # of what has ended
 TRACE = "minserve.trace"  # service.traces.Trace, where traces are taken
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A request's header, the first one of this lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found.decode("latin-1")
+    return None

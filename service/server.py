@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import sys
+from contextlib import suppress
 
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from service.keys import load_keys
@@ -41,6 +43,7 @@ def serve(settings: Settings) -> int:
         return 2
     url = address_of(listeners[0], tls=settings.tls_certificate is not None)
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
+    _raise_file_limit()
     if len(listeners) == 1:
         from engine.member import SoleMember
         from service.api_server import run_application
@@ -58,3 +61,11 @@ def exit_code(failure: EngineError | None) -> int:
     if failure is None:
         return 0
     return 2 if isinstance(failure, ConfigError | CheckpointError | DeviceError) else 1
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and the soft limit is often 1,024. Processes started here
+    have the same one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

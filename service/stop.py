@@ -7,7 +7,7 @@ depends on the text alone and each character costs the same, whatever the stop s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class StopStrings:
@@ -17,6 +17,7 @@ class StopStrings:
         """`stops` are not empty strings."""
         self.stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
         self.failures = [_failure_function(stop) for stop in self.stops]
+        self.firsts = frozenset(stop[0] for stop in self.stops)
 
 
 class StopMatcher:
@@ -25,6 +26,7 @@ class StopMatcher:
 
     def __init__(self, strings: StopStrings) -> None:
         self._stops = strings.stops
+        self._firsts = strings.firsts
         self._failures = strings.failures
         self._matched = [0] * len(self._stops)  # characters of each that the text ends with
         self._held = ""
@@ -44,6 +46,11 @@ class StopMatcher:
         kept = len(text) - max(self._matched, default=0)
         self._held = text[kept:]
         return text[:kept]
+
+    def passes(self, texts: Iterable[str]) -> bool:
+        """`feed` would pass these texts on as they are, since no stop string has begun or begins in
+        them. They need not be fed then."""
+        return not (self._held or self.stopped) and all(map(self._firsts.isdisjoint, texts))
 
     def flush(self) -> str:
         """The text has ended: what was held back."""

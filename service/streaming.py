@@ -20,7 +20,7 @@ from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
 from service.errors import ApiError, from_engine
 from service.flight import Flight
-from service.scope import ERROR_CODE, OUTCOME
+from service.scope import ERROR_CODE, OUTCOME, SEND
 from service.wire import DONE, event
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         started = False
+        write = scope.get(SEND, send)
         # A generator that is not run to its end keeps its engine requests until it is closed.
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
@@ -87,7 +88,7 @@ class EventStream(Response):
                         started = True
                         start = {"type": "http.response.start", "status": 200}
                         await send({**start, "headers": self.raw_headers})
-                    await self._write(send, chunk)
+                    await write({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:
                 if not started:
                     raise
@@ -96,11 +97,8 @@ class EventStream(Response):
                     logger.exception("unexpected error in a stream")
                 body = error_body(error)
                 scope[ERROR_CODE] = body["error"]["code"]
-                await self._write(send, event(body))
+                await write({"type": "http.response.body", "body": event(body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, send: Send, chunk: bytes) -> None:
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 def error_body(error: Exception) -> dict[str, Any]:

@@ -35,9 +35,33 @@ class Decoder(Protocol):
 
     def feed(self, token: int) -> str: ...
 
+    def feed_all(self, tokens: Sequence[int]) -> str: ...
+
+    @property
+    def holds(self) -> bool:
+        """Something is held back."""
+        ...
+
     def flush(self) -> str:
         """The end of the text: held bytes that can no longer become a character give U+FFFD."""
         ...
+
+
+class PlainTexts(dict[int, str | None]):
+    """The text of each token of a byte-level vocabulary, where it is one whatever comes before and
+    after: None for tokens that hold a part of a character."""
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+
+    def __missing__(self, token: int) -> str | None:
+        text: str | None
+        try:
+            text = self._table[token].decode() if token < len(self._table) else ""
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
 
 
 class Tokenizer:
@@ -55,6 +79,8 @@ class Tokenizer:
         layout = json.loads(library.to_str())
         self._bytes = self._byte_table(layout)
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
+        # None where a token's text depends on its neighbours.
+        self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
@@ -243,6 +269,14 @@ class _ByteDecoder:
     def feed(self, token: int) -> str:
         return self._utf8.decode(self._table[token]) if token < len(self._table) else ""
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        table = self._table
+        return self._utf8.decode(b"".join([table[t] for t in tokens if t < len(table)]))
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._utf8.getstate()[0])
+
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
@@ -260,6 +294,13 @@ class _LibraryDecoder:
             return ""
         self.held.clear()
         return text
+
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        return "".join(map(self.feed, tokens))
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.held)
 
     def flush(self) -> str:
         text = self._library.decode(self.held, skip_special_tokens=True)

@@ -35,6 +35,7 @@ from service.settings import Settings
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import read_grammar
+from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -47,7 +48,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post("/v1/chat/completions", responses=statuses(ChatResponse))
+@router.post("/v1/chat/completions", responses=statuses(ChatResponse, streams=True))
 async def chat_completions(
     body: Annotated[ChatRequest, Body()],
     request: Request,
@@ -61,10 +62,12 @@ async def chat_completions(
     tasks = await _tasks(body, runtime, flight, check)
     view = _View(body, runtime, tasks, f"chatcmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
-        chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
+        chunks = stream(
+            runtime, flight, tasks, view.render, view.render_error, view.last, view.template
+        )
         return EventStream(chunks)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
-    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
 
 
@@ -150,6 +153,8 @@ class _View:
             "model": runtime.model_name,
         }
         self._begun: set[int] = set()  # choices that have had their first event
+        self._parts = parts_of(self._tokenizer, ids=False)
+        self._templates: dict[int, Template] = {}
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -179,26 +184,41 @@ class _View:
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, answer, group) for group in groups])
 
+    def template(self, index: int) -> Template | None:
+        """Of a choice's next event, where only the text in it is new."""
+        if self._parts is None or index not in self._begun:
+            return None
+        if self._body.return_token_ids or self._options.continuous_usage_stats:
+            return None
+        template = self._templates.get(index)
+        if template is None:
+            content = self._event(self._choice(index, HOLE))
+            template = self._templates[index] = Template(content, self._parts)
+        return template
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {
+            "index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        content = {**self._head, "choices": [choice]}
+        return {**content, "usage": None} if self._options.include_usage else content
+
     def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
-        delta = {"content": "".join([piece.text for piece in group])}
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(group),
-            "finish_reason": group[-1].finish_reason,
-        }
+        choice = self._choice(index, "".join([piece.text for piece in group]))
+        choice["logprobs"] = self._logprobs(group)
+        choice["finish_reason"] = group[-1].finish_reason
         if self._body.return_token_ids:
             choice["token_ids"] = [piece.token for piece in group if piece.token is not None]
         if index not in self._begun:
             self._begun.add(index)
-            delta["role"] = "assistant"
+            choice["delta"]["role"] = "assistant"
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
-        content: dict[str, Any] = {**self._head, "choices": [choice]}
+        content = self._event(choice)
         if self._options.continuous_usage_stats:
             content["usage"] = usage(answer.prompt_tokens, group[-1].count)
-        elif self._options.include_usage:
-            content["usage"] = None
         return event(content)
 
     def render_error(self, index: int, error: EngineError) -> bytes:

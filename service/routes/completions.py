@@ -41,6 +41,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import read_grammar
+from service.template import HOLE, Template, parts_of
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -52,7 +53,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-@router.post("/v1/completions", responses=statuses(CompletionResponse))
+@router.post("/v1/completions", responses=statuses(CompletionResponse, streams=True))
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
@@ -71,10 +72,12 @@ async def completions(
     echoed = sum(len(task.prompt) for task in tasks) if body.echo else 0
     view = await render(echoed, lambda: _View(body, runtime, tasks, answer_id))
     if body.stream:
-        chunks = stream(runtime, flight, tasks, view.render, view.render_error, view.last)
+        chunks = stream(
+            runtime, flight, tasks, view.render, view.render_error, view.last, view.template
+        )
         return EventStream(chunks)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, drawn))
-    tokens = echoed + sum(len(outcome.pieces) for outcome in outcomes)
+    tokens = echoed + sum(len(outcome.tokens) for outcome in outcomes)
 
     def answer() -> JSONResponse:
         content = view.response(choose(outcomes, draws, n))
@@ -184,6 +187,8 @@ class _View:
             self._echoes = [text for text in texts for _ in range(self._n)]
         self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
         self._begun: set[int] = set()  # choices that have had their first event
+        self._parts = parts_of(self._tokenizer, ids=False)
+        self._templates: dict[int, Template] = {}
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed, but for its usage."""
@@ -209,6 +214,18 @@ class _View:
     def _frames(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, answer, group) for group in groups])
+
+    def template(self, index: int) -> Template | None:
+        """Of a choice's next event, where only the text in it is new."""
+        if self._parts is None or self._body.return_token_ids:
+            return None
+        if self._options.continuous_usage_stats or (self._body.echo and index not in self._echoed):
+            return None
+        template = self._templates.get(index)
+        if template is None:
+            content = self._event(self._choice(index, HOLE, None, None))
+            template = self._templates[index] = Template(content, self._parts)
+        return template
 
     def render_error(self, index: int, error: EngineError) -> bytes:
         return event({**self._head, "choices": [self._failed(index, error)]})
@@ -247,12 +264,14 @@ class _View:
             if index not in self._begun:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         self._begun.add(index)
-        content = {**self._head, "choices": [choice]}
+        content = self._event(choice)
         if self._options.continuous_usage_stats:
             content["usage"] = usage(answer.prompt_tokens, last.count if last else 0)
-        elif self._options.include_usage:
-            content["usage"] = None
         return event(content)
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        content = {**self._head, "choices": [choice]}
+        return {**content, "usage": None} if self._options.include_usage else content
 
     def _choice(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None

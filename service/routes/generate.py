@@ -30,6 +30,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import FIELDS, read_grammars
+from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -45,7 +46,7 @@ SAMPLING = tuple(
 )
 
 
-@router.post("/v1/generate", responses=statuses(GenerateResponse))
+@router.post("/v1/generate", responses=statuses(GenerateResponse, streams=True))
 async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
@@ -63,7 +64,7 @@ async def generate(
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
     outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
-    tokens = sum(len(outcome.pieces) for outcome in outcomes)
+    tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: _answer(runtime, tasks, outcomes, answer_id))
 
 
@@ -151,12 +152,14 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
         groups = grouped(pieces, tasks[index].interval)
         return b"".join([frame(index, answer, group) for group in groups])
 
+    def content_of(index: int, text: str | None) -> dict[str, Any]:
+        return {"id": answer_id, "index": index, "text": text}
+
     def frame(index: int, answer: Answer, group: list[Piece]) -> bytes:
+        text = "".join([piece.text for piece in group]) if runtime.tokenizer else None
         finish_reason = group[-1].finish_reason
         content = {
-            "id": answer_id,
-            "index": index,
-            "text": "".join([piece.text for piece in group]) if runtime.tokenizer else None,
+            **content_of(index, text),
             "token_ids": [piece.token for piece in group if piece.token is not None],
             "finish_reason": finish_reason,
             "logprobs": _logprobs(group, tasks[index], runtime),
@@ -168,5 +171,17 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
     def render_error(index: int, error: EngineError) -> bytes:
         return event({"id": answer_id, "index": index, **error_body(error)})
 
-    chunks = stream(runtime, flight, tasks, frames, render_error, last=lambda _: b"")
+    parts = parts_of(runtime.tokenizer, ids=True)
+    templates: dict[int, Template] = {}
+
+    def template_of(index: int) -> Template | None:
+        if parts is None:
+            return None
+        template = templates.get(index)
+        if template is None:
+            content = content_of(index, HOLE) | {"finish_reason": None, "logprobs": None}
+            template = templates[index] = Template(content, parts)
+        return template
+
+    chunks = stream(runtime, flight, tasks, frames, render_error, lambda _: b"", template_of)
     return EventStream(chunks)

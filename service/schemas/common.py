@@ -187,6 +187,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def statuses(answer: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that answers with `answer` or an error."""
-    return {200: {"model": answer}, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+def statuses(answer: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with `answer` or an error, and `streams` if asked."""
+    good: dict[str, Any] = {"model": answer}
+    if streams:
+        # No type: tools disagree on whether a schema is the whole text's or an event's.
+        events = {"description": "Events whose data are JSON; after the last one, data: [DONE]."}
+        good["content"] = {"text/event-stream": {"schema": events}}
+    return {200: good, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}

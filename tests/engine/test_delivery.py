@@ -33,11 +33,9 @@ async def test_tokens_are_held_until_they_are_enough() -> None:
     assert not one.due
     waiting = asyncio.create_task(one.next())
     await asyncio.sleep(0)
-    one.wake()
     await asyncio.sleep(0)
     assert not waiting.done()
     one.add_tokens([3])
-    one.wake()
     assert (await waiting).tokens == [1, 2, 3]
     one.add_tokens([4, 5, 6, 7])
     assert (await one.next()).tokens == [4, 5, 6, 7]

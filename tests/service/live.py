@@ -16,14 +16,17 @@ from tests.service.harness import Service, running
 
 
 @contextmanager
-def listening(runner: FakeRunner, **settings: Any) -> Iterator[tuple[str, Service]]:
-    """Its address, and the service. Its parts live in the thread's event loop; look, don't call."""
+def listening(
+    runner: FakeRunner, *, keep_alive: int = 5, **settings: Any
+) -> Iterator[tuple[str, Service]]:
+    """Its address, and the service. Its parts live in the thread's event loop; look, don't call.
+    `keep_alive`: seconds until an idle connection is closed."""
     found: dict[str, Any] = {}
     begun, over = threading.Event(), threading.Event()
 
     async def live() -> None:
         async with running(runner, **settings) as service:
-            server = uvicorn.Server(_config(service.app))
+            server = uvicorn.Server(_config(service.app, keep_alive))
             serving = asyncio.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.005)
@@ -51,5 +54,12 @@ def listening(runner: FakeRunner, **settings: Any) -> Iterator[tuple[str, Servic
     assert not thread.is_alive()
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=5)
+def _config(app: FastAPI, keep_alive: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        port=0,
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=keep_alive,
+    )

@@ -78,7 +78,9 @@ async def test_one_that_fails_is_not_chosen(service: Service) -> None:
 
 def _outcome(*logprobs: float, error: StepFailed | None = None) -> Outcome:
     pieces = [Piece("x", 0, 1, 1, TokenLogprobs(value)) for value in logprobs]
-    return Outcome(Answer(None, [1]), pieces, error)
+    outcome = Outcome(Answer(None, [1]), wants_pieces=True)
+    outcome.pieces, outcome.error = pieces, error
+    return outcome
 
 
 def test_the_order_of_merit() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.client import Update
 from service import stop as stop_module
-from service.answer import Answer, Piece
+from service.generation import Outcome
 from tests.service.harness import Service
 
 PATH = "/v1/generate"
@@ -185,13 +185,13 @@ async def test_a_long_answer_is_read_beside_the_event_loop(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
-    take = Answer.take
+    take = Outcome.take
 
-    def noted(self: Answer, update: Update) -> list[Piece]:
+    def noted(self: Outcome, update: Update) -> None:
         threads.append(threading.current_thread() is threading.main_thread())
-        return take(self, update)
+        take(self, update)
 
-    monkeypatch.setattr(Answer, "take", noted)
+    monkeypatch.setattr(Outcome, "take", noted)
     for tokens in (100, 3000):
         request = {"prompts": ["a"], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         (result,) = (await service.post(PATH, request))["results"]

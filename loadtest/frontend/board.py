@@ -1,0 +1,63 @@
+"""The board: what the processes of a measurement tell each other, in a shared file of integers."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+READERS = 16  # at most
+MOST_STEPS = 1 << 18
+_COUNTS = 8  # where the readers' counts begin
+_TIMES = 64
+
+
+class Board:
+    """Every field has one writer."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        size = 8 * (_TIMES + MOST_STEPS)
+        if create:
+            path.write_bytes(bytes(size))
+        with path.open("r+b") as file:
+            self._cells = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
+
+    def set_up(self, *, window: int, period_ns: int = 0, expected: int = 0, chunk: int = 1) -> None:
+        """`window` steps in flight at most, or (0) one every `period_ns`, from when `expected`
+        streams are there; streams get `chunk` tokens an event. Resets the counts."""
+        for cell in range(_TIMES):
+            self._cells[cell] = 0
+        self._cells[0], self._cells[1], self._cells[2] = window, period_ns, expected
+        self._cells[3] = chunk
+        self._cells[4] += 1
+
+    @property
+    def window(self) -> int:
+        return self._cells[0]
+
+    @property
+    def period_ns(self) -> int:
+        return self._cells[1]
+
+    @property
+    def expected(self) -> int:
+        return self._cells[2]
+
+    @property
+    def chunk(self) -> int:
+        return self._cells[3]
+
+    @property
+    def received(self) -> int:
+        """Tokens that all readers have read."""
+        return sum(self._cells[_COUNTS : _COUNTS + READERS])
+
+    def count(self, reader: int, tokens: int) -> None:
+        """A reader's tokens so far."""
+        self._cells[_COUNTS + reader] = tokens
+
+    def stamp(self, step: int, now_ns: int) -> None:
+        """A step's time, by time.monotonic_ns."""
+        self._cells[_TIMES + step % MOST_STEPS] = now_ns
+
+    def time_of(self, step: int) -> int:
+        return self._cells[_TIMES + step % MOST_STEPS]

@@ -1,0 +1,54 @@
+"""What is asked of the front end: the six loads of its bars, and a steady pace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ENDLESS = 1_000_000  # tokens: a stream that outlives its measurement
+
+
+@dataclass(frozen=True)
+class Case:
+    """`connections` clients, each of which asks again when it has its answer."""
+
+    name: str
+    bar: float  # of the ceiling's tokens/s
+    connections: int = 256
+    prompts: int = 1  # of one request
+    tokens: int = ENDLESS  # of one prompt
+    stream: bool = True
+    chunk: int = 1  # tokens of one event
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Of its requests."""
+        body: dict[str, Any] = {
+            "prompts": ["ROMEO:"] * self.prompts,
+            "max_tokens": self.tokens,
+            "ignore_eos": True,
+            "seed": 1,
+        }
+        if self.stream:
+            # With stop strings the front end must see every token, so plain answers have none.
+            body |= {"stream": True, "stop": ["\n\nJULIET:", "The end."]}
+        if self.chunk > 1:
+            body["stream_interval"] = self.chunk
+        return body
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """A request of three events a prompt, or of the whole plain answer."""
+        return self.body | ({"max_tokens": 3 * self.chunk} if self.stream else {})
+
+
+CASES = [
+    Case("256 streams, a token an event", 0.65),
+    Case("256 streams, 16 tokens an event", 0.65, chunk=16),
+    Case("256 plain requests of 128 tokens", 0.50, tokens=128, stream=False),
+    Case(
+        "one plain batch of 256 prompts", 0.50, connections=1, prompts=256, tokens=128, stream=False
+    ),
+    Case("4 streams of 64 prompts", 0.65, connections=4, prompts=64),
+    Case("256 short streams of 128 tokens", 0.65, tokens=128),
+]

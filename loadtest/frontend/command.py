@@ -1,0 +1,266 @@
+"""The command line: the cases, each beside its ceiling, and the steady pace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from loadtest.frontend.board import Board
+from loadtest.frontend.cases import CASES, Case
+from loadtest.frontend.ceiling import Sample
+from loadtest.frontend.processes import cpu_seconds, server
+from loadtest.frontend.reader import KEY, Reading, read
+from loadtest.report import percentile, print_environment, print_table, save_json
+from loadtest.served import free_port
+
+FACTORY = "loadtest.frontend.mock:load"
+P50_BAR, P99_BAR = 0.003, 0.010  # seconds, of the steady pace
+KEEPS_PACE = 0.99  # of the tokens that are due
+BUSY = 0.9  # of its core: a client above this may have been the limit
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One load on one server."""
+
+    tokens_per_second: float
+    tokens_per_cpu_second: float  # of the server's process
+    client: float  # share of a core that the busiest reader used
+    latencies: list[float]
+
+
+class Bench:
+    """One run's files and cores."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args = args
+        self.folder = folder
+        self.board_path = folder / "board"
+        self.board = Board(self.board_path, create=True)
+        cores = sorted(os.sched_getaffinity(0))
+        self.server_core: int | None = None
+        self.client_core: int | None = None
+        if len(cores) > 1 and not args.no_pin:
+            self.server_core, self.client_core = cores[0], cores[1]
+
+    def settings(self, port: int) -> dict[str, Any]:
+        """Of the measured server."""
+        return {
+            "port": port,
+            "model": str(self.board_path),
+            "api_keys": f"loadtest:{KEY}",
+            "access_log": "json",
+            "max_slots": 4096,
+            "log_level": "warning",
+            "threads": None if self.client_core is None else self.client_core + 1,
+        }
+
+    def measure(self, case: Case, process: subprocess.Popen[bytes], port: int) -> Rate:
+        """Loads the server at `port`."""
+        args = self.args
+        readers = min(args.clients, case.connections)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(readers, mp_context=context) as pool:
+            work = [
+                pool.submit(
+                    read,
+                    case,
+                    ("127.0.0.1", port),
+                    self.board_path,
+                    which,
+                    case.connections * (which + 1) // readers - case.connections * which // readers,
+                    self.client_core,
+                    args.warm_up,
+                    args.seconds,
+                )
+                for which in range(readers)
+            ]
+            time.sleep(args.warm_up + 0.5)  # the readers have started
+            used, begun = cpu_seconds(process.pid), time.monotonic()
+            time.sleep(max(0.0, args.seconds - 1.0))
+            used, spent = cpu_seconds(process.pid) - used, time.monotonic() - begun
+            readings: list[Reading] = [one.result() for one in work]
+        rate = sum(reading.tokens / reading.seconds for reading in readings)
+        return Rate(
+            rate,
+            rate * spent / max(used, 1e-9),
+            max(reading.cpu / reading.seconds for reading in readings),
+            [value for reading in readings for value in reading.latencies],
+        )
+
+    def sample(self, case: Case, port: int) -> Sample:
+        """The bytes of an answer to `case`, in its parts. Raises RuntimeError."""
+        self.board.set_up(window=1 << 30)  # nobody counts what is read
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/generate",
+            json=case.sample,
+            headers={"authorization": f"Bearer {KEY}"},
+            timeout=60,
+        )
+        if answer.status_code != 200:
+            raise RuntimeError(answer.text)
+        headers = [
+            (name, value)
+            for name, value in answer.headers.raw
+            if name not in (b"transfer-encoding", b"date")
+        ]
+        if not case.stream:
+            return Sample(headers, answer.content, stream=False)
+        *events, done = answer.content.removesuffix(b"\n\n").split(b"\n\n")
+        by_prompt: dict[int, list[bytes]] = {}
+        for event in events:
+            by_prompt.setdefault(json.loads(event[6:])["index"], []).append(event + b"\n\n")
+        if {len(own) for own in by_prompt.values()} != {3}:
+            raise RuntimeError(f"{case.name}: not three events a prompt")
+        first, middle, last = (b"".join(part) for part in zip(*by_prompt.values(), strict=True))
+        return Sample(
+            headers,
+            first,
+            middle,
+            last[len(middle) :] + done + b"\n\n",
+            events=case.tokens // case.chunk,
+            tokens=case.prompts * case.chunk,
+        )
+
+    def ceiling(self, case: Case, sample: Sample, **load: int) -> Rate:
+        """The bare application under the same load."""
+        path = self.folder / "sample"
+        path.write_bytes(msgspec.msgpack.encode(sample))
+        port = free_port()
+        core = "" if self.server_core is None else str(self.server_core)
+        command = ["loadtest.frontend.ceiling", str(port), str(self.board_path), str(path), core]
+        with server(command, port, self.server_core) as process:
+            self.board.set_up(**load)
+            return self.measure(case, process, port)
+
+    def compare(self, case: Case) -> dict[str, Any]:
+        """A case on both servers."""
+        port = free_port()
+        command = ["loadtest.served", FACTORY, json.dumps(self.settings(port))]
+        with server(command, port, self.server_core) as process:
+            sample = self.sample(case, port)
+            self.board.set_up(window=self.args.window)
+            ours = self.measure(case, process, port)
+        bare = self.ceiling(case, sample, window=self.args.window)
+        return {
+            "case": case.name,
+            "bar": case.bar,
+            "tokens_per_second": ours.tokens_per_second,
+            "ceiling": bare.tokens_per_second,
+            "fraction": ours.tokens_per_second / bare.tokens_per_second,
+            "per_cpu_second": ours.tokens_per_cpu_second,
+            "client": max(ours.client, bare.client),
+        }
+
+    def pace(self, streams: int, period: float) -> dict[str, Any]:
+        """`streams` streams, one step every `period` seconds, on both servers."""
+        case = Case("pace", 1.0, connections=streams)
+        pace = {"window": 0, "period_ns": round(period * 1e9), "expected": streams}
+        port = free_port()
+        command = ["loadtest.served", FACTORY, json.dumps(self.settings(port))]
+        with server(command, port, self.server_core) as process:
+            sample = self.sample(case, port)
+            self.board.set_up(**pace)
+            ours = self.measure(case, process, port)
+        bare = self.ceiling(case, sample, **pace)
+        return {
+            "streams": streams,
+            "due": streams / period,
+            "ours": _paced(ours),
+            "ceiling": _paced(bare),
+        }
+
+
+def _paced(rate: Rate) -> dict[str, float]:
+    return {
+        "tokens_per_second": rate.tokens_per_second,
+        "p50": percentile(rate.latencies, 50),
+        "p99": percentile(rate.latencies, 99),
+        "client": rate.client,
+    }
+
+
+def _print_pace(pace: dict[str, Any]) -> None:
+    due, ours = pace["due"], pace["ours"]
+    kept = ours["tokens_per_second"] >= KEEPS_PACE * due
+    good = kept and ours["p50"] < P50_BAR and ours["p99"] < P99_BAR
+    print_table(
+        f"{pace['streams']} streams at a steady {due:,.0f} tokens/s, from the engine's step to "
+        f"the client (bars {1000 * P50_BAR:g} and {1000 * P99_BAR:g} ms): "
+        f"{'pass' if good else 'short'}",
+        ["", "tokens/s", "p50, ms", "p99, ms", "client"],
+        [
+            [
+                name,
+                f"{pace[key]['tokens_per_second']:,.0f}",
+                f"{1000 * pace[key]['p50']:.2f}",
+                f"{1000 * pace[key]['p99']:.2f}",
+                f"{pace[key]['client']:.0%}",
+            ]
+            for name, key in (("front end", "ours"), ("bare ASGI", "ceiling"))
+        ],
+    )
+
+
+def _print_cases(rows: Sequence[dict[str, Any]], window: int) -> None:
+    print_table(
+        f"front end of one process, mock engine, {window} steps in flight",
+        ["case", "tokens/s", "bare ASGI", "fraction", "bar", "", "per CPU second", "client"],
+        [
+            [
+                row["case"],
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['ceiling']:,.0f}",
+                f"{row['fraction']:.0%}",
+                f"{row['bar']:.0%}",
+                "pass" if row["fraction"] >= row["bar"] else "short",
+                f"{row['per_cpu_second']:,.0f}",
+                f"{row['client']:.0%}" + (" (the limit?)" if row["client"] > BUSY else ""),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description="The Python front end over a mock engine.")
+    options.add_argument("--cases", type=int, nargs="*", default=range(1, len(CASES) + 1))
+    options.add_argument("--window", type=int, default=4, help="steps in flight")
+    options.add_argument("--seconds", type=float, default=4.0, help="of one measurement")
+    options.add_argument("--warm-up", type=float, default=1.5, help="seconds before it")
+    options.add_argument("--clients", type=int, default=1, help="reading processes")
+    options.add_argument("--streams", type=int, default=256, help="of the steady pace")
+    options.add_argument("--period", type=float, default=0.001, help="seconds of its steps")
+    options.add_argument("--no-pace", action="store_true")
+    options.add_argument("--no-pin", action="store_true", help="leave cores to the scheduler")
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    print_environment()
+    figures: dict[str, Any] = {"window": args.window, "cases": []}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        for number in args.cases:
+            try:
+                figures["cases"].append(bench.compare(CASES[number - 1]))
+            except RuntimeError as error:
+                print(f"{CASES[number - 1].name}: not measured: {error}")
+        if figures["cases"]:
+            _print_cases(figures["cases"], args.window)
+        if not args.no_pace:
+            figures["pace"] = bench.pace(args.streams, args.period)
+            _print_pace(figures["pace"])
+    save_json(args.json, figures)
+    return 0

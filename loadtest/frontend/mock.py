@@ -1,0 +1,155 @@
+"""The mock engine, in the engine's process: ids for every request, as fast as they are taken.
+
+Its EngineConfig's `model` is the path of a Board.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+
+from engine.checkpoint import resolve
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError
+from engine.messages import (
+    Finished,
+    FinishReason,
+    ModelInfo,
+    Request,
+    Stats,
+    StepEvents,
+    Timing,
+)
+from loadtest.frontend.board import Board
+
+NAP = 20e-6  # seconds between looks at the board
+TIMING = Timing(0.0, 0.0, 0.0)
+
+
+def token_of(step: int) -> int:
+    """A letter."""
+    return ord("a") + step % 26
+
+
+class MockEngine:
+    """A engine.loop.SteppedEngine of one client. A streamed request gets one token a step; another
+    one all of its tokens at once."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.broken: EngineDead | None = None
+        self.info = ModelInfo(
+            name="mock",
+            folder=str(resolve("shakespeare-mingru")),
+            fingerprint="",
+            cell="mingru",
+            vocab_size=257,
+            eos_token_id=256,
+            parameters=0,
+            state_bytes=0,
+            slots=config.max_slots,
+            device="cpu",
+            device_name="none",
+            dtype="float32",
+        )
+        self._board = Board(Path(config.model))
+        self._client: Hashable = None
+        self._live: dict[int, int] = {}  # the last step of each streamed request
+        self._order: list[int] | None = None  # their ids, while nothing changes
+        self._last: dict[int, list[int]] = defaultdict(list)  # the other way round
+        self._ended: list[Finished] = []
+        self._step = 0
+        self._burst = 0  # steps left of it
+        self._sent = 0
+        self._due = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._ended)
+
+    def add(self, client: Hashable, request: Request) -> None:
+        self._client = client
+        tokens = request.sampling.max_tokens
+        if not request.stream:
+            drawn = [token_of(step) for step in range(tokens)]
+            self._finish(request.id, "length", tokens, drawn)
+            return
+        if not self._live:  # a new measurement
+            self._step = self._sent = self._burst = 0
+            self._due = time.monotonic_ns()
+        self._live[request.id] = self._step + tokens
+        self._last[self._step + tokens].append(request.id)
+        self._order = None
+
+    def _finish(
+        self, request: int, reason: FinishReason, count: int, tokens: list[int] | None = None
+    ) -> None:
+        self._ended.append(Finished(request, reason, 1, 0, count, TIMING, tokens or []))
+
+    def reject(self, client: Hashable, request: int, error: EngineError) -> None:
+        raise error
+
+    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None:
+        for request in ids:
+            last = self._live.pop(request, None)
+            if last is not None:
+                self._last[last].remove(request)
+                self._finish(request, reason, 1)
+        self._order = None
+
+    def abort_all(self) -> None:
+        self.abort(self._client, list(self._live), "abort")
+
+    def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
+        if take_in is not None:
+            take_in()
+        streams = len(self._live)
+        requests: list[int] = []
+        tokens: list[int] = []
+        if streams and self._may_step(streams):
+            if self._order is None:
+                self._order = list(self._live)
+            requests = self._order
+            tokens = [token_of(self._step)] * streams
+            self._sent += streams
+            self._board.stamp(self._step, time.monotonic_ns())
+            self._step += 1
+            for request in self._last.pop(self._step, ()):
+                del self._live[request]
+                self._order = None
+                self._finish(request, "length", 1)
+        elif not self._ended:
+            time.sleep(NAP)
+            return {}
+        ended, self._ended = self._ended, []
+        stats = Stats(running=streams, batch_size=streams, decode_tokens=len(tokens))
+        return {
+            self._client: StepEvents(requests=requests, tokens=tokens, finished=ended, stats=stats)
+        }
+
+    def _may_step(self, streams: int) -> bool:
+        board = self._board
+        if self._step == 0 and streams < board.expected:
+            self._due = time.monotonic_ns()
+            return False
+        if board.window:
+            if not self._burst and self._sent - board.received <= board.window * streams:
+                self._burst = board.window
+            if not self._burst:
+                return False
+            self._burst -= 1
+            return True
+        left = self._due - time.monotonic_ns()
+        if left > 0:
+            time.sleep(left / 1e9)
+        self._due += board.period_ns
+        return True
+
+
+def load(config: EngineConfig) -> MockEngine:
+    """For `engine.worker --engine`. `config.threads` is the core on which it runs."""
+    if config.threads is not None:
+        os.sched_setaffinity(0, {config.threads - 1})
+    return MockEngine(config)

@@ -1,0 +1,52 @@
+"""The processes of a measurement: servers on a core of their own, and what they used of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+START_SECONDS = 60.0
+
+
+@contextmanager
+def server(
+    command: list[str], port: int, core: int | None, path: str = "/ready"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m COMMAND`, once it answers at `path`. Raises RuntimeError where it never does."""
+    pin = None if core is None else lambda: os.sched_setaffinity(0, {core})
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.DEVNULL,
+        preexec_fn=pin,
+    )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start")
+            try:
+                httpx.get(f"http://127.0.0.1:{port}{path}").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Time that a process has had on cores."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,65 @@
+"""The command line: starts a server, asks it, and looks whether it still works."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from loadtest.fuzz.raw import fuzz
+from loadtest.fuzz.schema import check_schema
+from loadtest.report import print_environment, save_json
+from loadtest.subject import Subject
+
+# Answers stay short whatever a mutation asks for.
+SETTINGS: dict[str, Any] = {
+    "max_tokens": 16,
+    "max_n": 4,
+    "receive_timeout": 5.0,
+    "request_timeout": 20.0,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 where all is well, else 1."""
+    options = argparse.ArgumentParser(description="Asks a server what nobody should ask.")
+    options.add_argument("what", choices=("raw", "schema"))
+    options.add_argument("--requests", type=int, default=100_000, help="of raw")
+    options.add_argument("--connections", type=int, default=32, help="of raw")
+    options.add_argument("--examples", type=int, default=500, help="of each operation, of schema")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    print_environment()
+    with Subject(**SETTINGS) as subject:
+        asyncio.run(subject.started())
+        engine = subject.engine()
+        begun = time.monotonic()
+        good = _raw(subject, args) if args.what == "raw" else _schema(subject, args)
+        print(f"{time.monotonic() - begun:.0f} s")
+        state = asyncio.run(subject.state())
+        same = state == "ready" and subject.engine() == engine
+        print(f"the server is {state}; its engine is {'the same' if same else 'another'} process")
+        idle = asyncio.run(subject.idle(float("inf"))) if same else None
+        print("nothing is left in flight" if idle is not None else "requests are left in flight")
+    return 0 if good and same and idle is not None else 1
+
+
+def _raw(subject: Subject, args: argparse.Namespace) -> bool:
+    outcome = asyncio.run(fuzz(subject.url, args.requests, args.seed, args.connections))
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in outcome.endings.most_common())
+    print(f"{sum(outcome.endings.values()):,} requests: {counts}")
+    for answer, request in outcome.errors:
+        print(f"{answer}\n    to {request[:1000]!r}")
+    save_json(args.json, {"fuzz": dict(outcome.endings)})
+    return not any(ending.startswith("5") for ending in outcome.endings)
+
+
+def _schema(subject: Subject, args: argparse.Namespace) -> bool:
+    tested = check_schema(subject.url, args.examples, args.seed)
+    print(tested.report)
+    print(f"{tested.cases:,} cases: {'no failure' if tested.passed else 'FAILURES'}")
+    save_json(args.json, {"cases": tested.cases, "passed": tested.passed})
+    return tested.passed

@@ -1,0 +1,173 @@
+"""What a request was answered, and when: records of single requests, from bodies as they come."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import msgspec
+
+
+class Record(msgspec.Struct, array_like=True):
+    """One request as its client saw it; times in seconds from the start of the run."""
+
+    due: float  # when it was meant to be sent; latencies count from here
+    sent: float
+    end: float = 0.0
+    first: float | None = None  # its first token; of a streamed answer
+    outcome: str = "ok"
+    prompts: int = 1
+    tokens: int = 0  # generated, or scored
+    gaps: bytes = b""  # packed doubles: seconds between the events of one prompt's answer
+    per_token: bytes = b""  # packed doubles: mean seconds per token after the first, by prompt
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "ok"
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first is None else self.first - self.due
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.due
+
+
+def unpack(packed: bytes) -> array[float]:
+    values = array("d")
+    values.frombytes(packed)
+    return values
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Frame(msgspec.Struct):
+    """The parts of an event, of /v1/generate or of OpenAI's endpoints, that tell tokens."""
+
+    index: int = 0
+    token_ids: list[int] | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: object = None
+
+
+class _ErrorDetail(msgspec.Struct):
+    code: str | None = None
+    type: str | None = None
+
+
+class _Error(msgspec.Struct):
+    error: _ErrorDetail
+
+
+_decode_frame = msgspec.json.Decoder(_Frame).decode
+_decode_error = msgspec.json.Decoder(_Error).decode
+
+
+class StreamedAnswer:
+    """Server-sent events: when each prompt's tokens came. `take` is called with the body's parts;
+    whoever calls `take` late reads a late time, so that the run watches its own lateness."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+        self._open = b""  # of an event whose end has not come
+        self._began: dict[int, float] = {}  # by prompt
+        self._latest: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+        self._total: int | None = None  # as the server counts; a token may have no text
+        self._gaps = array("d")
+        self._done = False
+        self._failed = False
+        self._garbled = False
+
+    def take(self, data: bytes) -> None:
+        now = time.monotonic() - self._start
+        *events, self._open = (self._open + data).split(b"\n\n")
+        for event in events:
+            if event == b"data: [DONE]":
+                self._done = True
+            elif event.startswith(b"data: "):
+                try:
+                    self._frame(_decode_frame(event[6:]), now)
+                except msgspec.MsgspecError:
+                    self._garbled = True
+
+    def _frame(self, frame: _Frame, now: float) -> None:
+        if frame.error is not None:
+            self._failed = True
+        if frame.usage is not None and not frame.choices and frame.token_ids is None:
+            self._total = frame.usage.completion_tokens  # OpenAI's last event
+        if frame.token_ids:
+            self._note(frame.index, len(frame.token_ids), now)
+        for choice in frame.choices:
+            if choice.token_ids is not None or choice.text:
+                self._note(choice.index, len(choice.token_ids or [0]), now)
+
+    def _note(self, index: int, tokens: int, now: float) -> None:
+        if index in self._latest:
+            self._gaps.append(now - self._latest[index])
+        else:
+            self._began[index] = now
+        self._latest[index] = now
+        self._tokens[index] = self._tokens.get(index, 0) + tokens
+
+    def close(self, record: Record) -> None:
+        """Fills in what has come; the outcome, too, unless it is already known to be bad."""
+        record.first = min(self._began.values(), default=None)
+        record.tokens = sum(self._tokens.values()) if self._total is None else self._total
+        record.gaps = self._gaps.tobytes()
+        record.per_token = array(
+            "d",
+            [
+                (self._latest[index] - began) / (self._tokens[index] - 1)
+                for index, began in self._began.items()
+                if self._tokens[index] > 1
+            ],
+        ).tobytes()
+        if record.ok and self._garbled:
+            record.outcome = "answer not understood"
+        elif record.ok and self._failed:
+            record.outcome = "error in the stream"
+        elif record.ok and not self._done:
+            record.outcome = "stream cut short"
+
+
+class WholeAnswer:
+    """A plain JSON answer: what it counts."""
+
+    def __init__(self) -> None:
+        self._body = b""
+
+    def take(self, data: bytes) -> None:
+        self._body += data
+
+    def close(self, record: Record) -> None:
+        if not record.ok:
+            return
+        try:
+            answer = msgspec.json.decode(self._body)
+            if "usage" in answer and "completion_tokens" in answer["usage"]:
+                record.tokens = answer["usage"]["completion_tokens"]
+            for result in answer.get("results", []):
+                if "error" in result:
+                    record.outcome = "error in a result"
+                record.tokens += result.get("num_scored_tokens", 0)
+        except (msgspec.MsgspecError, TypeError, LookupError, AttributeError):
+            record.outcome = "answer not understood"
+
+    def error_kind(self, status: int) -> str:
+        """`429 queue_full`: the status and the code of the error."""
+        try:
+            detail = _decode_error(self._body).error
+        except msgspec.MsgspecError:
+            return str(status)
+        return f"{status} {detail.code or detail.type or ''}".strip()

@@ -1,0 +1,85 @@
+"""What the command line asks for: one run, a sweep, or two written runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from loadtest.http.answers import Record
+from loadtest.http.options import parser, share_of
+from loadtest.http.output import print_comparison, print_summary
+from loadtest.http.page import save_page
+from loadtest.http.processes import run
+from loadtest.http.summary import parse_slo, summarize
+from loadtest.http.sweep import Probe, highest_rate
+from loadtest.report import print_environment, print_table, save_json
+
+# What a report need not tell of its command line.
+SILENT = {"api_key", "json", "html", "compare"}
+
+
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
+    """One run. Raises OSError, ValueError, RuntimeError."""
+    reports = run(share_of(args), args.processes)
+    summary = summarize(reports, parse_slo(args.slo) if args.slo else None)
+    summary["run"] = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if value is not None and name not in SILENT
+    }
+    return summary, [record for report in reports for record in report.records]
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Prints the probes and the rate. Exit code 0 where there is one."""
+    if not args.slo or args.arrivals == "closed":
+        raise ValueError("a sweep needs --slo, and arrivals that have a rate")
+    low, colon, high = args.sweep.partition(":")
+    if not colon:
+        raise ValueError("--sweep LOW:HIGH")
+
+    def probe(rate: float) -> Probe:
+        args.rate = rate
+        summary, _ = measure(args)
+        found = Probe(rate, summary["goodput"]["share"], bool(summary["client"]["bottleneck"]))
+        why = " (the client was the bottleneck)" if found.client_limited else ""
+        print(f"{rate:.2f} requests/s: {found.share:.2%} within the SLO{why}", flush=True)
+        return found
+
+    best, probes = highest_rate(
+        float(low), float(high), probe, share=args.sweep_share, precision=args.sweep_precision
+    )
+    rows = [[f"{p.rate:.2f}", f"{p.share:.2%}"] for p in sorted(probes, key=lambda p: p.rate)]
+    print_table(f"sweep, {args.slo}", ["requests/s", "within the SLO"], rows)
+    if best is None:
+        print(f"not even {low} requests/s keep the SLO")
+    else:
+        print(f"highest rate within the SLO: {best:.2f} requests/s")
+    save_json(
+        args.json, {"highest_rate": best, "slo": args.slo, "probes": [vars(p) for p in probes]}
+    )
+    return 0 if best is not None else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 when every request was answered 200, else 1; 2 for bad arguments."""
+    args = parser().parse_args(argv)
+    try:
+        if args.compare:
+            first, second = (json.loads(path.read_text()) for path in args.compare)
+            print_comparison(first, second)
+            return 0
+        print_environment()
+        if args.sweep:
+            return sweep(args)
+        summary, records = measure(args)
+        print_summary(summary)
+        save_json(args.json, summary)
+        if args.html:
+            save_page(args.html, summary, records)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        print(f"loadtest.http: error: {error}", file=sys.stderr)
+        return 2
+    return 0 if set(summary["outcomes"]) == {"ok"} else 1

@@ -1,0 +1,187 @@
+"""One HTTP/1.1 connection of a load test: a request at a time, its answer handed on as it comes.
+
+A general client costs a hundred times what the server's smallest answers do, and would be measured
+instead of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Literal, cast
+from urllib.parse import urlsplit
+
+MOST_HEAD = 2**16  # bytes
+
+
+class BadAnswer(Exception):
+    """What came is no HTTP, or ended before its end."""
+
+
+class Connection(asyncio.Protocol):
+    """`ask` sends a request and returns the status when the whole answer has come."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.answered = False  # something of the present answer has come
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._part: Literal["head", "length", "size", "chunk", "trailer", "rest"] = "head"
+        self._left = 0  # bytes of the body or the chunk
+        self.status = 0  # of the present answer, once its head has come
+        self._keeps = True
+        self._on_body: Callable[[bytes], None] | None = None
+        self._answer: asyncio.Future[int] | None = None
+
+    async def ask(self, request: bytes, on_body: Callable[[bytes], None]) -> int:
+        """Raises BadAnswer."""
+        assert self._transport is not None and self._answer is None
+        self._part, self._keeps, self.answered = "head", True, False
+        self.status = 0
+        if not self.open:
+            raise BadAnswer("the server closed the connection")
+        self._on_body = on_body
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+            if not self._keeps or self._part != "head" or self._buffer:
+                self.close()
+
+    def close(self) -> None:
+        """Leaves at once, whatever is under way."""
+        self.open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.open = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open = False
+        if self._part == "rest":
+            self._end()
+        self._fail("the server closed the connection" if exc is None else str(exc))
+
+    def data_received(self, data: bytes) -> None:
+        self.answered = True
+        self._buffer += data
+        try:
+            while self._advance():
+                pass
+        except (BadAnswer, ValueError, IndexError) as error:
+            self._fail(f"not understood: {error}")
+            self.close()
+
+    def _advance(self) -> bool:
+        """Takes one part off the buffer; False where it has not come yet."""
+        match self._part:
+            case "head":
+                return self._head()
+            case "size":
+                line = self._line()
+                if line is None:
+                    return False
+                self._left = int(line.partition(b";")[0], 16)
+                self._part = "chunk" if self._left else "trailer"
+                return True
+            case "chunk":
+                if len(self._buffer) < self._left + 2:
+                    return False
+                self._hand_on(self._left)
+                del self._buffer[:2]
+                self._part = "size"
+                return True
+            case "trailer":
+                line = self._line()
+                if line == b"":
+                    self._end()
+                return line not in (None, b"")
+            case "length":
+                self._left -= self._hand_on(min(self._left, len(self._buffer)))
+                if not self._left:
+                    self._end()
+                return False
+            case "rest":
+                self._hand_on(len(self._buffer))
+                return False
+
+    def _line(self) -> bytes | None:
+        end = self._buffer.find(b"\r\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 2]
+        return line
+
+    def _head(self) -> bool:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > MOST_HEAD:
+                raise BadAnswer("the head of the answer does not end")
+            return False
+        first, *lines = bytes(self._buffer[:end]).lower().split(b"\r\n")
+        del self._buffer[: end + 4]
+        if not first.startswith(b"http/1."):
+            raise BadAnswer(f"an answer that begins {first[:40]!r}")
+        self.status = int(first.split(b" ", 2)[1])
+        if self.status < 200:
+            return True
+        headers = dict(line.split(b":", 1) for line in lines)
+        self._keeps = b"close" not in headers.get(b"connection", b"")
+        if b"chunked" in headers.get(b"transfer-encoding", b""):
+            self._part = "size"
+        elif b"content-length" in headers or self.status in (204, 304):
+            self._left = int(headers.get(b"content-length", b"0"))
+            self._part = "length"
+        else:
+            self._part, self._keeps = "rest", False
+        return True
+
+    def _hand_on(self, length: int) -> int:
+        if length and self._on_body is not None:
+            self._on_body(bytes(self._buffer[:length]))
+        del self._buffer[:length]
+        return length
+
+    def _end(self) -> None:
+        self._part = "head"
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(self.status)
+
+    def _fail(self, reason: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(BadAnswer(reason))
+
+
+class Server:
+    """Where requests go: an http or https address. Raises ValueError for another."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no http or https address")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._base = parts.path.rstrip("/")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        lines = [f"host: {parts.netloc.rpartition('@')[2]}", "content-type: application/json"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._lines = "\r\n".join(lines)
+
+    async def connect(self) -> Connection:
+        """A new connection. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        return made
+
+    def request(self, path: str, body: bytes, method: str = "POST") -> bytes:
+        """A request as it is sent."""
+        head = f"{method} {self._base}{path} HTTP/1.1\r\n{self._lines}\r\n"
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

@@ -1,0 +1,90 @@
+"""Several client processes, each with a share of the requests, begun at one moment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from loadtest.http.client import Report, Share, drive
+
+HEAD_START = 0.05  # seconds from the last process's readiness until the run begins
+
+
+def shares(whole: Share, processes: int) -> list[Share]:
+    """`whole` dealt out: arrivals in turn, users and the most at once as evenly as can be."""
+    if processes == 1:
+        return [whole]
+
+    def part(total: int | None, which: int) -> int | None:
+        return (
+            None
+            if total is None
+            else total * (which + 1) // processes - (total * which // processes)
+        )
+
+    return [
+        replace(
+            whole,
+            due=whole.due[which::processes],
+            closed=part(whole.closed, which) or 0,
+            count=part(whole.count, which),
+            most_at_once=part(whole.most_at_once, which),
+            seed=whole.seed * processes + which,
+        )
+        for which in range(processes)
+    ]
+
+
+def run(whole: Share, processes: int) -> list[Report]:
+    """The reports of all processes. Raises ValueError, OSError, and RuntimeError where a process
+    ends without a report."""
+    limits = [number for number in (whole.closed or None, whole.most_at_once) if number]
+    if processes < 1 or any(processes > limit for limit in limits):
+        raise ValueError(f"{processes} client processes: at least 1, at most one per user")
+    if processes == 1:
+        return [drive(whole, time.monotonic)]
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    started = []
+    try:
+        for share in shares(whole, processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(share, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            started.append(process)
+        for pipe in pipes:
+            _take(pipe)  # it is ready
+        begin = time.monotonic() + HEAD_START
+        for pipe in pipes:
+            pipe.send(begin)
+        return [_take(pipe) for pipe in pipes]
+    finally:
+        for process in started:
+            process.join(1)
+            process.kill()
+
+
+def _take(pipe: Connection) -> Report:
+    try:
+        said = pipe.recv()
+    except EOFError:
+        raise RuntimeError("a client process has ended without a report") from None
+    if isinstance(said, OSError | ValueError):
+        raise said
+    return said  # type: ignore[no-any-return]
+
+
+def _work(share: Share, pipe: Connection) -> None:
+    def start() -> float:
+        pipe.send(None)
+        begin: float = pipe.recv()
+        return begin
+
+    try:
+        pipe.send(drive(share, start))
+    except (OSError, ValueError) as error:
+        pipe.send(error)

@@ -1,0 +1,90 @@
+"""What is asked: bodies of requests, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from loadtest.http.lengths import Lengths
+from loadtest.prompts import Text
+
+Endpoint = Literal["generate", "score", "completions"]
+PATHS: dict[Endpoint, str] = {
+    "generate": "/v1/generate",
+    "score": "/v1/score",
+    "completions": "/v1/completions",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How requests are made."""
+
+    prompt_lengths: Lengths  # characters, or token ids
+    answer_lengths: Lengths  # tokens
+    endpoint: Endpoint = "generate"
+    stream: bool = True
+    batch: int = 1  # prompts of one request
+    text: Path | None = None  # that prompts are cut from
+    lines: Path | None = None  # that holds a prompt a line, instead
+    vocabulary: int | None = None  # prompts are this many different token ids, instead
+    temperature: float = 0.8
+    model: str | None = None
+    extra: dict[str, Any] | None = None  # further fields of the body
+
+    @property
+    def streams(self) -> bool:
+        return self.stream and self.endpoint != "score"
+
+
+class Questions:
+    """An endless supply of bodies; the same for the same seed. Raises OSError, ValueError."""
+
+    def __init__(self, asked: Asked, seed: int) -> None:
+        if asked.batch < 1:
+            raise ValueError(f"{asked.batch} prompts a request: at least 1")
+        self._asked = asked
+        self._random = random.Random(seed)
+        self._prompt = self._source(asked)
+
+    def _source(self, asked: Asked) -> Callable[[], str | list[int]]:
+        lengths, choice = asked.prompt_lengths, self._random
+        if asked.vocabulary is not None:
+            ids = range(asked.vocabulary)
+            return lambda: choice.choices(ids, k=lengths.draw(choice))
+        if asked.lines is not None:
+            lines = [line for line in asked.lines.read_text(encoding="utf-8").splitlines() if line]
+            if not lines:
+                raise ValueError(f"{asked.lines} has no line")
+            return lambda: choice.choice(lines)
+        text = Text(asked.text)
+        return lambda: text.cut(lengths.draw(choice), choice)
+
+    def draw(self) -> bytes:
+        """The next body."""
+        asked = self._asked
+        prompts = [self._prompt() for _ in range(asked.batch)]
+        body: dict[str, Any] = {}
+        if asked.model is not None:
+            body["model"] = asked.model
+        if asked.endpoint == "score":
+            body["texts"] = prompts
+        else:
+            body |= {
+                "max_tokens": asked.answer_lengths.draw(self._random),
+                "temperature": asked.temperature,
+                "ignore_eos": True,
+                "seed": self._random.getrandbits(31),
+            }
+            if asked.endpoint == "generate":
+                body |= {"prompts": prompts, "stream": asked.stream}
+            else:
+                body |= {"prompt": prompts if len(prompts) > 1 else prompts[0]}
+                if asked.stream:
+                    body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return msgspec.json.encode(body | (asked.extra or {}))

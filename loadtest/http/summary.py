@@ -1,0 +1,132 @@
+"""The figures of a run: latencies, rates, goodput, errors, and whether the client kept up."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.http.answers import Record, unpack
+from loadtest.http.client import Report
+from loadtest.report import percentile
+
+PERCENTS = (50, 90, 99, 99.9)
+SERIES = {"ttft": "time to first token", "tpot": "time per output token after the first",
+          "itl": "between events of one answer", "e2e": "end to end"}  # fmt: skip
+LATE_SECONDS = 0.005  # a client whose loop is later than this at p99 measures itself
+BUSY = 0.8  # so does one that uses more of a core
+SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits in seconds that a good request keeps, by series; `itl` is one's own 99th
+    percentile."""
+
+    limits: dict[str, float]
+
+    def keeps(self, record: Record) -> bool:
+        """The request was answered, and as quickly as it should be."""
+        if not record.ok:
+            return False
+        for name, limit in self.limits.items():
+            match name:
+                case "ttft":
+                    value = record.ttft
+                case "e2e":
+                    value = record.e2e
+                case "tpot":
+                    value = max(unpack(record.per_token), default=None)
+                case _:
+                    gaps = unpack(record.gaps)
+                    value = percentile(gaps, 99) if gaps else None
+            if value is not None and value > limit:
+                return False
+        return True
+
+
+def parse_slo(text: str) -> Slo:
+    """`ttft=200ms,itl=30ms,e2e=5s`. Raises ValueError."""
+    limits = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        unit = value.lstrip("0123456789.")
+        if name not in SERIES or unit not in SECONDS_OF:
+            raise ValueError(
+                f"{part!r} is no limit; allowed: {', '.join(SERIES)}, as in ttft=200ms,e2e=5s"
+            )
+        limits[name] = float(value.removesuffix(unit)) * SECONDS_OF[unit]
+    return Slo(limits)
+
+
+def figures(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles in milliseconds."""
+    ordered = sorted(values)
+    found = {"mean": 1000 * sum(ordered) / len(ordered)}
+    return found | {f"p{p:g}": 1000 * percentile(ordered, p) for p in PERCENTS}
+
+
+def series(records: Iterable[Record]) -> dict[str, array[float]]:
+    """Every latency of the requests that were answered, in seconds."""
+    found = {name: array("d") for name in SERIES}
+    for record in records:
+        if record.ok:
+            if record.ttft is not None:
+                found["ttft"].append(record.ttft)
+            found["tpot"].extend(unpack(record.per_token))
+            found["itl"].extend(unpack(record.gaps))
+            found["e2e"].append(record.e2e)
+    return found
+
+
+def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, Any]:
+    """Raises ValueError for a run without a request."""
+    records = sorted(
+        (record for report in reports for record in report.records), key=lambda record: record.due
+    )
+    if not records:
+        raise ValueError("no request was sent")
+    seconds = max(max(record.end for record in records) - records[0].due, 1e-9)
+    served = [record for record in records if record.ok]
+    summary: dict[str, Any] = {
+        "requests": len(records),
+        "seconds": seconds,
+        "requests_per_second": len(served) / seconds,
+        "prompts_per_second": sum(record.prompts for record in served) / seconds,
+        "tokens_per_second": sum(record.tokens for record in served) / seconds,
+        "outcomes": dict(Counter(record.outcome for record in records).most_common()),
+        "latency_ms": {name: figures(values) for name, values in series(records).items() if values},
+        "client": _client(reports, records),
+    }
+    refused = [record.e2e for record in records if record.outcome.startswith(("429", "503"))]
+    if refused:
+        summary["latency_ms"]["refusal"] = figures(refused)
+    if slo is not None:
+        good = sum(map(slo.keeps, records))
+        summary["goodput"] = {
+            "slo_seconds": slo.limits,
+            "requests_per_second": good / seconds,
+            "share": good / len(records),
+        }
+    return summary
+
+
+def _client(reports: Sequence[Report], records: Sequence[Record]) -> dict[str, Any]:
+    """How well the client did its own part; `bottleneck` says why its figures are its own."""
+    late = percentile([value for report in reports for value in unpack(report.late)] or [0.0], 99)
+    sent_late = percentile([record.sent - record.due for record in records], 99)
+    busiest = max(report.busy for report in reports)
+    reasons = []
+    if late > LATE_SECONDS:
+        reasons.append(f"its event loop came round {1000 * late:.1f} ms late at p99")
+    if busiest > BUSY:
+        reasons.append(f"a client process used {busiest:.0%} of a core")
+    return {
+        "processes": len(reports),
+        "loop_late_p99_ms": 1000 * late,
+        "sent_late_p99_ms": 1000 * sent_late,
+        "busiest": busiest,
+        "bottleneck": reasons,
+    }

@@ -1,0 +1,114 @@
+"""Ten thousand connections that send nothing, or too slowly: is anybody else held up?
+
+    python -m loadtest.idle
+
+A third of them send nothing, a third a piece of a head, a third a head and a piece of its body.
+While they are open, `/health` and a short generation are timed, each on a connection of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import time
+from pathlib import Path
+
+from loadtest.http.connection import Server
+from loadtest.report import percentile, print_environment, save_json
+from loadtest.subject import Subject
+
+BAR = 0.1  # seconds, the slowest /health
+SPARE = 500  # files beside the connections
+AT_ONCE = 200  # connections opened together
+BEGINNINGS = (
+    b"",
+    b"POST /v1/generate HTTP/1.1\r\nhost: x\r\n",
+    b'POST /v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompts": [',
+)
+
+
+def raise_limit(files: int) -> None:
+    """Lets this process open so many files. Raises RuntimeError where it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < files:
+        if hard != resource.RLIM_INFINITY and hard < files:
+            raise RuntimeError(f"{files} files are needed; the limit is {hard} (ulimit -Hn)")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+async def _open(url: str, count: int) -> list[asyncio.StreamWriter]:
+    host, port = url.removeprefix("http://").split(":")
+    writers: list[asyncio.StreamWriter] = []
+    while len(writers) < count:
+        wave = min(AT_ONCE, count - len(writers))
+        opened = await asyncio.gather(
+            *(asyncio.open_connection(host, int(port)) for _ in range(wave))
+        )
+        for _, writer in opened:
+            writer.write(BEGINNINGS[len(writers) % len(BEGINNINGS)])
+            writers.append(writer)
+    return writers
+
+
+async def _times(url: str, path: str, body: bytes | None, count: int) -> list[float]:
+    """Seconds from a new connection until the answer. Raises RuntimeError for another than 200."""
+    server = Server(url, {})
+    request = server.request(path, body or b"", "GET" if body is None else "POST")
+    times = []
+    for _ in range(count):
+        begun = time.monotonic()
+        connection = await server.connect()
+        status = await connection.ask(request, lambda _: None)
+        times.append(time.monotonic() - begun)
+        connection.close()
+        if status != 200:
+            raise RuntimeError(f"{path} was answered {status}")
+    return times
+
+
+async def run(subject: Subject, connections: int, asks: int) -> dict[str, list[float]]:
+    """Times of /health and of a generation, without the connections and with them."""
+    await subject.started()
+    body = b'{"prompts": ["ROMEO:"], "max_tokens": 4}'
+    found = {
+        "health alone": await _times(subject.url, "/health", None, asks),
+        "generate alone": await _times(subject.url, "/v1/generate", body, asks),
+    }
+    writers = await _open(subject.url, connections)
+    found["health"] = await _times(subject.url, "/health", None, asks)
+    found["generate"] = await _times(subject.url, "/v1/generate", body, asks)
+    gone = sum(writer.transport.is_closing() for writer in writers)
+    if gone:
+        raise RuntimeError(f"{gone} of the connections were closed meanwhile")
+    for writer in writers:
+        writer.transport.abort()
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 where every /health was in time, else 1; 2 where it cannot be measured."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--connections", type=int, default=10_000)
+    options.add_argument("--asks", type=int, default=200)
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    print_environment()
+    try:
+        raise_limit(args.connections + SPARE)
+        with Subject() as subject:
+            found = asyncio.run(run(subject, args.connections, args.asks))
+    except (RuntimeError, OSError) as error:
+        print(f"not measured: {error}")
+        return 2
+    for name, times in found.items():
+        p50, p99 = (1000 * percentile(times, p) for p in (50, 99))
+        print(f"{name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, slowest {1000 * max(times):.1f} ms")
+    good = max(found["health"]) <= BAR
+    print(f"/health beside {args.connections:,} connections: {'pass' if good else 'FAIL'}")
+    save_json(args.json, {"connections": args.connections, **found})
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

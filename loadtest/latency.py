@@ -1,0 +1,97 @@
+"""Latency at half of saturation: tokens must follow the engine's rounds, and little else.
+
+    python -m loadtest.latency
+
+A server of its own with the bundled model is first saturated, then asked at half of that rate. Two
+bars: between two events of a stream at p99 at most 3 round trips of the engine and 5 ms; until the
+first token at p99 at most the prefill, 5 round trips and 10 ms. A round trip is what the engine
+spends on a round at this load, prompts of others included; it and the prefill are means, from the
+server's own metrics of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtest.overload import load
+from loadtest.report import print_environment, print_table, save_json
+from loadtest.subject import Subject
+
+
+def sums(url: str) -> dict[str, float]:
+    """Sums and counts of the histograms that tell of the engine."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = {}
+    for line in text.splitlines():
+        if match := re.match(r"minserve_(\w+_(?:sum|count))(?:\{(.*)\})? (\S+)$", line):
+            found[f"{match[1]}{match[2] or ''}"] = float(match[3])
+    return found
+
+
+def times(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Seconds of a round and of a prefill between two looks at the metrics."""
+    spent = {name: after[name] - before.get(name, 0.0) for name in after}
+    steps = 'engine_step_seconds_{}phase="{}"'
+    busy = sum(spent.get(steps.format("sum", phase), 0.0) for phase in ("prefill", "decode"))
+    rounds = spent[steps.format("count", "decode")]
+    prefills = spent["request_prefill_time_seconds_count"]
+    return {
+        "round": busy / rounds,
+        "prefill": spent["request_prefill_time_seconds_sum"] / prefills,
+    }
+
+
+def judge(summary: dict[str, Any], engine: dict[str, float]) -> list[tuple[str, float, float]]:
+    """Figure and bar, in milliseconds."""
+    turn, prefill = 1000 * engine["round"], 1000 * engine["prefill"]
+    latencies = summary["latency_ms"]
+    return [
+        ("between events, p99", latencies["itl"]["p99"], 3 * turn + 5),
+        ("first token, p99", latencies["ttft"]["p99"], prefill + 5 * turn + 10),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 where both bars are reached, else 1."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--share", type=float, default=0.5, help="of saturation")
+    options.add_argument("--seconds", type=float, default=20.0)
+    options.add_argument("--slots", type=int, default=32)
+    options.add_argument("--threads", type=int, default=1, help="of the engine")
+    options.add_argument("--prompt-length", default="64")
+    options.add_argument("--output-length", default="64")
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    print_environment()
+    with Subject(max_slots=args.slots, threads=args.threads) as subject:
+        asyncio.run(subject.started())
+        full = ["--arrivals", "closed", "--max-concurrency", str(args.slots)]
+        load(subject, args, *full, "--seconds", "2")
+        peak = load(subject, args, *full, "--seconds", str(args.seconds / 2))
+        rate = args.share * peak["requests_per_second"]
+        before = sums(subject.url)
+        summary = load(subject, args, "--rate", str(rate), "--seconds", str(args.seconds))
+        engine = times(before, sums(subject.url))
+    rows = judge(summary, engine)
+    print(
+        f"saturated at {peak['requests_per_second']:.1f} requests/s, asked {rate:.1f}; a round of "
+        f"{1000 * engine['round']:.2f} ms, a prefill of {1000 * engine['prefill']:.2f} ms; "
+        + "; ".join(summary["client"]["bottleneck"])
+    )
+    print_table(
+        f"{args.share:.0%} of saturation",
+        ["", "ms", "bar, ms", ""],
+        [[n, f"{v:.2f}", f"{bar:.2f}", "pass" if v <= bar else "FAIL"] for n, v, bar in rows],
+    )
+    save_json(args.json, {"peak": peak, "summary": summary, "engine": engine})
+    return 0 if all(value <= bar for _, value, bar in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,155 @@
+"""Overload: five times what a server can answer, and what it is like right after.
+
+    python -m loadtest.overload
+
+A server of its own with the bundled model is measured in a closed loop that fills its slots (the
+peak), at half of that (normal latency), at five times that for a minute, and at half again at once
+after it. Refusals must be quick, what is accepted must be answered, at the peak's pace, in memory
+that does not grow; and what comes after must not feel what was before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from loadtest.http.command import measure
+from loadtest.http.options import parser
+from loadtest.report import print_environment, print_table, save_json
+from loadtest.subject import Subject
+
+REFUSAL_BAR = 50.0  # ms at p99
+PEAK_BAR = 0.95  # of the peak's tokens/s
+MEMORY_BAR = 64.0  # MiB more at the end of the overload than a third into it
+AFTER_BAR = 1.25  # times the normal median, end to end
+LOOK = 0.5  # seconds between looks at memory
+
+
+class Memory(threading.Thread):
+    """Watches a server's memory."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(daemon=True)
+        self._subject = subject
+        # Looking for them takes long enough to hold the load test up.
+        self._pids = subject.processes()
+        self._over = threading.Event()
+        self.seen: list[float] = []  # MiB
+
+    def run(self) -> None:
+        while not self._over.wait(LOOK):
+            self.seen.append(self._subject.memory(self._pids))
+
+    def growth(self) -> float:
+        """MiB at the end over a third into the time, when all that fills once is full."""
+        self._over.set()
+        self.join()
+        return self.seen[-1] - self.seen[len(self.seen) // 3] if self.seen else float("nan")
+
+
+def load(subject: Subject, args: argparse.Namespace, *options: str) -> dict[str, Any]:
+    """One run of the HTTP load test."""
+    lengths = ["--prompt-length", args.prompt_length, "--output-length", args.output_length]
+    asked = ["--url", subject.url, "--timeout", "300", *lengths, *options]
+    summary, _ = measure(parser().parse_args(asked))
+    return summary
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures. Raises RuntimeError where the server does not start."""
+    settings = {"max_slots": args.slots, "max_waiting": args.waiting, "threads": args.threads}
+    with Subject(**settings) as subject:
+        asyncio.run(subject.started())
+        full = ["--arrivals", "closed", "--max-concurrency", str(args.slots)]
+        load(subject, args, *full, "--seconds", "3")  # so that what grows once has grown
+        peak = load(subject, args, *full, "--seconds", str(args.probe))
+        half = ["--rate", str(peak["requests_per_second"] / 2), "--seconds", str(args.probe)]
+        normal = load(subject, args, *half, "--seed", "1")
+        memory = Memory(subject)
+        memory.start()
+        rate = args.times * peak["requests_per_second"]
+        begun = time.monotonic()
+        over = load(subject, args, "--rate", str(rate), "--seconds", str(args.seconds))
+        spent = time.monotonic() - begun
+        growth = memory.growth()
+        idle = asyncio.run(subject.idle(float("inf")))
+        after = load(subject, args, *half, "--seed", "1")
+    return {
+        "peak": peak,
+        "normal": normal,
+        "overload": over,
+        "after": after,
+        "rate": rate,
+        "spent": spent,
+        "growth": growth,
+        "idle": idle,
+    }
+
+
+def judge(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """What was seen, the bar, and whether it is reached."""
+    peak, over = found["peak"], found["overload"]
+    normal, after = found["normal"], found["after"]
+    refusal = over["latency_ms"].get("refusal", {}).get("p99", float("nan"))
+    share = over["tokens_per_second"] / peak["tokens_per_second"]
+    others = {k: v for k, v in over["outcomes"].items() if k != "ok" and not k.startswith("429")}
+    slower = after["latency_ms"]["e2e"]["p50"] / normal["latency_ms"]["e2e"]["p50"]
+    return [
+        ("refusals, p99", f"{refusal:.1f} ms", f"{REFUSAL_BAR:g} ms", refusal <= REFUSAL_BAR),
+        ("neither answered nor refused", f"{sum(others.values())} {others or ''}", "0", not others),
+        ("tokens/s of the peak", f"{share:.1%}", f"{PEAK_BAR:.0%}", share >= PEAK_BAR),
+        (
+            "memory growth",
+            f"{found['growth']:+.0f} MiB",
+            f"{MEMORY_BAR:g} MiB",
+            found["growth"] <= MEMORY_BAR,
+        ),
+        ("left in flight", str(found["idle"] is None), "False", found["idle"] is not None),
+        ("median after it, of normal", f"{slower:.2f}", f"{AFTER_BAR}", slower <= AFTER_BAR),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 where every bar is reached, else 1."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--times", type=float, default=5.0, help="of the peak")
+    options.add_argument("--seconds", type=float, default=60.0, help="of the overload")
+    options.add_argument("--probe", type=float, default=10.0, help="seconds of the other runs")
+    options.add_argument("--slots", type=int, default=32)
+    options.add_argument("--waiting", type=int, default=64, help="requests that may wait")
+    options.add_argument("--threads", type=int, default=1, help="of the engine")
+    options.add_argument("--prompt-length", default="64")
+    options.add_argument("--output-length", default="32")
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    print_environment()
+    found = run(args)
+    rows = [
+        [
+            name,
+            f"{found[name]['requests_per_second']:.1f}",
+            f"{found[name]['tokens_per_second']:,.0f}",
+            *(f"{found[name]['latency_ms']['e2e'][p]:.0f}" for p in ("p50", "p99")),
+            ", ".join(f"{v} {k}" for k, v in found[name]["outcomes"].items()),
+            "; ".join(found[name]["client"]["bottleneck"]),
+        ]
+        for name in ("peak", "normal", "overload", "after")
+    ]
+    columns = ["run", "answered/s", "tokens/s", "e2e p50, ms", "p99", "outcomes", "client limited"]
+    print_table(f"{found['rate']:.0f} requests/s for {args.seconds:g} s", columns, rows)
+    verdicts = judge(found)
+    print_table(
+        "overload",
+        ["what", "seen", "bar", ""],
+        [[what, seen, bar, "pass" if good else "FAIL"] for what, seen, bar, good in verdicts],
+    )
+    save_json(args.json, found)
+    return 0 if all(good for *_, good in verdicts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""The HTTP load test against the application over a fake model, on a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.http import main
+from tests.service.harness import fake_runner, save_byte_tokenizer
+from tests.service.live import listening
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = save_byte_tokenizer(tmp_path_factory.mktemp("model"))
+    with listening(fake_runner(folder)) as (address, _):
+        yield address
+
+
+def _run(tmp_path: Path, url: str, *options: str, code: int = 0) -> Any:
+    figures = tmp_path / "run.json"
+    assert main(["--url", url, "--json", str(figures), *options]) == code
+    return json.loads(figures.read_text())
+
+
+COMMON = ("--requests", "12", "--rate", "200", "--prompt-length", "8", "--output-length", "5")
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ((), 12 * 5),
+        (("--batch", "3"), 12 * 3 * 5),
+        (("--no-stream", "--batch", "2"), 12 * 2 * 5),
+        (("--endpoint", "completions"), 12 * 5),
+        (("--endpoint", "completions", "--no-stream"), 12 * 5),
+        (("--endpoint", "score", "--batch", "2"), 12 * 2 * 7),
+        (("--ids", "97", "--arrivals", "burst", "--burst", "6"), 12 * 5),
+        (("--arrivals", "closed", "--max-concurrency", "3"), 12 * 5),
+        (("--arrivals", "constant", "--max-concurrency", "2"), 12 * 5),
+    ],
+)
+def test_every_kind_of_request_is_counted(
+    tmp_path: Path, url: str, options: tuple[str, ...], tokens: int
+) -> None:
+    summary = _run(tmp_path, url, *COMMON, *options, "--slo", "e2e=60s")
+    assert summary["outcomes"] == {"ok": 12}
+    assert summary["tokens_per_second"] * summary["seconds"] == pytest.approx(tokens)
+    assert summary["goodput"]["share"] == 1
+    streams = "score" not in options and "--no-stream" not in options
+    assert ("ttft" in summary["latency_ms"]) == streams
+    assert set(summary["latency_ms"]["e2e"]) == {"mean", "p50", "p90", "p99", "p99.9"}
+
+
+def test_several_processes_share_the_work(tmp_path: Path, url: str) -> None:
+    summary = _run(tmp_path, url, *COMMON, "--processes", "2")
+    assert summary["outcomes"] == {"ok": 12}
+    assert summary["client"]["processes"] == 2
+
+
+def test_errors_are_told_by_kind(tmp_path: Path, url: str) -> None:
+    summary = _run(tmp_path, url, *COMMON, "--body", '{"top_p": 2}', code=1)
+    assert summary["outcomes"] == {"400 invalid_value": 12}
+    summary = _run(tmp_path, "http://127.0.0.1:9", *COMMON, code=1)
+    assert summary["outcomes"] == {"no connection: Connection refused": 12}
+
+
+def test_a_run_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
+    folder = save_byte_tokenizer(tmp_path)
+    with listening(fake_runner(folder, step_seconds=0.2)) as (slow, service):
+        options = ("--requests", "2", "--timeout", "0.3", "--output-length", "50")
+        summary = _run(tmp_path, slow, *options, code=1)
+        assert summary["outcomes"] == {"timeout": 2}
+        assert service.runtime.state == "ready"
+
+
+def test_the_report_holds_tables_and_plots(tmp_path: Path, url: str) -> None:
+    page = tmp_path / "run.html"
+    _run(tmp_path, url, *COMMON, "--api-key", "secret-secret-secret", "--html", str(page))
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "<svg" in text and "time to first token" in text
+    assert "secret" not in text and "<script" not in text
+
+
+def test_two_runs_are_compared(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(tmp_path, url, *COMMON)
+    figures = tmp_path / "run.json"
+    capsys.readouterr()
+    assert main(["--compare", str(figures), str(figures)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert rows and "1.000" in rows[0]
+
+
+def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(tmp_path: Path, url: str) -> None:
+    options = (*COMMON, "--sweep", "50:100", "--sweep-precision", "0.5")
+    found = _run(tmp_path, url, *options, "--slo", "e2e=60s")
+    assert len(found["probes"]) >= 2
+    assert _run(tmp_path, url, *options, "--slo", "e2e=1us", code=1)["highest_rate"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--arrivals", "closed"),
+        ("--rate", "0"),
+        ("--slo", "e2e"),
+        ("--prompt-length", "0"),
+        ("--data", "/nonexistent"),
+        ("--requests", "0"),
+        ("--sweep", "1:2"),
+        ("--processes", "0"),
+        ("--compare", "/nonexistent", "/nonexistent"),
+        ("--url", "nowhere"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(options)) == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_connections_that_the_server_has_closed_are_opened_again(tmp_path: Path) -> None:
+    """As servers do with connections that have been idle for some seconds."""
+    with listening(fake_runner(save_byte_tokenizer(tmp_path)), keep_alive=0) as (address, _):
+        options = ("--requests", "6", "--rate", "20", "--arrivals", "constant")
+        assert _run(tmp_path, address, *options)["outcomes"] == {"ok": 6}

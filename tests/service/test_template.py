@@ -1,0 +1,179 @@
+"""Events rendered ahead are those that are rendered one by one, whatever comes and however."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
+
+from engine.client import Delivery, Inbox, Update
+from engine.errors import EngineDead
+from engine.messages import Finished, Request, SamplingParams, pack_ids
+from engine.training.tokenizer import byte_level_tokenizer
+from service.answer import Answer, Piece, grouped
+from service.generation import Outcome, Task, stream
+from service.stop import StopMatcher, StopStrings
+from service.tally import Tally
+from service.template import HOLE, Template, parts_of
+from service.tokenizer import Tokenizer
+from service.wire import event
+
+TOKENIZER = Tokenizer(byte_level_tokenizer())
+END = 256  # a special token: no text
+TEXT = 'ab"\n\\<é€😀\x00'.encode()
+# Bytes of whole characters, cut anywhere, and such as are none.
+RUNS = st.lists(st.sampled_from([*TEXT, 0xFF, 0xC3, END, 999]), max_size=30)
+STOPS = st.lists(st.text("ab<é\n", min_size=1, max_size=3), max_size=3)
+
+
+class _Flight:
+    """Brings updates of one request."""
+
+    def __init__(self, updates: list[Update]) -> None:
+        self._updates = updates
+        self.stopped = False
+
+    def submit(self, *_: Any, **__: Any) -> None:
+        """Takes anything."""
+
+    check_tokens = submit
+
+    def abort(self, *_: Any) -> None:
+        self.stopped = True
+
+    async def arrivals(self) -> AsyncIterator[list[tuple[int, Update]]]:
+        for update in self._updates:
+            yield [(0, update)]
+
+
+class _Runtime:
+    tokenizer = TOKENIZER
+
+
+def _updates(runs: Sequence[Sequence[int]], end: bool) -> list[Update]:
+    updates = [Update(tokens=list(run)) for run in runs if run]
+    if end:
+        last = Update(tokens=list(runs[-1]) if runs else [])
+        last.finished = Finished(0, "length", 1, 0, sum(map(len, runs)))
+        updates = [*updates[: len(updates) - bool(runs and runs[-1])], last]
+    return updates
+
+
+def _events(
+    runs: list[list[int]], stops: list[str], interval: int, template: Template | None
+) -> bytes:
+    """What a stream sends of an answer of one prompt."""
+
+    def render(_: int, __: Answer, pieces: list[Piece]) -> bytes:
+        return b"".join(
+            event(_content(group) | {"finish": group[-1].finish_reason})
+            for group in grouped(pieces, interval)
+        )
+
+    async def collect() -> bytes:
+        stop = StopStrings(stops) if stops else None
+        ids = TOKENIZER.encode("x")
+        task = Task(ids, pack_ids(ids), SamplingParams(), stop, 1.0, 0, interval)
+        flight: Any = _Flight(_updates(runs, end=True))
+        runtime: Any = _Runtime()
+        chunks = stream(
+            runtime, flight, [task], render, lambda *_: b"", lambda _: b"", lambda _: template
+        )
+        return b"".join([chunk async for chunk in chunks])
+
+    return asyncio.run(collect())
+
+
+def _content(group: list[Piece]) -> dict[str, Any]:
+    ids = [piece.token for piece in group if piece.token is not None]
+    return {"text": "".join([piece.text for piece in group]), "token_ids": ids}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(RUNS, min_size=1, max_size=5), STOPS, st.sampled_from([1, 1, 2, 5]))
+def test_a_template_changes_nothing(runs: list[list[int]], stops: list[str], interval: int) -> None:
+    parts = parts_of(TOKENIZER, ids=True)
+    assert parts is not None
+    template = Template({"text": HOLE, "finish": None}, parts)
+    assert _events(runs, stops, interval, template) == _events(runs, stops, interval, None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(RUNS, min_size=1, max_size=4), STOPS)
+def test_an_outcome_without_pieces_says_the_same(runs: list[list[int]], stops: list[str]) -> None:
+    stop = StopStrings(stops) if stops else None
+    outcomes = [Outcome(Answer(TOKENIZER, [97], stop), pieces) for pieces in (True, False)]
+    for outcome in outcomes:
+        for update in _updates(runs, end=True):
+            outcome.take(update)
+    whole, lean = outcomes
+    assert (whole.text, whole.tokens) == (lean.text, lean.tokens)
+    for name in ("finish_reason", "completion_tokens"):
+        assert getattr(whole.answer, name) == getattr(lean.answer, name)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text("ab<é\n", max_size=4), max_size=6), STOPS)
+def test_texts_that_a_matcher_passes_need_not_be_fed(texts: list[str], stops: list[str]) -> None:
+    strings = StopStrings(stops or ["never"])
+    fed, spared = StopMatcher(strings), StopMatcher(strings)
+    for text in texts:
+        expected = fed.feed(text)
+        assert (text if spared.passes([text]) else spared.feed(text)) == expected
+        assert fed.stopped == spared.stopped
+    assert fed.flush() == spared.flush()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0, 1.5, 100.0])
+def test_a_tally_feeds_its_histogram_as_observations_do(value: float) -> None:
+    registry = CollectorRegistry()
+    direct = Histogram("direct", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
+    tallied = Histogram("tallied", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
+    tally = Tally(tallied)
+    for _ in range(2):  # a flush counts nothing twice
+        for _ in range(3):
+            direct.observe(value)
+            tally.observe(value)
+        tally.flush()
+
+    def samples(histogram: Histogram) -> list[tuple[str, dict[str, str], float]]:
+        (metric,) = histogram.collect()
+        kinds = ("_bucket", "_count", "_sum")
+        found = [(s.name.partition("_")[2], s.labels, s.value) for s in metric.samples]
+        return [sample for sample in found if f"_{sample[0]}" in kinds]
+
+    assert samples(direct) == samples(tallied) and samples(direct)
+
+
+async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:
+    inbox = Inbox()
+    first, second = (
+        Delivery(Request(id=i, prompt=pack_ids([1])), inbox=inbox, which=i) for i in range(2)
+    )
+    waiting = asyncio.create_task(inbox.next())
+    await asyncio.sleep(0)
+    second.add_tokens([1])
+    second.add_tokens([2])
+    first.fail(EngineDead("dead"))
+    assert await waiting == [second, first]
+    assert second.take().tokens == [1, 2] and second.take().empty
+    assert first.error is not None
+    second.add_tokens([3])
+    assert await inbox.next() == [second]
+
+
+async def test_an_inbox_whose_reader_was_cancelled_keeps_its_news() -> None:
+    inbox = Inbox()
+    delivery = Delivery(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
+    waiting = asyncio.create_task(inbox.next())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    delivery.add_tokens([1])
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await inbox.next() == [delivery]
