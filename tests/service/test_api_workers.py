@@ -326,10 +326,10 @@ def test_the_engines_queue_is_one_for_all(tmp_path: Path) -> None:
 
 
 def test_an_api_process_that_hangs_is_killed(tmp_path: Path) -> None:
-    with several(tmp_path, hang_timeout=1) as (process, _):
+    with several(tmp_path, hang_timeout=3) as (process, _):
         first, second = api_processes(process)
         os.kill(first, signal.SIGSTOP)
-        process.said("API process did not answer for 1 s")
+        process.said("API process did not answer for 3 s")
         until(lambda: len(api_processes(process)) == 2 and first not in api_processes(process))
         with clients(process) as others:
             for one in others:  # its connections waited for the next one
