@@ -80,6 +80,7 @@ class EngineLoop:
         self._clients: set[Hashable] = set()
         self._quiet: set[Hashable] = set()  # want to know nothing of others
         self._gone: set[Hashable] = set()  # what may still come from them is late
+        self._stats: Stats | None = None  # of the latest step
         self._stopping = False
         self._told_at = 0.0  # when the load was told, by time.monotonic
         for client in clients:
@@ -106,17 +107,21 @@ class EngineLoop:
             if number:
                 events = msgspec.structs.replace(events, stats=events.stats.load())
             self._mailbox.send(client, events)
-        if told and len(sent) < len(self._clients) - len(self._quiet):
-            self._tell_load(next(iter(told.values())).stats.load(), sent)
+        if told:
+            self._stats = next(iter(told.values())).stats
+            if len(sent) < len(self._clients) - len(self._quiet):
+                self._tell_load(sent)
 
-    def _tell_load(self, load: Stats, sent: Iterable[Hashable]) -> None:
+    def _tell_load(self, sent: Iterable[Hashable]) -> None:
         """Tells those who got nothing in this step; now and then, and before the engine idles."""
         now = time.monotonic()
         if now - self._told_at < LOAD_SECONDS and self._engine.has_work:
             return
         self._told_at = now
+        assert self._stats is not None
+        load = StepEvents(stats=self._stats.load())
         for client in self._clients - self._quiet - set(sent):
-            self._mailbox.send(client, StepEvents(stats=load))
+            self._mailbox.send(client, load)
 
     def _take_in(self, timeout: float = 0.0) -> None:
         for client, message in self._mailbox.receive(timeout):
@@ -150,3 +155,5 @@ class EngineLoop:
         if client not in self._clients:
             self._clients.add(client)
             self._mailbox.send(client, Ready(self._engine.info))
+            if self._stats is not None:  # it may be long until the next step
+                self._mailbox.send(client, StepEvents(stats=self._stats.load()))

@@ -132,3 +132,11 @@ def test_a_quiet_client_hears_of_its_own_alone() -> None:
     EngineLoop(Engine(runner), script).run()
     assert len(script.events("a")) == runner.steps == 20
     assert not script.events("b")
+
+
+def test_who_comes_late_is_told_the_load_of_an_idle_engine() -> None:
+    script = Script([("a", Ping(0))], [("a", ask(0, 3))], [], [], [], [("b", Ping(0))])
+    EngineLoop(Engine(FakeRunner()), script).run()
+    (heard,) = script.events("b")
+    assert heard.stats == heard.stats.load()
+    assert (heard.stats.slots_total, heard.stats.running) == (8, 0)

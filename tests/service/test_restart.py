@@ -130,14 +130,14 @@ def test_a_model_that_cannot_be_loaded_again_uses_tries_up(tmp_path: Path) -> No
 
 def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
     with (
-        starting(tmp_path, hang_timeout=1, ping_timeout=0.2) as (process, client),
+        starting(tmp_path, hang_timeout=2, ping_timeout=0.2) as (process, client),
         streaming(client) as lines,
     ):
         (worker,) = children(process.popen.pid)
         os.kill(worker, signal.SIGSTOP)
         until(lambda: client.get("/health").status_code == 503)
         *_, last = lines
-        assert "did not answer for 1 s" in error_of(last)["message"]
+        assert "did not answer for 2 s" in error_of(last)["message"]
         until(lambda: is_ready(client))
         assert worker not in children(process.popen.pid)
         assert client.post("/v1/generate", json=SHORT).status_code == 200
