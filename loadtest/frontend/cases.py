@@ -38,8 +38,9 @@ class Case:
 
     @property
     def sample(self) -> dict[str, Any]:
-        """A request of three events a prompt, or of the whole plain answer."""
-        return self.body | ({"max_tokens": 3 * self.chunk} if self.stream else {})
+        """A request of three events a prompt, of which the first may come at its first token; or of
+        the whole plain answer."""
+        return self.body | ({"max_tokens": 1 + 2 * self.chunk} if self.stream else {})
 
 
 CASES = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 import httpx
 
 START_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1  # of Linux
 
 
 @contextmanager
@@ -19,11 +22,17 @@ def server(
     command: list[str], port: int, core: int | None, path: str = "/ready"
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`python -m COMMAND`, once it answers at `path`. Raises RuntimeError where it never does."""
-    pin = None if core is None else lambda: os.sched_setaffinity(0, {core})
+
+    def prepare() -> None:
+        # It ends with this process, however that ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.DEVNULL,
-        preexec_fn=pin,
+        preexec_fn=prepare,
     )
     try:
         deadline = time.monotonic() + START_SECONDS
