@@ -102,7 +102,7 @@ async def test_a_turn_ends_by_its_own_token(chat: Service) -> None:
     body = {
         "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50, "temperature": 0,
         "structured_outputs": {"regex": "[a-z]{2,30}"},
-        "logit_bias": {str(chat.runtime.chat.end_id): 50},
+        "logit_bias": {str(chat.lifecycle.runtime.chat.end_id): 50},
     }  # fmt: skip
     [choice] = (await chat.post("/v1/chat/completions", body))["choices"]
     assert choice["finish_reason"] == "stop" and len(choice["message"]["content"]) == 2
