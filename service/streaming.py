@@ -132,24 +132,24 @@ async def event_chunks(
     gives a coroutine for what is better rendered beside the event loop.
     """
     failed = 0
-    served = False
+    served = False  # some request has been
     held = b""  # error events that came before anything else
     async for batch in flight.arrivals():
-        chunk = b""
+        chunk, begun = b"", served
         for which, came in batch:
             if not isinstance(came, EngineError):
                 rendered = render(which, came)
                 chunk += rendered if isinstance(rendered, bytes) else await rendered
+                served = True
                 continue
             failed += 1
             if failed == count or ends_all(came):
-                if chunk and (served or not isinstance(came, QueueFull)):
+                if served and (begun or not isinstance(came, QueueFull)):
                     yield held + chunk
                 raise came
-            held += render_error(which, came)
-        if chunk or served:
-            served = True
-            if held or chunk:
-                yield held + chunk
-                held = b""
+            chunk += render_error(which, came)
+        held += chunk
+        if served and held:
+            yield held
+            held = b""
     yield held + last() + DONE

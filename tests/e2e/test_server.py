@@ -193,8 +193,8 @@ def test_sigterm_lets_a_stream_finish() -> None:
     assert running.stop() == 0
 
 
-def test_death_of_the_engine_fails_the_stream_and_the_health() -> None:
-    running = Server("--device", "cpu", "--threads", "2")
+def test_death_of_the_engine_fails_the_stream_and_ends_a_server_without_restarts() -> None:
+    running = Server("--device", "cpu", "--threads", "2", "--engine-restarts", "0")
     body = {"prompts": ["ROMEO:"], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
     children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text()
     with httpx.stream("POST", f"{running.url}/v1/generate", json=body, timeout=120) as response:

@@ -75,7 +75,7 @@ def test_a_run_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
         options = ("--requests", "2", "--timeout", "0.3", "--output-length", "50")
         summary = _run(tmp_path, slow, *options, code=1)
         assert summary["outcomes"] == {"timeout": 2}
-        assert service.runtime.state == "ready"
+        assert service.lifecycle.state == "ready"
 
 
 def test_the_report_holds_tables_and_plots(tmp_path: Path, url: str) -> None:
