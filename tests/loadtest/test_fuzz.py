@@ -35,7 +35,7 @@ def test_mutated_requests_get_no_server_error(tmp_path: Path) -> None:
     runner = fake_runner(save_byte_tokenizer(tmp_path))
     with listening(runner, max_tokens=16, max_n=4) as (url, service):
         outcome = asyncio.run(fuzz(url, 1500, seed=1, connections=8))
-        assert service.runtime.state == "ready"
+        assert service.lifecycle.state == "ready"
     assert sum(outcome.endings.values()) == 1500
     assert not outcome.errors, outcome.errors
     assert outcome.endings["200"] > 20 and outcome.endings["400"] > 500
