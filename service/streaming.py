@@ -146,7 +146,10 @@ async def event_chunks(
                 if chunk and (served or not isinstance(came, QueueFull)):
                     yield held + chunk
                 raise came
-            held += render_error(which, came)
+            if served or chunk:
+                chunk += render_error(which, came)  # behind the tokens that came before it
+            else:
+                held += render_error(which, came)
         if chunk or served:
             served = True
             if held or chunk:
