@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator
 from loadtest.fuzz.raw import Outcome, fuzz
-from loadtest.fuzz.command import main
 from loadtest.fuzz.schema import check_schema
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
