@@ -14,7 +14,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from service.errors import ApiError
 from service.wire import encode
 
-MOST_HEAD_BYTES = 64 * 2**10  # in reads between that in which it begins and that in which it ends
+MOST_HEAD_BYTES = 64 * 2**10  # of the path and all names and values; while it comes, of its reads
 TELLS_HEADS = hasattr(AutoHTTPProtocol, "on_headers_complete")
 
 
@@ -24,6 +24,7 @@ class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
+        self._refused = False
         self._awaited_since: float | None = None  # a head, by the loop's time
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -38,11 +39,27 @@ class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head has come."""
+        """The head has come, perhaps in a single read, which may be larger than what is allowed."""
         self._awaited_since = None
-        super().on_headers_complete()
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MOST_HEAD_BYTES:
+            self._refuse()
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body has come."""
+        if not self._refused:  # there is no request that it could belong to
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request has come whole."""
+        if not self._refused:
+            super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._awaited_since is not None:
             # What comes now may be a body for the most part.
             if self._head_bytes > MOST_HEAD_BYTES:
@@ -61,6 +78,7 @@ class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         return True
 
     def _refuse(self) -> None:
+        self._refused = True
         if self.transport.is_closing():
             return
         # An answer under way to a request before it would be torn by another one.

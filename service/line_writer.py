@@ -2,7 +2,8 @@
 
 Whoever reads the other end may be slow, stop or leave, and a disk may be full. None of that holds
 up the event loop or fails a request: lines that find too many before them are dropped, and so are
-those that cannot be written; how many were lost is logged once lines can be written again.
+those that cannot be written; how many were lost is logged once lines can be written again, and at
+the end.
 """
 
 from __future__ import annotations
@@ -74,12 +75,17 @@ class LineWriter:
                 except OSError:
                     self._lost += len(chosen)
                     continue
-                lost = self._lost + self._refused
-                if lost > told:
-                    logger.warning("warning: %d log lines could not be written", lost - told)
-                    told = lost
+                told = self._tell(told)
             if ending.is_set():
+                self._tell(told)
                 return
+
+    def _tell(self, told: int) -> int:
+        """Logs what was lost beyond `told`; how many that makes."""
+        lost = self._lost + self._refused
+        if lost > told:
+            logger.warning("warning: %d log lines could not be written", lost - told)
+        return lost
 
     def _batch(self) -> list[bytes]:
         """The next lines, as many as one write takes; at least one."""

@@ -48,11 +48,11 @@ class Places:
         slots = self._slots()
         capacity = slots + most_of_one(self._most, owner)
         if requests > capacity:
-            whose = "of one key " if owner else ""
+            whose = " of one key" if owner else ""
             raise ApiError(
                 400,
                 f"{requests} prompts at once (samples count too), but this server holds "
-                f"at most {capacity} {whose}; send fewer at a time",
+                f"at most {capacity}{whose}; send fewer at a time",
                 code="too_many_prompts",
             )
         taken = self._client.in_flight + self._reserved.total()

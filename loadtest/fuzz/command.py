@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where all is well, else 1."""
+    """Exit code 0 where all is well, else 1; 2 for what cannot be run."""
     options = argparse.ArgumentParser(description="Asks a server what nobody should ask.")
     options.add_argument("what", choices=("raw", "schema"))
     options.add_argument("--requests", type=int, default=100_000, help="of raw")
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--json", type=Path)
     args = options.parse_args(argv)
+    if args.what == "schema" and importlib.util.find_spec("schemathesis") is None:
+        options.error("schema needs the tests' packages: pip install -e '.[test]'")
     print_environment()
     with Subject(**SETTINGS) as subject:
         asyncio.run(subject.started())

@@ -20,6 +20,7 @@ class Record(msgspec.Struct, array_like=True):
     tokens: int = 0  # generated, or scored
     gaps: bytes = b""  # packed doubles: seconds between the events of one prompt's answer
     per_token: bytes = b""  # packed doubles: mean seconds per token after the first, by prompt
+    message: str = ""  # what the server said was wrong
 
     @property
     def ok(self) -> bool:
@@ -63,6 +64,7 @@ class _Frame(msgspec.Struct):
 class _ErrorDetail(msgspec.Struct):
     code: str | None = None
     type: str | None = None
+    message: str = ""
 
 
 class _Error(msgspec.Struct):
@@ -164,10 +166,10 @@ class WholeAnswer:
         except (msgspec.MsgspecError, TypeError, LookupError, AttributeError):
             record.outcome = "answer not understood"
 
-    def error_kind(self, status: int) -> str:
-        """`429 queue_full`: the status and the code of the error."""
+    def error(self, status: int) -> tuple[str, str]:
+        """`429 queue_full`, the status and the code of the error, and its message."""
         try:
             detail = _decode_error(self._body).error
         except msgspec.MsgspecError:
-            return str(status)
-        return f"{status} {detail.code or detail.type or ''}".strip()
+            return str(status), ""
+        return f"{status} {detail.code or detail.type or ''}".strip(), detail.message

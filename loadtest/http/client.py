@@ -85,7 +85,7 @@ class _Client:
                         if not reused or connection.answered:
                             raise
             if status != 200:
-                record.outcome = whole.error_kind(status)
+                record.outcome, record.message = whole.error(status)
         except TimeoutError:
             record.outcome = "timeout"
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from loadtest.http.answers import Record
@@ -30,6 +31,17 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
         if value is not None and name not in SILENT
     }
     return summary, [record for report in reports for record in report.records]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A run that was written with --json. Raises OSError, ValueError."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not {"latency_ms", "client"} <= found.keys():
+        raise ValueError(f"{path} holds no single run; write one with --json")
+    return found
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -67,9 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when every request was answered 200, else 1; 2 for bad arguments."""
     args = parser().parse_args(argv)
     try:
+        if args.html and (args.compare or args.sweep):
+            raise ValueError("--html reports a single run; leave it out")
         if args.compare:
-            first, second = (json.loads(path.read_text()) for path in args.compare)
-            print_comparison(first, second)
+            print_comparison(*map(load, args.compare))
             return 0
         print_environment()
         if args.sweep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.http.summary import SERIES
+from loadtest.http.summary import BUSY, SERIES
 from loadtest.report import print_table
 
 TITLES = SERIES | {"refusal": "until a refusal (429, 503)"}
@@ -29,6 +29,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     print(f"{rates} over {summary['seconds']:.1f} s")
     counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["outcomes"].items())
     print(f"{summary['requests']} requests: {counts}")
+    for outcome, message in summary["messages"].items():
+        print(f"{outcome}, the first: {message}")
     if "goodput" in summary:
         good = summary["goodput"]
         limits = ", ".join(f"{n} {1000 * v:g} ms" for n, v in good["slo_seconds"].items())
@@ -43,7 +45,9 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"sends by {client['sent_late_p99_ms']:.2f} ms"
     )
     for reason in client["bottleneck"]:
-        print(f"THE CLIENT WAS THE BOTTLENECK: {reason}; use more --processes")
+        print(f"THE CLIENT WAS THE BOTTLENECK: {reason}")
+    if client["busiest"] > BUSY:
+        print("use more --processes")
 
 
 def print_comparison(first: dict[str, Any], second: dict[str, Any]) -> None:

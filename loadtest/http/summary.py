@@ -97,6 +97,7 @@ def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, An
         "prompts_per_second": sum(record.prompts for record in served) / seconds,
         "tokens_per_second": sum(record.tokens for record in served) / seconds,
         "outcomes": dict(Counter(record.outcome for record in records).most_common()),
+        "messages": _messages(records),
         "latency_ms": {name: figures(values) for name, values in series(records).items() if values},
         "client": _client(reports, records),
     }
@@ -113,6 +114,15 @@ def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, An
     return summary
 
 
+def _messages(records: Sequence[Record]) -> dict[str, str]:
+    """The first that came with each kind of error."""
+    found: dict[str, str] = {}
+    for record in records:
+        if record.message:
+            found.setdefault(record.outcome, record.message)
+    return found
+
+
 def _client(reports: Sequence[Report], records: Sequence[Record]) -> dict[str, Any]:
     """How well the client did its own part; `bottleneck` says why its figures are its own."""
     late = percentile([value for report in reports for value in unpack(report.late)] or [0.0], 99)
@@ -120,7 +130,8 @@ def _client(reports: Sequence[Report], records: Sequence[Record]) -> dict[str, A
     busiest = max(report.busy for report in reports)
     reasons = []
     if late > LATE_SECONDS:
-        reasons.append(f"its event loop came round {1000 * late:.1f} ms late at p99")
+        busy = "" if busiest > BUSY else ", others took its processor"
+        reasons.append(f"its event loop came round {1000 * late:.1f} ms late at p99{busy}")
     if busiest > BUSY:
         reasons.append(f"a client process used {busiest:.0%} of a core")
     return {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator
 from loadtest.fuzz.raw import Outcome, fuzz
 from loadtest.fuzz.schema import check_schema
@@ -50,3 +51,13 @@ def test_generated_cases_get_what_the_schema_documents(tmp_path: Path) -> None:
         tested = check_schema(url, examples=5, seed=1)
     assert tested.cases > 100
     assert tested.passed, tested.report
+
+
+def test_a_schema_run_without_its_package_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["schema"])
+    assert ended.value.code == 2
+    assert "pip install" in capsys.readouterr().err

@@ -134,6 +134,8 @@ def test_a_client_that_is_late_or_busy_says_so() -> None:
     assert summarize([Report(records)])["client"]["bottleneck"] == []
     late = Report(records, late=array("d", [0.02] * 10).tobytes(), busy=0.95)
     assert len(summarize([late])["client"]["bottleneck"]) == 2
+    disturbed = Report(records, late=array("d", [0.02] * 10).tobytes(), busy=0.1)
+    assert "others" in summarize([disturbed])["client"]["bottleneck"][0]
 
 
 def test_the_sweep_finds_the_highest_rate() -> None:
@@ -184,8 +186,8 @@ def test_how_a_stream_ended_is_told(text: bytes, outcome: str) -> None:
 def test_errors_have_the_code_of_their_body() -> None:
     answer = WholeAnswer()
     answer.take(b'{"error": {"message": "m", "type": "t", "param": null, "code": "queue_full"}}')
-    assert answer.error_kind(429) == "429 queue_full"
-    assert WholeAnswer().error_kind(502) == "502"
+    assert answer.error(429) == ("429 queue_full", "m")
+    assert WholeAnswer().error(502) == ("502", "")
 
 
 def _asks(*answers: bytes, step: int = 1 << 20) -> list[tuple[int, bytes]]:

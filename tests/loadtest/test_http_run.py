@@ -62,9 +62,13 @@ def test_several_processes_share_the_work(tmp_path: Path, url: str) -> None:
     assert summary["client"]["processes"] == 2
 
 
-def test_errors_are_told_by_kind(tmp_path: Path, url: str) -> None:
+def test_errors_are_told_by_kind(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = _run(tmp_path, url, *COMMON, "--body", '{"top_p": 2}', code=1)
     assert summary["outcomes"] == {"400 invalid_value": 12}
+    assert "top_p" in summary["messages"]["400 invalid_value"]
+    assert summary["messages"]["400 invalid_value"] in capsys.readouterr().out
     summary = _run(tmp_path, "http://127.0.0.1:9", *COMMON, code=1)
     assert summary["outcomes"] == {"no connection: Connection refused": 12}
 
@@ -116,6 +120,9 @@ def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(tmp_path: Path, url: 
         ("--sweep", "1:2"),
         ("--processes", "0"),
         ("--compare", "/nonexistent", "/nonexistent"),
+        ("--compare", __file__, __file__),
+        ("--compare", __file__, __file__, "--html", "page.html"),
+        ("--sweep", "1:2", "--slo", "e2e=1s", "--html", "page.html"),
         ("--url", "nowhere"),
     ],
 )

@@ -228,9 +228,16 @@ def test_lines_that_cannot_be_written_are_counted_and_hold_nothing_up(
             time.sleep(0.001)
         full = False
         log.add(LINE)
+        deadline = time.monotonic() + 10
+        while not path.read_bytes().endswith(b"\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        full = True
+        log.add(LINE)
         lines.close()
     assert [json.loads(line)["request_id"] for line in path.read_text().splitlines()] == ["r"]
     assert "3 log lines could not be written" in caplog.text
+    assert "1 log lines could not be written" in caplog.text  # told at the end, if not before
 
 
 def test_a_log_that_nobody_reads_holds_nothing_up(

@@ -68,12 +68,17 @@ async def test_endless_work_is_ended_and_the_next_grammar_is_compiled(
 
 @pytest.mark.parametrize("megabytes", [1, 12])  # too little for Python, and for the library
 async def test_too_much_memory(
-    megabytes: int, check: GrammarCheck, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+    megabytes: int,
+    check: GrammarCheck,
+    info: ModelInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(grammars, "MEMORY", megabytes * 2**20)
     large = Grammar("choice", json.dumps([f"value {i} {i * 7919}" for i in range(20_000)]))
     verdict = await check.check(large, info)
     assert verdict is not None and "memory" in verdict
+    assert capfd.readouterr().err == ""  # strangers do not write the server's log
 
 
 async def test_who_leaves_spoils_it_for_nobody(check: GrammarCheck, info: ModelInfo) -> None:

@@ -62,7 +62,7 @@ def test_what_fits_is_taken_and_no_more() -> None:
     refusal(places)
     places.release(3, "")
     places.check(3, "")
-    with pytest.raises(ApiError, match="at most 5"):
+    with pytest.raises(ApiError, match="at most 5; send fewer"):
         places.check(6, "")
 
 

@@ -175,6 +175,10 @@ def test_a_head_without_end_is_refused() -> None:
         process.said("ready: fake")
         fits = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: %b\r\n\r\n"
         assert _raw(process, fits % (b"x" * 60_000)).startswith(b"HTTP/1.1 200 ")
+        body = b"GET /health HTTP/1.1\r\ncontent-length: 2\r\nx: %b\r\n\r\n{}" + fits % b""
+        for size in (2**16, 100_000):  # more than one read takes at once, or less: all the same
+            for head in (fits, body):
+                assert _raw(process, head % (b"x" * size)).startswith(b"HTTP/1.1 431 ")
         one_header = b"GET /health HTTP/1.1\r\nx: ", *[b"x" * 10_000] * 10_000
         many = b"GET /health HTTP/1.1\r\n", *[b"x: %b\r\n" % (b"y" * 10_000)] * 10_000
         for pieces in (one_header, many):

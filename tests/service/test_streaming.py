@@ -1,0 +1,67 @@
+"""Events of several requests in one stream: none of a request comes behind its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from engine.client import Update
+from engine.errors import EngineError, StepFailed
+from service.flight import Arrival, Flight
+from service.streaming import event_chunks
+
+ERROR = StepFailed("a step failed")
+
+
+class Arrivals:
+    """A flight to which this comes."""
+
+    def __init__(self, *batches: list[Arrival]) -> None:
+        self._batches = batches
+
+    async def arrivals(self) -> AsyncIterator[list[Arrival]]:
+        for batch in self._batches:
+            yield batch
+
+
+async def _sent(count: int, *batches: list[Arrival]) -> list[str]:
+    """What a client reads; `raise` where the stream ends with an error."""
+    sent = b""
+    try:
+        async for chunk in event_chunks(
+            cast(Flight, Arrivals(*batches)),
+            count,
+            lambda which, update: b"%d:%d " % (which, update.tokens[0]),
+            lambda which, error: b"%d:error " % which,
+            lambda: b"",
+        ):
+            sent += chunk
+    except EngineError:
+        sent += b"raise"
+    return sent.replace(b"data: [DONE]\n\n", b"done").decode().split()
+
+
+def _token(which: int, token: int = 7) -> Arrival:
+    return which, Update(tokens=[token])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_failure_comes_behind_the_tokens_before_it(begun: bool) -> None:
+    """Though both came together."""
+    before = [[_token(0, 1), _token(1, 1)]] if begun else []
+    sent = await _sent(2, *before, [_token(0), (0, ERROR), _token(1)], [_token(1, 8)])
+    assert sent[2 * begun :] == ["0:7", "0:error", "1:7", "1:8", "done"]
+
+
+async def test_failures_that_end_a_stream_leave_out_nothing_that_came_before() -> None:
+    sent = await _sent(2, [_token(0), _token(1)], [_token(0, 8), (0, ERROR), (1, ERROR)])
+    assert sent == ["0:7", "1:7", "0:8", "0:error", "raise"]
+
+
+async def test_failures_before_anything_else_wait_for_what_comes() -> None:
+    """For where all fail, the first bytes are those of an HTTP error."""
+    assert await _sent(2, [(0, ERROR)], [(1, ERROR)]) == ["raise"]
+    assert await _sent(2, [(0, ERROR)], [_token(1)]) == ["0:error", "1:7", "done"]
+    assert await _sent(2, [(0, ERROR), _token(1)]) == ["0:error", "1:7", "done"]
