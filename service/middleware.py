@@ -9,6 +9,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access_log import AccessLog, Exchange, timestamp
+from service.errors import SERVER
 from service.flight import Flight
 from service.metrics import Metrics
 from service.scope import (
@@ -79,6 +80,9 @@ class Account:
             await self.app(scope, receive, send_and_note)
         except ClientGone:
             status = CLIENT_CLOSED
+        except Exception:  # which is answered outside of all this
+            scope[ERROR_CODE] = SERVER
+            raise
         finally:
             self._add(scope, status, time.perf_counter() - start)
 
