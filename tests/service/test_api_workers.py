@@ -354,6 +354,23 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_code_2(tmp_path: Path) ->
         assert not any("Traceback" in line for line in process.lines)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"api_keys_file": "/no/such/file"}, "/no/such/file cannot be read"),
+        ({"traces": "otlp"}, "--traces otlp: .*max_queue_size"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_told_before_any_process_starts(
+    settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
+    with serving(engine=FOLDER_ENGINE, api_workers=2, **settings) as process:
+        assert process.exit_code() != 0
+        process.said(f"ConfigError: {says}")
+        assert not any(line.startswith("minserve") for line in process.lines)
+
+
 def test_a_port_in_use_is_one_line_and_code_2(tmp_path: Path) -> None:
     """Although the other one shares its port among processes of its own."""
     with several(tmp_path) as (process, _):
