@@ -87,7 +87,6 @@ def create_app(
         description=DESCRIPTION,
         lifespan=lifespan,
         redoc_url=None,
-        strict_content_type=False,
     )
     app.state.lifecycle = lifecycle
     app.state.grammars = grammars
