@@ -38,7 +38,8 @@ PROGRAM = (
 )
 LENGTH_BYTES = 4  # as engine.grammar_check has it
 
-_Key = tuple[str, Grammar]  # fingerprint of the model
+# Of a model as it was loaded, not of equal ones: their tokenizers may differ.
+_Key = tuple[int, Grammar]
 
 
 class GrammarCheck:
@@ -53,17 +54,18 @@ class GrammarCheck:
         self._turn = asyncio.Lock()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
         self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
-        self._known: OrderedDict[_Key, str | None] = OrderedDict()
+        # The models are kept with the verdicts so that their ids are not given to others.
+        self._known: OrderedDict[_Key, tuple[str | None, ModelInfo]] = OrderedDict()
         self._known_bytes = 0
 
     async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
         """What is wrong with a grammar for this model; None when nothing is. Raises EngineError
         where that cannot be found out. A grammar whose turn comes when nobody waits for it any more
         is not compiled."""
-        key = (info.fingerprint, grammar)
+        key = (id(info), grammar)
         if key in self._known:
             self._known.move_to_end(key)
-            return self._known[key]
+            return self._known[key][0]
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._find_out(key, info))
@@ -86,7 +88,7 @@ class GrammarCheck:
 
     def knows(self, grammar: Grammar, info: ModelInfo) -> bool:
         """Whether `check` need not wait."""
-        return (info.fingerprint, grammar) in self._known
+        return (id(info), grammar) in self._known
 
     async def _find_out(self, key: _Key, info: ModelInfo) -> str | None:
         try:
@@ -98,7 +100,7 @@ class GrammarCheck:
                 self._observe(time.perf_counter() - began)
         finally:  # not later: who asks from now on is not to be told what has failed
             del self._asked[key]
-        self._known[key] = verdict
+        self._known[key] = verdict, info
         self._known_bytes += len(key[1].text)
         while len(self._known) > MOST_KNOWN or self._known_bytes > MOST_KNOWN_BYTES:
             (_, oldest), _ = self._known.popitem(last=False)
@@ -133,7 +135,7 @@ class GrammarCheck:
 
     async def _start(self, info: ModelInfo) -> Process:
         """The process that checks grammars for this model."""
-        if self._process is not None and self._process.returncode is None and self._serves == info:
+        if self._process is not None and self._process.returncode is None and self._serves is info:
             return self._process
         await self._end()
         path = list(filter(None, sys.path))
