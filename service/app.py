@@ -19,7 +19,7 @@ from service.engines import Engines, OneEngine
 from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
-from service.middleware import INFERENCE_PATHS, Account, RequestIds
+from service.middleware import Account, RequestIds
 from service.openapi import describe_access
 from service.routes import (
     admin,
@@ -109,6 +109,6 @@ def create_app(
         )
     app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
     if exporter is not None:
-        app.add_middleware(TraceRequests, paths=INFERENCE_PATHS, take=exporter.take)
+        app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
     app.add_middleware(RequestIds)
     return app
