@@ -87,7 +87,9 @@ def _limit_memory(more: int) -> None:
 def main(arguments: list[str]) -> None:
     """Answers until stdin ends."""
     folder, vocab_size, seconds, more = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes us
+    # What is sent to the whole process group is for the server, which then closes us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tokens: TextTokens | InvalidRequest
     try:
         tokens = load_tokens(Path(folder), int(vocab_size))

@@ -97,7 +97,7 @@ class KeyCheck:
             try:
                 key = self.access.admit(scope["path"], Headers(scope=scope))
             except ApiError as error:
-                return await respond(error)(scope, receive, send)
+                return await respond(scope, error)(scope, receive, send)
             scope[KEY_NAME] = None if key is None else key.name
             scope[LEAST_PRIORITY] = messages.LEAST_PRIORITY if key is None else key.least_priority
         await self.app(scope, receive, send)

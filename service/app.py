@@ -19,7 +19,7 @@ from service.engines import Engines, OneEngine
 from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
-from service.middleware import INFERENCE_PATHS, Account, RequestIds
+from service.middleware import Account, RequestIds
 from service.openapi import describe_access
 from service.routes import (
     admin,
@@ -87,7 +87,6 @@ def create_app(
         description=DESCRIPTION,
         lifespan=lifespan,
         redoc_url=None,
-        strict_content_type=False,
     )
     app.state.lifecycle = lifecycle
     app.state.grammars = grammars
@@ -105,11 +104,11 @@ def create_app(
             CORSMiddleware,
             allow_origins=settings.cors_origin,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            allow_headers=["*"],  # clients add their own; a page has to know a key to send it
             expose_headers=["retry-after", "x-request-id"],
         )
     app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
     if exporter is not None:
-        app.add_middleware(TraceRequests, paths=INFERENCE_PATHS, take=exporter.take)
+        app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
     app.add_middleware(RequestIds)
     return app

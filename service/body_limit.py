@@ -48,7 +48,7 @@ class BodyLimit:
         announced = header(scope, b"content-length") or ""
         if announced.isdigit() and (len(announced) > 18 or int(announced) > self.max_bytes):
             received = self.max_bytes + 1
-            return await respond(self._error())(scope, receive, send_then_discard)
+            return await respond(scope, self._error())(scope, receive, send_then_discard)
         await self.app(scope, counted, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.errors import (
     Draining,
@@ -134,22 +135,18 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 def install(app: FastAPI) -> None:
     """Renders every error of the application in the one shape."""
 
-    def tell(request: Request, error: ApiError) -> Response:
-        request.scope[ERROR_CODE] = error.body["error"]["code"]
-        return respond(error)
-
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        return tell(request, from_engine(error))
+        return respond(request.scope, from_engine(error))
 
     async def validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return tell(request, from_validation(error.errors()))
+        return respond(request.scope, from_validation(error.errors()))
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
-            return tell(request, error)
+            return respond(request.scope, error)
         message, code = str(error.detail), None
         if error.status_code == 404:
             message, code = f"no such path: {request.url.path}", "not_found"
@@ -159,14 +156,16 @@ def install(app: FastAPI) -> None:
             message += f"; allowed: {allowed}" if allowed else ""
             code = "method_not_allowed"
         headers = dict(error.headers) if error.headers else None
-        return tell(request, ApiError(error.status_code, message, code=code, headers=headers))
+        told = ApiError(error.status_code, message, code=code, headers=headers)
+        return respond(request.scope, told)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         request_id = request.scope.get(REQUEST_ID, "none")
         logger.error("unexpected error in request %s", request_id, exc_info=error)
         # Nothing that wraps the application sees this answer.
         headers = {"x-request-id": request_id}
-        return tell(request, ApiError(500, "internal error", type=SERVER, headers=headers))
+        told = ApiError(500, "internal error", type=SERVER, headers=headers)
+        return respond(request.scope, told)
 
     app.add_exception_handler(EngineError, engine_error)
     app.add_exception_handler(RequestValidationError, validation_error)
@@ -174,7 +173,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def respond(error: ApiError) -> Response:
-    """The answer that tells an error."""
+def respond(scope: Scope, error: ApiError) -> Response:
+    """The answer that tells an error; the request's scope has its code from now on."""
+    scope[ERROR_CODE] = error.body["error"]["code"]
     headers = dict(error.headers) if error.headers else None
     return JSONResponse(error.body, error.status_code, headers)

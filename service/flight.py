@@ -17,6 +17,8 @@ from service.traces import Trace
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
 
+LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late with what it has
+
 
 class Flight:
     """A context manager; on leaving it, requests that have not ended are aborted."""
@@ -93,14 +95,20 @@ class Flight:
         self._reserved -= requests
         self._places.release(requests, self._owner)
 
-    def submit(self, prompt: bytes, interval: int = 1, **fields: Any) -> None:
+    def submit(self, prompt: bytes, timeout: float, interval: int = 1, **fields: Any) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
-        engine.client.Delivery, `fields` those of messages.Request but `owner`. Raises
-        EngineUnavailable, Draining."""
+        engine.client.Delivery, `timeout` in seconds from the arrival, `fields` the others of
+        messages.Request but `owner`. Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
-        request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
+        request = Request(
+            id=self._client.new_id(),
+            prompt=prompt,
+            owner=self._owner,
+            timeout=max(timeout - self._before_engine, LEAST_TIMEOUT),
+            **fields,
+        )
         place = len(self._deliveries)
         self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
         self._latest.append(None)

@@ -14,15 +14,18 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import Request
+from starlette.types import Receive
 
 from engine.errors import EngineError
 from engine.messages import Grammar, ModelInfo
+from service.streaming import unless_client_leaves
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
@@ -35,7 +38,8 @@ PROGRAM = (
 )
 LENGTH_BYTES = 4  # as engine.grammar_check has it
 
-_Key = tuple[str, Grammar]  # fingerprint of the model
+# Of a model as it was loaded, not of equal ones: their tokenizers may differ.
+_Key = tuple[int, Grammar]
 
 
 class GrammarCheck:
@@ -49,21 +53,30 @@ class GrammarCheck:
         self._serves: ModelInfo | None = None  # the process, for this model
         self._turn = asyncio.Lock()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
-        self._known: OrderedDict[_Key, str | None] = OrderedDict()
+        self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
+        # The models are kept with the verdicts so that their ids are not given to others.
+        self._known: OrderedDict[_Key, tuple[str | None, ModelInfo]] = OrderedDict()
         self._known_bytes = 0
 
     async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
         """What is wrong with a grammar for this model; None when nothing is. Raises EngineError
-        where that cannot be found out."""
-        key = (info.fingerprint, grammar)
+        where that cannot be found out. A grammar whose turn comes when nobody waits for it any more
+        is not compiled."""
+        key = (id(info), grammar)
         if key in self._known:
             self._known.move_to_end(key)
-            return self._known[key]
+            return self._known[key][0]
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._find_out(key, info))
-            task.add_done_callback(lambda done: self._forget(key, done))
-        return await asyncio.shield(task)  # others may wait for it too
+            task.add_done_callback(_look_away)
+        self._waiting[key] += 1
+        try:
+            return await asyncio.shield(task)  # others may wait for it too
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
 
     async def close(self) -> None:
         """Ends the process; checks under way fail."""
@@ -73,17 +86,21 @@ class GrammarCheck:
                 await task
         await self._end()
 
-    def _forget(self, key: _Key, done: asyncio.Task[str | None]) -> None:
-        del self._asked[key]
-        if not done.cancelled():
-            done.exception()  # whoever asked may have left
+    def knows(self, grammar: Grammar, info: ModelInfo) -> bool:
+        """Whether `check` need not wait."""
+        return (id(info), grammar) in self._known
 
     async def _find_out(self, key: _Key, info: ModelInfo) -> str | None:
-        async with self._turn:
-            began = time.perf_counter()
-            verdict = await self._ask(key[1], info)
-            self._observe(time.perf_counter() - began)
-        self._known[key] = verdict
+        try:
+            async with self._turn:
+                if not self._waiting[key]:
+                    raise EngineError("nobody waits for this grammar any more")
+                began = time.perf_counter()
+                verdict = await self._ask(key[1], info)
+                self._observe(time.perf_counter() - began)
+        finally:  # not later: who asks from now on is not to be told what has failed
+            del self._asked[key]
+        self._known[key] = verdict, info
         self._known_bytes += len(key[1].text)
         while len(self._known) > MOST_KNOWN or self._known_bytes > MOST_KNOWN_BYTES:
             (_, oldest), _ = self._known.popitem(last=False)
@@ -118,7 +135,7 @@ class GrammarCheck:
 
     async def _start(self, info: ModelInfo) -> Process:
         """The process that checks grammars for this model."""
-        if self._process is not None and self._process.returncode is None and self._serves == info:
+        if self._process is not None and self._process.returncode is None and self._serves is info:
             return self._process
         await self._end()
         path = list(filter(None, sys.path))
@@ -143,7 +160,27 @@ class GrammarCheck:
         await process.wait()
 
 
-def get_grammars(request: Request) -> GrammarCheck:
+def _look_away(done: asyncio.Task[str | None]) -> None:
+    """Whoever asked may have left."""
+    if not done.cancelled():
+        done.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCheck:
+    """`GrammarCheck.check` on behalf of a request, whose body has been read."""
+
+    _grammars: GrammarCheck
+    _receive: Receive
+
+    async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
+        """As there. Raises ClientGone when the client leaves while it waits."""
+        work = self._grammars.check(grammar, info)
+        if self._grammars.knows(grammar, info):
+            return await work
+        return await unless_client_leaves(self._receive, work)
+
+
+def get_grammars(request: Request) -> RequestCheck:
     """The application's, as a FastAPI dependency."""
-    grammars: GrammarCheck = request.app.state.grammars
-    return grammars
+    return RequestCheck(request.app.state.grammars, request.receive)

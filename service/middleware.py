@@ -9,8 +9,9 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access_log import AccessLog, Exchange, timestamp
+from service.errors import SERVER
 from service.flight import Flight
-from service.metrics import Metrics
+from service.metrics import ENDPOINTS, Metrics
 from service.scope import (
     ARRIVED,
     ERROR_CODE,
@@ -26,7 +27,7 @@ from service.streaming import ClientGone
 
 GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-INFERENCE_PATHS = {"/v1/generate", "/v1/score", "/v1/completions", "/v1/chat/completions"}
+INFERENCE_PATHS = {f"/v1/{endpoint}" for endpoint in ENDPOINTS}
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
@@ -79,6 +80,9 @@ class Account:
             await self.app(scope, receive, send_and_note)
         except ClientGone:
             status = CLIENT_CLOSED
+        except Exception:  # which is answered outside of all this
+            scope[ERROR_CODE] = SERVER
+            raise
         finally:
             self._add(scope, status, time.perf_counter() - start)
 

@@ -33,7 +33,7 @@ def serve(settings: Settings) -> int:
     )
     check_tls(settings.tls_certificate, settings.tls_key)
     if settings.api_workers > 1:
-        load_keys(settings)  # each process reads them, too late to tell of a mistake
+        _check_for_others(settings)
     supervisor = make_supervisor(settings)
     try:
         listeners = listen(settings.host, settings.port, settings.api_workers)
@@ -54,6 +54,16 @@ def serve(settings: Settings) -> int:
 
         failure = asyncio.run(Host(supervisor, settings, listeners).run())
     return exit_code(failure)
+
+
+def _check_for_others(settings: Settings) -> None:
+    """Reads what each API process is going to read, which is too late to tell of a mistake. Raises
+    ConfigError."""
+    load_keys(settings)
+    if settings.traces == "otlp":
+        from service import otel
+
+        otel.load().close()
 
 
 def exit_code(failure: EngineError | None) -> int:

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from engine.messages import Grammar, GrammarKind
 from service.errors import invalid
-from service.grammars import GrammarCheck
+from service.grammars import RequestCheck
 from service.runtime import Runtime
 
 KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar")
@@ -30,7 +30,7 @@ class Wanted:
 async def read_grammars(
     requests: Sequence[Mapping[str, Any]],
     runtime: Runtime,
-    check: GrammarCheck,
+    check: RequestCheck,
     name: Callable[[int, str], str] = lambda _, field: field,
     times: int = 1,
 ) -> list[Grammar | None]:
@@ -76,7 +76,7 @@ async def read_grammars(
 
 
 async def read_grammar(
-    body: Any, runtime: Runtime, check: GrammarCheck, times: int
+    body: Any, runtime: Runtime, check: RequestCheck, times: int
 ) -> Grammar | None:
     """The one grammar of a request whose model has FIELDS. Raises as `read_grammars`."""
     fields = {field: getattr(body, field) for field in FIELDS}

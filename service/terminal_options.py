@@ -76,7 +76,7 @@ EngineRestarts = Annotated[
 ]
 HangTimeout = Annotated[
     float | None,
-    Option(help="Seconds after which an engine that does not answer is killed; 0 = never [120]."),
+    Option(help="Seconds after which a process that does not answer is killed; 0 = never [120]."),
 ]
 LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
 

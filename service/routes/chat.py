@@ -16,7 +16,7 @@ from service.answer import LEAST_LOGPROB, Answer, Piece, grouped, total_usage, u
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.grammars import GrammarCheck, get_grammars
+from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
@@ -54,7 +54,7 @@ async def chat_completions(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
-    check: Annotated[GrammarCheck, Depends(get_grammars)],
+    check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Answers a conversation, as OpenAI's API does. 400 for a model without a chat template."""
     check_model(body.model, runtime.model_name, runtime.info)
@@ -85,7 +85,7 @@ def _check(body: ChatRequest) -> None:
 
 
 async def _tasks(
-    body: ChatRequest, runtime: Runtime, flight: Flight, check: GrammarCheck
+    body: ChatRequest, runtime: Runtime, flight: Flight, check: RequestCheck
 ) -> list[Task]:
     """One task per choice."""
     settings, info = runtime.settings, runtime.info

@@ -19,7 +19,7 @@ from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.grammars import GrammarCheck, get_grammars
+from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
@@ -59,7 +59,7 @@ async def completions(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
-    check: Annotated[GrammarCheck, Depends(get_grammars)],
+    check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
@@ -99,7 +99,7 @@ def _check(body: CompletionRequest, n: int, draws: int) -> None:
 
 
 async def _tasks(
-    body: CompletionRequest, runtime: Runtime, flight: Flight, check: GrammarCheck, draws: int
+    body: CompletionRequest, runtime: Runtime, flight: Flight, check: RequestCheck, draws: int
 ) -> list[Task]:
     """One task per sample, `draws` of each prompt."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer

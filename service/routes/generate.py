@@ -13,7 +13,7 @@ from service.answer import Answer, LogprobArrays, Piece, grouped, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
-from service.grammars import GrammarCheck, get_grammars
+from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
@@ -52,7 +52,7 @@ async def generate(
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
-    check: Annotated[GrammarCheck, Depends(get_grammars)],
+    check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
@@ -87,7 +87,7 @@ def _answer(
 
 
 async def _tasks(
-    body: GenerateRequest, runtime: Runtime, flight: Flight, check: GrammarCheck
+    body: GenerateRequest, runtime: Runtime, flight: Flight, check: RequestCheck
 ) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     columns = {name: _column(body, name) for name in PER_PROMPT}

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, Response
 
 from service.lifecycle import Lifecycle, get_lifecycle
 from service.metrics import CONTENT_TYPE
+from service.schemas.common import ErrorBody
 
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", response_class=Response, responses={503: {"model": ErrorBody}})
 async def metrics(lifecycle: Annotated[Lifecycle, Depends(get_lifecycle)]) -> Response:
-    """All series, those of the server's other processes added."""
+    """All series, those of the server's other processes added. 503 where these cannot be asked."""
     return Response(await lifecycle.exposition(), headers={"content-type": CONTENT_TYPE})

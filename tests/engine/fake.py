@@ -378,8 +378,8 @@ def folder_engine(config: EngineConfig) -> Engine:
         time.sleep(float(slow.read_text()))
     if broken.exists() or not folder.is_dir():
         raise CheckpointError(f"{folder.name}: the checkpoint cannot be used")
-    runner = _runner(config, step_seconds=0.002)
-    runner.info = structs.replace(runner.info, name=folder.name, folder=str(folder))
+    runner = _runner(config, step_seconds=0.002, folder=folder)
+    runner.info = structs.replace(runner.info, name=folder.name)
 
     def start(plan: Plan) -> Any:
         if (folder / "fatal").exists():

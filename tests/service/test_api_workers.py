@@ -346,12 +346,49 @@ def test_nobody_outlives_the_host(tmp_path: Path) -> None:
         until(lambda: not [pid for pid in everybody if Path(f"/proc/{pid}").exists()])
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_who_checks_grammars_ends_with_its_api_process(tmp_path: Path, killed: bool) -> None:
+    body = {"prompts": ["a"], "structured_outputs": {"choice": ["b"]}}
+    with several(tmp_path) as (process, _):
+        api = api_processes(process)
+        with clients(process) as connections:
+            for one in connections:
+                answer = one.post("/v1/generate", json=body)
+                assert answer.status_code == 200, answer.text
+        checks = {pid: child for pid in api for child in children(pid)}
+        assert sorted(checks) == sorted(api)
+        if killed:
+            os.kill(api[0], signal.SIGKILL)
+            until(lambda: not Path(f"/proc/{checks[api[0]]}").exists())
+            until(lambda: len(api_processes(process)) == 2)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+        until(lambda: not [pid for pid in checks.values() if Path(f"/proc/{pid}").exists()])
+
+
 def test_a_model_that_cannot_be_loaded_is_an_error_and_code_2(tmp_path: Path) -> None:
     (tmp_path / "broken").touch()
     with serving(engine=FOLDER_ENGINE, model=str(tmp_path), api_workers=2) as process:
         assert process.exit_code() == 2
         process.said("minserve: error: .*cannot be used")
         assert not any("Traceback" in line for line in process.lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"api_keys_file": "/no/such/file"}, "/no/such/file cannot be read"),
+        ({"traces": "otlp"}, "--traces otlp: .*max_queue_size"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_told_before_any_process_starts(
+    settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
+    with serving(engine=FOLDER_ENGINE, api_workers=2, **settings) as process:
+        assert process.exit_code() != 0
+        process.said(f"ConfigError: {says}")
+        assert not any(line.startswith("minserve") for line in process.lines)
 
 
 def test_a_port_in_use_is_one_line_and_code_2(tmp_path: Path) -> None:

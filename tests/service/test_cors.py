@@ -50,6 +50,18 @@ async def test_a_named_origin_may_ask_and_read_errors(byte_folder: Path) -> None
         assert value(families, http, method="OPTIONS", path="other", status="200") == 1
 
 
+async def test_pages_may_send_what_clients_and_traces_send(byte_folder: Path) -> None:
+    """The openai package tells of itself, OpenTelemetry whose child a request is."""
+    asked = "authorization,content-type,traceparent,tracestate,x-stainless-lang"
+    async with running(fake_runner(byte_folder), cors_origin=[PAGE]) as service:
+        preflight = await service.http.options(
+            "/v1/chat/completions", headers={**ASKS, "access-control-request-headers": asked}
+        )
+        assert preflight.status_code == 200
+        allowed = preflight.headers["access-control-allow-headers"].lower()
+        assert {name.strip() for name in allowed.split(",")} >= set(asked.split(","))
+
+
 async def test_any_origin(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder), cors_origin=["*"]) as service:
         response = await service.http.get("/v1/models", headers={"origin": PAGE})

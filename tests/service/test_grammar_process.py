@@ -18,7 +18,7 @@ from engine.messages import Grammar, ModelInfo
 from service import grammars
 from service.grammars import GrammarCheck
 from tests.engine.fake import FakeRunner
-from tests.engine.texts import save_bytes
+from tests.engine.texts import save_bytes, save_characters
 
 RIGHT, WRONG = Grammar("regex", "a+"), Grammar("regex", "(")
 _PARTS = [{"pattern": f"a.{{{i}}}b"} for i in range(60)]
@@ -98,6 +98,29 @@ async def test_another_model_is_asked_anew(
     )
     assert "tokenizer.json" in (await check.check(RIGHT, other) or "")
     assert await check.check(RIGHT, info) is None
+
+
+async def test_a_model_that_is_loaded_again_may_have_another_tokenizer(
+    check: GrammarCheck, info: ModelInfo, tmp_path: Path
+) -> None:
+    """Of which its fingerprint, that of the weights, tells nothing."""
+    save_characters(tmp_path, "bcd")
+    assert "spell" in (await check.check(RIGHT, info) or "")
+    save_characters(tmp_path, "abc")
+    assert await check.check(RIGHT, msgspec.structs.replace(info)) is None
+    assert await check.check(Grammar("regex", "ab"), msgspec.structs.replace(info)) is None
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+async def test_signals_to_the_whole_group_are_for_the_server(
+    sig: signal.Signals, check: GrammarCheck, info: ModelInfo
+) -> None:
+    assert await check.check(RIGHT, info) is None
+    process = check._process
+    assert process is not None
+    process.send_signal(sig)
+    assert "unclosed" in (await check.check(WRONG, info) or "")
+    assert check._process is process
 
 
 async def test_what_is_remembered_is_bounded(

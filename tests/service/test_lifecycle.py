@@ -265,6 +265,23 @@ async def test_what_is_still_being_read_at_the_drains_end_is_refused(byte_folder
         assert "shut down" in error_message(json.loads(connection.sent[1]["body"]), None)
 
 
+async def test_a_requests_time_begins_with_its_arrival(byte_folder: Path) -> None:
+    """Not only when the engine has it."""
+    async with running(fake_runner(byte_folder, step_seconds=0.001)) as service:
+        connection = Connection(GENERATE, {"prompts": ["a"], **LONG, "timeout": 30.0})
+        connection.uploaded.clear()
+        held = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.lifecycle.flights)
+        (flight,) = service.lifecycle.flights
+        flight._arrived -= 31  # so long did the body take
+        connection.uploaded.set()
+        await asyncio.wait_for(held, 10)
+        (result,) = json.loads(connection.sent[1]["body"])["results"]
+        assert result["finish_reason"] == "timeout"
+
+
 async def test_the_drains_end_cuts_what_is_left(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, step_seconds=0.002)) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))

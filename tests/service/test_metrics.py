@@ -148,6 +148,19 @@ async def test_errors_are_counted_by_their_code(byte_folder: Path) -> None:
     assert {"queue_full", "step_failed"} <= BY_CODE.keys()
 
 
+async def test_an_unexpected_error_counts_too(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("service.routes.generate.gather", fail)
+    await service.post("/v1/generate", {"prompts": ["a"]}, 500)
+    families = await scrape(service)
+    assert value(families, "minserve_requests_total", endpoint="generate", outcome="error") == 1
+    assert value(families, "minserve_request_errors_total", code="server_error") == 1
+
+
 async def test_an_error_in_a_stream_counts_too(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, step_seconds=0.005)
     async with running(runner) as service:

@@ -167,6 +167,19 @@ async def test_the_examples_of_the_docs_run_as_they_stand(service: Service) -> N
     assert (await service.http.get("/docs")).status_code == 200
 
 
+async def test_the_docs_tell_of_errors_everywhere(service: Service) -> None:
+    schema = (await service.http.get("/openapi.json")).json()
+    reference = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            told = [responses.get(status, {}) for status in ("503", "5XX")]
+            assert {"application/json": reference} in [one.get("content") for one in told], path
+            bad = responses.get("4XX", {}).get("content")
+            assert method == "get" or bad == {"application/json": reference}, path
+            assert "422" not in responses
+
+
 def _answer(schema: Any, path: str) -> str:
     content = schema["paths"][path]["post"]["responses"]["200"]["content"]
     reference: str = content["application/json"]["schema"]["$ref"]

@@ -151,6 +151,34 @@ async def test_what_goes_wrong_is_told(traced: Service, spans: InMemorySpanExpor
     assert "secret" not in all_text(spans)
 
 
+async def test_what_is_refused_before_its_route_is_told(
+    byte_folder: Path, spans: InMemorySpanExporter
+) -> None:
+    key = "abcdefghijklmnop"
+    options = {"traces": "otlp", "api_keys": f"alice:{key}", "max_body_bytes": 100}
+    async with running(fake_runner(byte_folder), **options) as service:
+        await service.post("/v1/generate", {"prompts": [SECRET]}, 401)
+        service.http.headers["x-api-key"] = key
+        await service.post("/v1/generate", {"prompts": [SECRET * 9]}, 413)
+        stranger, long = await roots(spans, 2)
+    assert (stranger.attributes or {})["error.type"] == "invalid_api_key"
+    assert (long.attributes or {})["error.type"] == "body_too_large"
+
+
+async def test_an_unexpected_error_is_told(
+    traced: Service, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError(SECRET)
+
+    monkeypatch.setattr("service.routes.generate.gather", fail)
+    await traced.post("/v1/generate", {"prompts": ["a"]}, 500)
+    (root,) = await roots(spans)
+    assert (root.attributes or {})["error.type"] == "server_error"
+    assert root.status.status_code is StatusCode.ERROR
+    assert SECRET not in all_text(spans)
+
+
 async def test_a_client_that_leaves_has_its_span(
     byte_folder: Path, spans: InMemorySpanExporter
 ) -> None:

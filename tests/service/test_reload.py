@@ -174,6 +174,22 @@ def test_one_reload_at_a_time(folders: tuple[Path, Path]) -> None:
         assert first.result().status_code == 200
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_reload_goes_on_if_nobody_waits_for_it(folders: tuple[Path, Path], workers: int) -> None:
+    one, two = folders
+    with reloadable(one, api_workers=workers) as (process, client):
+        until(lambda: sum(": ready: " in line for line in process.lines) == workers)
+        (two / "slow").write_text("1")
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(RELOAD, json={"model": str(two)}, headers={"x-api-key": KEY}, timeout=0.3)
+        until(lambda: served(client) == "two")
+        assert client.post("/v1/generate", json=SHORT).json()["model"] == "two"
+        (two / "slow").unlink()
+        until(lambda: reload(client, one).status_code == 200)  # the next one is not in its way
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+
+
 def test_the_old_engine_dies_while_the_new_one_loads(folders: tuple[Path, Path]) -> None:
     one, two = folders
     with reloadable(one) as (process, client), streaming(client) as lines:

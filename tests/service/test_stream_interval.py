@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 
 from engine import holding
 from tests.service.chat import chat_runner
-from tests.service.harness import Service, fake_runner, running
+from tests.service.harness import Service, fake_runner, running, until
+from tests.service.test_lifecycle import Connection
 
 GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -144,3 +147,40 @@ async def test_answers_that_are_not_streamed_take_no_notice(service: Service) ->
     body = {"prompts": ["a"], **SAMPLING, "stop": ["never there"], "stream_interval": 5}
     (result,) = (await service.post(GENERATE, body))["results"]
     assert len(result["token_ids"]) == TOKENS
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("end", ["drain", "failed step", "client leaves"])
+async def test_what_is_held_when_all_ends(byte_folder: Path, end: str) -> None:
+    """It is sent with the end, for whatever reason that comes."""
+    body = {"prompts": ["a"], **SAMPLING, "max_tokens": 100_000}
+    async with running(fake_runner(byte_folder, step_seconds=0.002)) as service:
+        connection = Connection(GENERATE, {**body, "stream_interval": 1024, "stream": True})
+        held = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.runner.steps > 20)
+        assert len(connection.sent) == 2, "the head, and the first tokens"
+        if end == "drain":
+            await service.lifecycle.drain(timeout=0)
+        elif end == "failed step":
+            service.runner.failures.append(RuntimeError("a step goes wrong"))
+        else:
+            connection.gone.set()
+        await asyncio.wait_for(held, 10)
+        await until(lambda: service.lifecycle.runtime.client.stats.slots_used == 0)
+        assert not service.lifecycle.flights
+        assert not service.lifecycle.runtime.client._holding._until
+    text = b"".join([message.get("body", b"") for message in connection.sent]).decode()
+    frames = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    tokens = [id for frame in frames for id in frame.get("token_ids", [])]
+    if end == "client leaves":
+        assert len(frames) == 1
+        return
+    assert len(tokens) > 15
+    if end == "drain":
+        assert frames[-1]["finish_reason"] == "abort"
+        assert frames[-1]["usage"]["completion_tokens"] == len(tokens)
+        assert text.endswith("data: [DONE]\n\n")
+    else:
+        assert frames[-1]["error"]["code"] == "step_failed" and "[DONE]" not in text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 
 from tests.engine.texts import save_characters
 from tests.service.chat import chat_runner
-from tests.service.harness import Service, fake_runner, running
+from tests.service.harness import Service, fake_runner, running, until
+from tests.service.test_lifecycle import Connection
 from tests.service.test_operation import scrape, value
 
 POINT = {
@@ -40,6 +41,7 @@ FORMER: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["yes", "größe"]}, "yes|größe"),
     ({"guided_grammar": 'root ::= "a" [xy]+ "b"'}, "a[xy]+b"),
 ]
+ENDLESS = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(60)]}
 NEUTRAL = [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None}]
 
 
@@ -229,16 +231,44 @@ async def test_grammars_of_all_samples_count(byte_folder: Path) -> None:
 
 
 async def test_what_takes_too_long_is_refused_and_costs_others_nothing(byte_folder: Path) -> None:
-    endless = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(60)]}
     async with running(fake_runner(byte_folder), grammar_timeout=0.4) as service:
-        body = {"prompts": ["a"], "structured_outputs": {"json": endless}}
-        message = await service.refused("/v1/generate", body, "structured_outputs.json")
-        assert "0.4 s" in message
-        began = time.perf_counter()
-        await service.refused("/v1/generate", body, "structured_outputs.json")
-        assert time.perf_counter() - began < 0.4  # remembered
+        body = {"prompts": ["a"], "structured_outputs": {"json": ENDLESS}}
+        for _ in range(2):
+            message = await service.refused("/v1/generate", body, "structured_outputs.json")
+            assert "0.4 s" in message
+        families = await scrape(service)
+        assert value(families, "minserve_grammar_compile_seconds_count") == 1  # remembered
         right = {"prompts": ["a"], "structured_outputs": {"choice": ["b"]}}
         assert (await service.post("/v1/generate", right))["results"][0]["text"] == "b"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_waits_for_no_grammar(byte_folder: Path, stream: bool) -> None:
+    """Its places are free at once, and what nobody waits for any more is not compiled."""
+    async with running(fake_runner(byte_folder), grammar_timeout=3.0) as service:
+        bodies = [
+            {"prompts": ["a"], "structured_outputs": wanted, "stream": stream}
+            for wanted in ({"json": ENDLESS}, {"choice": ["b"]})
+        ]
+        connections = [Connection("/v1/generate", body) for body in bodies]
+        tasks = [
+            asyncio.create_task(service.app(one.scope, one.receive, one.send))
+            for one in connections
+        ]
+        check = service.app.state.grammars
+        await until(lambda: len(check._asked) == 2)
+        for one in connections:
+            one.gone.set()
+        await asyncio.gather(*tasks)
+        assert [one.sent for one in connections] == [[], []]
+        assert not service.lifecycle.flights
+        assert len(check._asked) == 2, "neither has had its turn to the end"
+        await until(lambda: not check._asked)
+        families = await scrape(service)
+        assert value(families, "minserve_grammar_compile_seconds_count") == 1
+        left = {"endpoint": "generate", "outcome": "cancelled"}
+        assert value(families, "minserve_requests_total", **left) == 2
+        assert (await service.post("/v1/generate", {**bodies[1], "stream": False}))["results"]
 
 
 async def test_compile_times_are_counted_once(service: Service) -> None:
