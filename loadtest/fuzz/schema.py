@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 CHECKS = ",".join(
     (
@@ -15,6 +17,10 @@ CHECKS = ",".join(
         "response_schema_conformance",
     )
 )
+# A request that asks for less time than it takes gets the 504 that the schema documents: no fault.
+CONFIG = """[checks]
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 504]
+"""
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,22 @@ def check_schema(
 ) -> Tested:
     """At most `examples` cases for each operation and phase. Raises RuntimeError where schemathesis
     cannot run."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "schemathesis.toml"
+        config.write_text(CONFIG)
+        return _run(config, url, examples, seed, headers or {})
+
+
+def _run(config: Path, url: str, examples: int, seed: int, headers: dict[str, str]) -> Tested:
     command = [
-        sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json",
+        sys.executable, "-m", "schemathesis.cli", "--config-file", str(config),
+        "run", f"{url}/openapi.json",
         "--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--workers", "2",
         "--max-examples", str(examples), "--seed", str(seed), "--no-color",
         "--continue-on-failure", "--warnings", "off", "--request-timeout", "60",
         "--generation-database", "none",
     ]  # fmt: skip
-    for name, value in (headers or {}).items():
+    for name, value in headers.items():
         command += ["--header", f"{name}:{value}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = done.stdout + done.stderr

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from engine.client import Update
-from engine.errors import EngineError, StepFailed
+from engine.errors import EngineError, QueueFull, StepFailed
 from service.flight import Arrival, Flight
 from service.streaming import event_chunks
 
@@ -65,3 +65,11 @@ async def test_failures_before_anything_else_wait_for_what_comes() -> None:
     assert await _sent(2, [(0, ERROR)], [(1, ERROR)]) == ["raise"]
     assert await _sent(2, [(0, ERROR)], [_token(1)]) == ["0:error", "1:7", "done"]
     assert await _sent(2, [(0, ERROR), _token(1)]) == ["0:error", "1:7", "done"]
+
+
+async def test_an_error_before_all_else_is_told_with_the_first_token() -> None:
+    assert await _sent(2, [(1, ERROR)], [_token(0)]) == ["1:error", "0:7", "done"]
+
+
+async def test_a_batch_of_which_the_queue_refuses_a_part_is_refused_whole() -> None:
+    assert await _sent(2, [_token(0), (1, QueueFull("full"))]) == ["raise"]
