@@ -5,8 +5,8 @@
   level whose latest departure is the longest ago.
 - Within a level, owners are served fairly (start-time fair queueing): whoever has been given least
   is next, in tokens to read and to generate. A departure is charged with its prompt and all that it
-  may generate; what it leaves of that is given back when it ends. Who comes after a pause starts
-  where the others are: time without requests saves nothing up.
+  may generate; what it leaves of that is given back when it ends. Who comes after a pause, or after
+  nothing but held requests, starts where the others are: that time saves nothing up.
 - An owner's requests keep the order of their arrival.
 
 A request whose prefix is being read by another just now, or whose grammar is being compiled, is
@@ -55,6 +55,14 @@ class _Level:
         self.clock = 0  # the start of the latest departure
         self.waiting = self.running = 0  # sequences
         self.served_at = served_at  # departures of the queue at this level's latest
+
+    def line_up(self, sequence: Sequence) -> None:
+        """It may be the next one of its owner, of whom it is known to wait."""
+        line = self.lines[sequence.owner]
+        if not len(line.ready):  # nothing that was held could have left: that saves nothing up
+            line.start = max(line.start, self.clock)
+        line.ready.put(sequence, sequence.key)
+        self.rank(sequence.owner)
 
     def rank(self, owner: str) -> None:
         """Something has changed about an owner's line."""
@@ -133,12 +141,9 @@ class WaitingQueue:
         line = level.lines.get(sequence.owner)
         if line is None:
             line = level.lines[sequence.owner] = _Line()
-        if not line.waiting:
-            line.start = max(line.start, level.clock)
         line.waiting += 1
         level.waiting += 1
-        line.ready.put(sequence, sequence.key)
-        level.rank(sequence.owner)
+        level.line_up(sequence)
         self._account(sequence, 1)
 
     def first(self) -> Sequence | None:
@@ -161,9 +166,7 @@ class WaitingQueue:
         """Those held on `awaited` are back where their arrival puts them."""
         for sequence in self._held.pop(awaited, {}).values():
             del self._held_on[sequence.key]
-            level = self._levels[sequence.priority]
-            level.lines[sequence.owner].ready.put(sequence, sequence.key)
-            level.rank(sequence.owner)
+            self._levels[sequence.priority].line_up(sequence)
 
     def depart(self, sequence: Sequence, tokens: int) -> None:
         """The first one has a slot, for which its owner is charged `tokens`."""

@@ -89,6 +89,20 @@ def test_a_pause_saves_nothing_up() -> None:
     assert Counter(owners) == {"busy": 4, "back": 4}
 
 
+def test_being_held_saves_nothing_up() -> None:
+    queue = filled(*(sequence(key, "busy") for key in range(20)))
+    held = sequence(20, "held")
+    queue.add(held, 0.0)
+    queue.hold(held, prefix := Prefix(1, b""))
+    for _ in range(10):
+        assert depart(queue).owner == "busy"
+    for key in range(21, 30):
+        queue.add(sequence(key, "held"), 0.0)
+    queue.resume(prefix)
+    owners = [depart(queue).owner for _ in range(8)]
+    assert Counter(owners) == {"busy": 4, "held": 4}
+
+
 def test_giving_back_earns_no_head_start() -> None:
     """What was charged and not used moved the clock on, from which others then started."""
     queue = WaitingQueue()
