@@ -120,7 +120,7 @@ class Grammars:
         )
 
     def _compile_all(self) -> None:
-        with suppress(EngineError):  # each grammar is told
+        with suppress(BaseException):  # each grammar is told
             self._load()
         while True:
             grammar, began = self._todo.get(), time.thread_time()

@@ -102,6 +102,19 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("defect", [KeyError, Panic])
+def test_a_tokenizer_that_cannot_be_read_is_told_too(
+    defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise defect("a defect")
+
+    monkeypatch.setattr(module, "load_tokens", broken)
+    grammars.prepare()
+    settle(grammars, number(0))
+    assert isinstance(grammars.ask(number(0)), EngineError)
+
+
+@pytest.mark.parametrize("defect", [KeyError, Panic])
 def test_an_unforeseen_error_is_no_fault_of_the_request(
     defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
