@@ -210,6 +210,20 @@ def test_a_dead_end_fails_its_request_alone(most_steps: int, tmp_path: Path) -> 
     assert ends["c", 1].tokens == [0] + [3] * 30 and len(ends["c", 2].tokens) == 40
 
 
+@pytest.mark.parametrize("eos", [None, 3])
+@pytest.mark.parametrize("sampling", [{}, {"min_tokens": 9}, {"ignore_eos": True}])
+def test_what_the_tokens_cannot_go_on_with_is_complete(
+    eos: int | None, sampling: dict[str, Any], tmp_path: Path
+) -> None:
+    size = save_characters(tmp_path, "abcd")
+    engine = Engine(FakeRunner(vocab_size=size, eos=eos, folder=tmp_path))
+    params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "(ab){1,2}X?"), **sampling)
+    engine.add("c", Request(id=0, prompt=pack_ids([2]), sampling=params, stream=False))
+    end = serve(engine)["c", 0]
+    assert isinstance(end, Finished), end
+    assert (end.tokens, end.reason) in (([0, 1], "stop"), ([0, 1, 0, 1], "stop"))
+
+
 def test_an_engine_without_texts_refuses(tmp_path: Path) -> None:
     for folder, reason in ((None, "no grammars"), (tmp_path, "tokenizer.json")):
         engine = Engine(FakeRunner(folder=folder))
