@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 128
 MOST_KEPT_BYTES = 4 * 2**20  # of texts
 MOST_KEPT_SECONDS = 2.0  # of processor time
+# That requests have had begun: with more, the last would push out the first before these are used.
+MOST_PENDING = 8
 
 
 class _Compiled(NamedTuple):
@@ -46,7 +48,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokens: TextTokens | None = None
         self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._pending: set[Grammar] = set()
+        self._pending: dict[Grammar, None] = {}  # in the order in which they were asked for
         self._todo: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._collected: list[_Compiled] = []
@@ -64,12 +66,17 @@ class Grammars:
         return bool(self._pending)
 
     def lacking(self, params: SamplingParams) -> Grammar | EngineError | None:
-        """What keeps a request from running: its grammar, while it is being compiled, or what is
-        wrong with it; None when nothing does."""
-        found = None if params.grammar is None else self.ask(params.grammar)
+        """What keeps a request from running: its grammar, while that is being compiled, or another
+        one that comes before it, or what is wrong with it; None when nothing does."""
+        grammar = params.grammar
+        if grammar is None:
+            return None
+        if len(self._pending) >= MOST_PENDING and grammar not in self._kept:
+            return grammar if grammar in self._pending else next(iter(self._pending))
+        found = self.ask(grammar)
         if isinstance(found, EngineError):
             return found
-        return params.grammar if found is None else None
+        return grammar if found is None else None
 
     def ask(self, grammar: Grammar) -> LLMatcher | EngineError | None:
         """A matcher to be copied, or why there is none; None while it is being compiled."""
@@ -80,7 +87,7 @@ class Grammars:
             return self._kept[grammar].found
         if grammar not in self._pending:
             self.prepare()
-            self._pending.add(grammar)
+            self._pending[grammar] = None
             self._todo.put(grammar)
         return None
 
@@ -104,7 +111,7 @@ class Grammars:
                 self._collected.append(self._done.get_nowait())
         collected, self._collected = self._collected, []
         for one in collected:
-            self._pending.discard(one.grammar)
+            self._pending.pop(one.grammar, None)
             self._kept[one.grammar] = one
         while self._are_too_many():
             self._kept.popitem(last=False)

@@ -107,7 +107,6 @@ class Scheduler:
         self._next_key += 1
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
-        self._grammars.lacking(request.sampling)  # compiled while the request waits
         if sequence.deadline is not None:
             self._deadlines.put(sequence, (sequence.deadline, sequence.key))
 
@@ -254,15 +253,8 @@ class Scheduler:
             self._finish(sequence, "timeout", now)
 
     def _admit(self, plan: Plan, now: float) -> None:
-        while self._slots.free and (sequence := self._waiting.first()) is not None:
+        while (sequence := self._next()) is not None and self._slots.free:
             request = sequence.request
-            grammar = self._grammars.lacking(request.sampling)
-            if isinstance(grammar, EngineError):
-                self._fail(sequence, grammar)
-                continue
-            if grammar is not None:
-                self._waiting.hold(sequence, grammar)
-                continue
             hit = self._prefixes.find(request.prompt, sequence.cacheable_tokens, request.owner)
             cached = 0 if hit is None else hit.length
             marks = [mark for mark in sequence.marks if mark > cached]
@@ -284,10 +276,29 @@ class Scheduler:
             plan.admit.append(Admission(request, sequence.key, sequence.slot, source, cached))
         self._waiting.note_admitted(len(plan.admit), now)
 
+    def _next(self) -> Sequence | None:
+        """The first that waits and whose grammar is compiled; has those before it compiled.
+
+        While there is no slot, one at a time: what is compiled long before it is used is forgotten
+        again.
+        """
+        free = self._slots.free or self._rounds.leaving
+        while (sequence := self._waiting.first()) is not None:
+            if not free and self._grammars.pending:
+                return None
+            lacking = self._grammars.lacking(sequence.request.sampling)
+            if lacking is None:
+                return sequence
+            if isinstance(lacking, EngineError):
+                self._fail(sequence, lacking)
+            else:
+                self._waiting.hold(sequence, lacking)
+        return None
+
     def _can_admit(self) -> bool:
         """Whether somebody waits for nothing but the end of a round."""
-        free = self._slots.free or self._rounds.leaving
-        return bool(free) and self._waiting.first() is not None
+        ready = self._next() is not None
+        return ready and bool(self._slots.free or self._rounds.leaving)
 
     def _collect_grammars(self) -> None:
         for grammar in self._grammars.collect():

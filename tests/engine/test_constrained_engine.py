@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -180,6 +181,33 @@ def test_time_runs_out_while_a_grammar_is_compiled(folder: Path, slow: threading
     clock.now += 6
     assert ends_of(engine.step())["c", 0].reason == "timeout"
     slow.set()
+
+
+def test_more_grammars_than_are_kept_change_no_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_KEPT", 3)
+    monkeypatch.setattr(grammars_module, "MOST_PENDING", 2)
+    engine = Engine(FakeRunner(slots=1, folder=folder, step_seconds=0.01))
+    for id in range(12):
+        engine.add("c", ask(id, Grammar("regex", f"x{{{id % 4 + 1}}}y{{{id + 1}}}")))
+    ends = serve(engine)
+    assert [id for _, id in ends] == list(range(12))
+    assert all(isinstance(end, Finished) for end in ends.values())
+
+
+def test_a_flood_of_grammars_of_one_owner_does_not_hold_up_another(folder: Path) -> None:
+    engine = Engine(FakeRunner(slots=2, folder=folder))
+    for id in range(200):
+        request = ask(id, Grammar("regex", f"x{{{id + 1}}}"), max_tokens=3)
+        engine.add("c", msgspec.structs.replace(request, owner="flood"))
+    engine.add("c", msgspec.structs.replace(ask(200, max_tokens=3), owner="late"))
+    ends: dict[Any, Any] = {}
+    while ("c", 200) not in ends:
+        ends |= ends_of(engine.step())
+    assert len(ends) < 20
+    engine.abort_all()
+    serve(engine)
 
 
 def test_a_wrong_grammar_fails_its_request_alone(folder: Path) -> None:
