@@ -197,7 +197,7 @@ def test_more_grammars_than_are_kept_change_no_order(
 
 
 def test_a_flood_of_grammars_of_one_owner_does_not_hold_up_another(folder: Path) -> None:
-    engine = Engine(FakeRunner(slots=2, folder=folder))
+    engine = Engine(FakeRunner(slots=2, folder=folder, max_waiting=1000))
     for id in range(200):
         request = ask(id, Grammar("regex", f"x{{{id + 1}}}"), max_tokens=3)
         engine.add("c", msgspec.structs.replace(request, owner="flood"))
