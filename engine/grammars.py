@@ -6,6 +6,7 @@ All methods are called by one thread, and only `collect` forgets what was compil
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -31,6 +32,7 @@ MOST_KEPT_BYTES = 4 * 2**20  # of texts
 MOST_KEPT_SECONDS = 2.0  # of processor time
 # That requests have had begun: with more, the last would push out the first before these are used.
 MOST_PENDING = 8
+END_SECONDS = 2.0  # that the process waits at its end for the grammar being compiled
 
 
 class _Compiled(NamedTuple):
@@ -49,10 +51,11 @@ class Grammars:
         self._tokens: TextTokens | None = None
         self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._pending: dict[Grammar, None] = {}  # in the order in which they were asked for
-        self._todo: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()  # None: no more
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._collected: list[_Compiled] = []
         self._thread: threading.Thread | None = None
+        self._ending = False
 
     @property
     def tokens(self) -> TextTokens:
@@ -96,6 +99,7 @@ class Grammars:
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
 
     def wait(self, seconds: float) -> None:
         """Until a grammar has been compiled, or not so long."""
@@ -129,10 +133,17 @@ class Grammars:
     def _compile_all(self) -> None:
         with suppress(BaseException):  # each grammar is told
             self._load()
-        while True:
-            grammar, began = self._todo.get(), time.thread_time()
+        while (grammar := self._todo.get()) is not None and not self._ending:
+            began = time.thread_time()
             found = self._compile(grammar)
             self._done.put(_Compiled(grammar, found, time.thread_time() - began))
+
+    def _end(self) -> None:
+        """An interpreter that ends while the library is at work on another thread crashes."""
+        assert self._thread is not None
+        self._ending = True
+        self._todo.put(None)
+        self._thread.join(END_SECONDS)
 
     def _load(self) -> TextTokens:
         if self._tokens is None:
