@@ -44,7 +44,7 @@ class Flight:
         self._deliveries: list[Delivery] = []
         self._latest: list[float | None] = []  # when tokens of each came last
         self._arrived = arrived
-        self._owner = owner
+        self.owner = owner
         self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
@@ -76,22 +76,22 @@ class Flight:
 
     def check_room(self) -> None:
         """Raises QueueFull where not even one request finds room."""
-        self._places.check(1, self._owner)
+        self._places.check(1, self.owner)
 
     def check_tokens(self, tokens: int, requests: int) -> None:
         """Raises QueueFull where requests of so many prompt tokens are too many just now; they are
         submitted right after, or not at all."""
-        self._places.check_tokens(tokens, requests, self._owner)
+        self._places.check_tokens(tokens, requests, self.owner)
 
     def reserve(self, requests: int) -> None:
         """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
         than the engine can hold."""
-        self._places.reserve(requests, self._owner)
+        self._places.reserve(requests, self.owner)
         self._reserved += requests
 
     def _release(self, requests: int) -> None:
         self._reserved -= requests
-        self._places.release(requests, self._owner)
+        self._places.release(requests, self.owner)
 
     def submit(self, prompt: bytes, interval: int = 1, **fields: Any) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
@@ -100,7 +100,7 @@ class Flight:
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
-        request = Request(id=self._client.new_id(), prompt=prompt, owner=self._owner, **fields)
+        request = Request(id=self._client.new_id(), prompt=prompt, owner=self.owner, **fields)
         place = len(self._deliveries)
         self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
         self._latest.append(None)

@@ -2,8 +2,8 @@
 
 Compiling what a stranger wrote may take forever and cannot be interrupted, so it happens in a
 process of its own (engine.grammar_check), which is killed when it has used up its processor time or
-memory and started again for the next grammar. Verdicts are remembered. Grammars of several requests
-take turns, one at a time.
+memory and started again for the next grammar. Verdicts are remembered. Grammars are compiled one at
+a time, those of different keys in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastapi import Request
 
 from engine.errors import EngineError
 from engine.messages import Grammar, ModelInfo
+from service.turns import Turns
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
@@ -47,21 +48,21 @@ class GrammarCheck:
         self._observe = observe
         self._process: Process | None = None
         self._serves: ModelInfo | None = None  # the process, for this model
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
         self._known: OrderedDict[_Key, str | None] = OrderedDict()
         self._known_bytes = 0
 
-    async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
-        """What is wrong with a grammar for this model; None when nothing is. Raises EngineError
-        where that cannot be found out."""
+    async def check(self, grammar: Grammar, info: ModelInfo, owner: str = "") -> str | None:
+        """What is wrong with a grammar for this model; None when nothing is; `owner` asks.
+        Raises EngineError where that cannot be found out."""
         key = (info.fingerprint, grammar)
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = asyncio.create_task(self._find_out(key, info))
+            task = self._asked[key] = asyncio.create_task(self._find_out(key, info, owner))
             task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)  # others may wait for it too
 
@@ -78,8 +79,8 @@ class GrammarCheck:
         if not done.cancelled():
             done.exception()  # whoever asked may have left
 
-    async def _find_out(self, key: _Key, info: ModelInfo) -> str | None:
-        async with self._turn:
+    async def _find_out(self, key: _Key, info: ModelInfo, owner: str) -> str | None:
+        async with self._turns.turn(owner):
             began = time.perf_counter()
             verdict = await self._ask(key[1], info)
             self._observe(time.perf_counter() - began)

@@ -31,6 +31,7 @@ async def read_grammars(
     requests: Sequence[Mapping[str, Any]],
     runtime: Runtime,
     check: GrammarCheck,
+    owner: str,
     name: Callable[[int, str], str] = lambda _, field: field,
     times: int = 1,
 ) -> list[Grammar | None]:
@@ -69,18 +70,18 @@ async def read_grammars(
             f"allowed: up to {settings.max_body_bytes}",
         )
     for one in distinct.values():
-        wrong = await check.check(one.grammar, runtime.info)
+        wrong = await check.check(one.grammar, runtime.info, owner)
         if wrong is not None:
             raise invalid(one.param, wrong)
     return [None if one is None else one.grammar for one in wanted]
 
 
 async def read_grammar(
-    body: Any, runtime: Runtime, check: GrammarCheck, times: int
+    body: Any, runtime: Runtime, check: GrammarCheck, owner: str, times: int
 ) -> Grammar | None:
     """The one grammar of a request whose model has FIELDS. Raises as `read_grammars`."""
     fields = {field: getattr(body, field) for field in FIELDS}
-    [grammar] = await read_grammars([fields], runtime, check, times=times)
+    [grammar] = await read_grammars([fields], runtime, check, owner, times=times)
     return grammar
 
 

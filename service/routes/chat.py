@@ -95,7 +95,7 @@ async def _tasks(
     timeout = read_timeout(body.timeout, settings)
     priority = read_priority(body.priority, flight.least_priority)
     params = _params(body, settings, info, runtime.chat.end_id)
-    grammar = await read_grammar(body, runtime, check, n)
+    grammar = await read_grammar(body, runtime, check, flight.owner, n)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
     size = RequestSize("messages", settings)

@@ -117,7 +117,7 @@ async def _tasks(
     values = {name: getattr(body, name) for name in SAMPLING}
     if draws > n and body.logprobs is None:
         values["logprobs"] = 0  # to choose by
-    values["grammar"] = await read_grammar(body, runtime, check, len(prompts) * draws)
+    values["grammar"] = await read_grammar(body, runtime, check, flight.owner, len(prompts) * draws)
     params = sampling_params(values, settings, info)
     ends: frozenset[int] = frozenset()
     if body.echo and body.logprobs is not None and (params.max_tokens, params.min_tokens) == (1, 0):

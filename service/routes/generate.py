@@ -97,6 +97,7 @@ async def _tasks(
         structured,
         runtime,
         check,
+        flight.owner,
         lambda i, field: f"{field}[{i}]" if isinstance(getattr(body, field), list) else field,
     )
     interval = body.stream_interval or settings.stream_interval
