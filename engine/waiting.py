@@ -22,6 +22,7 @@ from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
 from engine.messages import Grammar
 from engine.pace import Pace
+from engine.queued import Queued
 from engine.ranking import Ranking
 from engine.sequence import Prefix, Sequence
 
@@ -95,32 +96,35 @@ class WaitingQueue:
         self._levels: dict[int, _Level] = {}  # by priority
         self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
         self._held_on: dict[int, Awaited] = {}
-        self._owners: dict[str, tuple[int, int]] = {}  # requests and prompt tokens of each
-        self._count = 0
+        self._queued = Queued()  # all of them, by key
         self._departures = 0
         self._since_others = 0  # departures of the most urgent level while others waited
-        self.tokens = 0  # prompt tokens of all of them
         self._pace = Pace()
         self._refused = 0  # since the latest departure
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._queued)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all of them."""
+        return self._queued.tokens
 
     def of(self, owner: str) -> tuple[int, int]:
         """How many requests of an owner wait, and their prompt tokens."""
-        return self._owners.get(owner, (0, 0))
+        return self._queued.of(owner)
 
     def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
         """Why an owner's next request may not wait, or None. `free` of those that wait are as good
         as running, since there are slots for them."""
-        taken = self._count - free
+        taken = len(self) - free
         if taken < 0:
             return None
         own, own_tokens = self.of(owner)
         own, most = min(own, taken), self._most
         if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):
             if taken >= most:
-                return self._refuse(QueueFull, f"{self._count} requests are waiting already", now)
+                return self._refuse(QueueFull, f"{len(self)} requests are waiting already", now)
             return self._refuse(ShareFull, f"{own} requests of this key are waiting already", now)
         tokens, most, more = self.tokens, self._most_tokens, prompt_tokens
         # The first that waits may have any length.
@@ -133,7 +137,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Puts a new arrival at the end of its owner's line."""
-        if not self._count:
+        if not len(self):
             self._pace.restart(now)
         level = self._levels.get(sequence.priority)
         if level is None:
@@ -144,7 +148,7 @@ class WaitingQueue:
         line.waiting += 1
         level.waiting += 1
         level.line_up(sequence)
-        self._account(sequence, 1)
+        self._queued.add(sequence.key, sequence.owner, sequence.prompt_tokens)
 
     def first(self) -> Sequence | None:
         """The next one to leave; None when all that wait are held."""
@@ -205,12 +209,12 @@ class WaitingQueue:
         line.waiting -= 1
         level.waiting -= 1
         level.rank(sequence.owner)
-        self._account(sequence, -1)
+        self._queued.discard(sequence.key)
         self._tidy(sequence.priority)
 
     def pace(self, now: float) -> float:
         """Mean seconds from one departure to the next; 0: unknown."""
-        return self._pace.at(now) if self._count else self._pace.at_rest()
+        return self._pace.at(now) if len(self) else self._pace.at_rest()
 
     def note_admitted(self, count: int, now: float) -> None:
         """`count` sequences left the queue for a slot just now."""
@@ -244,16 +248,6 @@ class WaitingQueue:
         ready = [other for other, level in self._levels.items() if len(level.ready)]
         others_wait = len(ready) > 1 and priority == min(ready)
         self._since_others = self._since_others + 1 if others_wait else 0
-
-    def _account(self, sequence: Sequence, sign: int) -> None:
-        count, tokens = self._owners.get(sequence.owner, (0, 0))
-        count, tokens = count + sign, tokens + sign * sequence.prompt_tokens
-        if count:
-            self._owners[sequence.owner] = count, tokens
-        else:
-            del self._owners[sequence.owner]
-        self._count += sign
-        self.tokens += sign * sequence.prompt_tokens
 
     def _tidy(self, priority: int) -> None:
         level = self._levels[priority]

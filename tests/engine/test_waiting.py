@@ -169,7 +169,7 @@ def test_owners_that_come_and_go_leave_nothing() -> None:
             queue.add(aborted := sequence(-1 - key, f"owner {key}"), 0.0)
             queue.remove(aborted)
     assert len(queue) == 0 and queue.tokens == 0 and queue.of("owner 3") == (0, 0)
-    assert not queue._levels and not queue._owners
+    assert not queue._levels and not queue._queued.owners
 
 
 @dataclass
