@@ -145,8 +145,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
-        self._expire(now)
-        self._collect_grammars()
+        self._look_around(now)
         plan = Plan()
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
@@ -164,8 +163,7 @@ class Scheduler:
         None when that cannot be said: when it reads prompts, when the host has a part in its draws,
         when somebody can be admitted after it or nobody may be left.
         """
-        self._expire(now)
-        self._collect_grammars()
+        self._look_around(now)
         if self._prefilling or (self._can_admit() and not self._rounds.patient):
             return None
         plan = self._rounds.plan_ahead()
@@ -246,7 +244,10 @@ class Scheduler:
 
     # Planning.
 
-    def _expire(self, now: float) -> None:
+    def _look_around(self, now: float) -> None:
+        """Whose grammar is compiled by now, and whose time is over?"""
+        for grammar in self._grammars.collect():
+            self._waiting.resume(grammar)
         while (sequence := self._deadlines.first()) is not None:
             if sequence.deadline is None or sequence.deadline > now:
                 return
@@ -277,15 +278,10 @@ class Scheduler:
         self._waiting.note_admitted(len(plan.admit), now)
 
     def _next(self) -> Sequence | None:
-        """The first that waits and whose grammar is compiled; has those before it compiled.
-
-        While there is no slot, one at a time: what is compiled long before it is used is forgotten
-        again.
-        """
+        """The first that waits and whose grammar is compiled; has those before it compiled, while
+        there is no slot one at a time: what is kept for long unused may be forgotten again."""
         free = self._slots.free or self._rounds.leaving
-        while (sequence := self._waiting.first()) is not None:
-            if not free and self._grammars.pending:
-                return None
+        while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
             lacking = self._grammars.lacking(sequence.request.sampling)
             if lacking is None:
                 return sequence
@@ -297,12 +293,7 @@ class Scheduler:
 
     def _can_admit(self) -> bool:
         """Whether somebody waits for nothing but the end of a round."""
-        ready = self._next() is not None
-        return ready and bool(self._slots.free or self._rounds.leaving)
-
-    def _collect_grammars(self) -> None:
-        for grammar in self._grammars.collect():
-            self._waiting.resume(grammar)
+        return self._next() is not None and bool(self._slots.free or self._rounds.leaving)
 
     def _read(self, plan: Plan, sequence: Sequence, length: int, now: float) -> None:
         if sequence.started_at is None:

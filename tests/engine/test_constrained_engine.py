@@ -73,10 +73,14 @@ def text(end: Finished | Failed) -> str:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("most_steps", [1, 8])
-def test_lives_of_all_kinds(most_steps: int, overlaps: bool, folder: Path) -> None:
+def test_lives_of_all_kinds(
+    most_steps: int, overlaps: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounds of many steps, of one, ahead of their results, with samples, aborts and failures."""
     for seed in range(12):
         chance = random.Random(seed)
+        monkeypatch.setattr(grammars_module, "MOST_KEPT", chance.choice([1, 2, 128]))
+        monkeypatch.setattr(grammars_module, "MOST_PENDING", chance.choice([1, 8]))
         runner = FakeRunner(
             slots=4, folder=folder, most_steps=most_steps, overlaps=overlaps, max_step_tokens=16
         )
@@ -90,6 +94,10 @@ def test_lives_of_all_kinds(most_steps: int, overlaps: bool, folder: Path) -> No
                 ignore_eos=chance.random() < 0.5, timeout=chance.choice([None, None, 3.0]),
                 temperature=chance.choice([0.0, 1.0]), logprobs=chance.choice([None, 1]),
             )  # fmt: skip
+            owner, priority = chance.choice(["", "A", "B"]), chance.choice([-1, 0, 0, 3])
+            sent[id] = msgspec.structs.replace(
+                sent[id], owner=owner, priority=priority, share_at=chance.choice([(), (2,)])
+            )
             engine.add("c", sent[id])
             for _ in range(chance.randrange(4)):
                 for key, end in ends_of(engine.step()).items():
@@ -105,6 +113,8 @@ def test_lives_of_all_kinds(most_steps: int, overlaps: bool, folder: Path) -> No
             grammar = sent[id].sampling.grammar
             if grammar is not None and isinstance(end, Finished) and end.reason == "stop":
                 assert re.fullmatch(grammar.text, text(end)), (id, end)
+        waiting = engine._scheduler._waiting
+        assert len(waiting) == 0 and not waiting._levels and not waiting._held
         # Another round of requests finds everything as it was.
         engine.add("c", ask(99))
         assert re.fullmatch(DIGITS.text, text(serve(engine)["c", 99]))
