@@ -168,7 +168,7 @@ class EngineClient:
             self._transport.send(request)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
-        self.queued.add(request)
+        self.queued.add(request.id, request.owner, request.prompt_tokens)
         delivery = Delivery(request, interval, inbox, which, self._holding)
         self._deliveries[request.id] = delivery
         return delivery

@@ -107,11 +107,23 @@ class Constraints:
             return False
         try:
             if text.matcher.consume_token(token):
-                return text.matcher.is_stopped() and text.matcher.is_accepting()
+                return text.matcher.is_accepting() and self._is_stuck(text.matcher)
             self._rejected[key] = reason(text.matcher)
         except BaseException as error:
             self._rejected[key] = _defect(error)
         return False
+
+    def _is_stuck(self, matcher: LLMatcher) -> bool:
+        """Whether no token of the model can follow, be it that the grammar allows none, or none
+        that tokens without all bytes can spell."""
+        tokens = self._grammars.tokens
+        if tokens.complete or matcher.is_stopped():
+            return matcher.is_stopped()
+        bits = np.frombuffer(bytearray(matcher.compute_bitmask()), np.uint32).reshape(1, -1)
+        for other in (tokens.end, self._eos_token_id):
+            if other is not None:
+                _take_out(bits, other)
+        return not bits.any()
 
     def rejected(self) -> dict[int, str]:
         """The sequences that could not go on since the last call, and why."""

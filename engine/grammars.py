@@ -6,6 +6,7 @@ All methods are called by one thread, and only `collect` forgets what was compil
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 128
 MOST_KEPT_BYTES = 4 * 2**20  # of texts
 MOST_KEPT_SECONDS = 2.0  # of processor time
+# That requests have had begun: with more, the last would push out the first before these are used.
+MOST_PENDING = 8
+END_SECONDS = 2.0  # that the process waits at its end for the grammar being compiled
 
 
 class _Compiled(NamedTuple):
@@ -46,11 +50,12 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokens: TextTokens | None = None
         self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._pending: set[Grammar] = set()
-        self._todo: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
+        self._pending: dict[Grammar, None] = {}  # in the order in which they were asked for
+        self._todo: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()  # None: no more
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._collected: list[_Compiled] = []
         self._thread: threading.Thread | None = None
+        self._ending = False
 
     @property
     def tokens(self) -> TextTokens:
@@ -64,12 +69,17 @@ class Grammars:
         return bool(self._pending)
 
     def lacking(self, params: SamplingParams) -> Grammar | EngineError | None:
-        """What keeps a request from running: its grammar, while it is being compiled, or what is
-        wrong with it; None when nothing does."""
-        found = None if params.grammar is None else self.ask(params.grammar)
+        """What keeps a request from running: its grammar, while that is being compiled, or another
+        one that comes before it, or what is wrong with it; None when nothing does."""
+        grammar = params.grammar
+        if grammar is None:
+            return None
+        if len(self._pending) >= MOST_PENDING and grammar not in self._kept:
+            return grammar if grammar in self._pending else next(iter(self._pending))
+        found = self.ask(grammar)
         if isinstance(found, EngineError):
             return found
-        return params.grammar if found is None else None
+        return grammar if found is None else None
 
     def ask(self, grammar: Grammar) -> LLMatcher | EngineError | None:
         """A matcher to be copied, or why there is none; None while it is being compiled."""
@@ -80,7 +90,7 @@ class Grammars:
             return self._kept[grammar].found
         if grammar not in self._pending:
             self.prepare()
-            self._pending.add(grammar)
+            self._pending[grammar] = None
             self._todo.put(grammar)
         return None
 
@@ -89,6 +99,7 @@ class Grammars:
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
 
     def wait(self, seconds: float) -> None:
         """Until a grammar has been compiled, or not so long."""
@@ -104,7 +115,7 @@ class Grammars:
                 self._collected.append(self._done.get_nowait())
         collected, self._collected = self._collected, []
         for one in collected:
-            self._pending.discard(one.grammar)
+            self._pending.pop(one.grammar, None)
             self._kept[one.grammar] = one
         while self._are_too_many():
             self._kept.popitem(last=False)
@@ -120,12 +131,19 @@ class Grammars:
         )
 
     def _compile_all(self) -> None:
-        with suppress(EngineError):  # each grammar is told
+        with suppress(BaseException):  # each grammar is told
             self._load()
-        while True:
-            grammar, began = self._todo.get(), time.thread_time()
+        while (grammar := self._todo.get()) is not None and not self._ending:
+            began = time.thread_time()
             found = self._compile(grammar)
             self._done.put(_Compiled(grammar, found, time.thread_time() - began))
+
+    def _end(self) -> None:
+        """An interpreter that ends while the library is at work on another thread crashes."""
+        assert self._thread is not None
+        self._ending = True
+        self._todo.put(None)
+        self._thread.join(END_SECONDS)
 
     def _load(self) -> TextTokens:
         if self._tokens is None:

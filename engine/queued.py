@@ -1,17 +1,19 @@
-"""Queued: which requests of one API process have no slot yet, as far as the engine has told."""
+"""Queued: requests that have no slot yet, by owner. The engine counts all of them, an API process
+its own, as far as the engine has told."""
 
 from __future__ import annotations
 
-from engine.messages import Request
-
 
 class Queued:
-    """Counts requests and their prompt tokens, by owner."""
+    """Counts requests, known by a number, and their prompt tokens."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[str, int]] = {}  # by id: the owner, prompt tokens
+        self._requests: dict[int, tuple[str, int]] = {}  # the owner, prompt tokens
         self._owners: dict[str, tuple[int, int]] = {}
         self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
     @property
     def owners(self) -> int:
@@ -22,14 +24,14 @@ class Queued:
         """How many requests of an owner wait, and their prompt tokens."""
         return self._owners.get(owner, (0, 0))
 
-    def add(self, request: Request) -> None:
-        """A request is on its way to the engine."""
-        self._requests[request.id] = request.owner, request.prompt_tokens
-        self._account(request.owner, 1, request.prompt_tokens)
+    def add(self, number: int, owner: str, tokens: int) -> None:
+        """A request that is not known yet waits."""
+        self._requests[number] = owner, tokens
+        self._account(owner, 1, tokens)
 
-    def discard(self, request_id: int) -> None:
-        """A request has a slot, or has ended; it may be known already."""
-        found = self._requests.pop(request_id, None)
+    def discard(self, number: int) -> None:
+        """A request has a slot, or has ended; that may be known already."""
+        found = self._requests.pop(number, None)
         if found is not None:
             owner, tokens = found
             self._account(owner, -1, -tokens)

@@ -24,9 +24,6 @@ class Ranking(Generic[T]):
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def __contains__(self, item: T) -> bool:
-        return item in self._ranks
-
     def put(self, item: T, rank: Any) -> None:
         """Takes an item in, or gives it another rank."""
         if self._ranks.get(item) == rank:
@@ -49,10 +46,3 @@ class Ranking(Generic[T]):
                 return item
             heapq.heappop(self._heap)
         return None
-
-    def least(self) -> Any:
-        """The least rank. Raises KeyError when there is none."""
-        item = self.first()
-        if item is None:
-            raise KeyError("the ranking is empty")
-        return self._ranks[item]

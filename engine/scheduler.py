@@ -107,7 +107,6 @@ class Scheduler:
         self._next_key += 1
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
-        self._grammars.lacking(request.sampling)  # compiled while the request waits
         if sequence.deadline is not None:
             self._deadlines.put(sequence, (sequence.deadline, sequence.key))
 
@@ -146,8 +145,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
-        self._expire(now)
-        self._collect_grammars()
+        self._look_around(now)
         plan = Plan()
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
@@ -165,8 +163,7 @@ class Scheduler:
         None when that cannot be said: when it reads prompts, when the host has a part in its draws,
         when somebody can be admitted after it or nobody may be left.
         """
-        self._expire(now)
-        self._collect_grammars()
+        self._look_around(now)
         if self._prefilling or (self._can_admit() and not self._rounds.patient):
             return None
         plan = self._rounds.plan_ahead()
@@ -247,22 +244,18 @@ class Scheduler:
 
     # Planning.
 
-    def _expire(self, now: float) -> None:
+    def _look_around(self, now: float) -> None:
+        """Whose grammar is compiled by now, and whose time is over?"""
+        for grammar in self._grammars.collect():
+            self._waiting.resume(grammar)
         while (sequence := self._deadlines.first()) is not None:
             if sequence.deadline is None or sequence.deadline > now:
                 return
             self._finish(sequence, "timeout", now)
 
     def _admit(self, plan: Plan, now: float) -> None:
-        while self._slots.free and (sequence := self._waiting.first()) is not None:
+        while (sequence := self._next()) is not None and self._slots.free:
             request = sequence.request
-            grammar = self._grammars.lacking(request.sampling)
-            if isinstance(grammar, EngineError):
-                self._fail(sequence, grammar)
-                continue
-            if grammar is not None:
-                self._waiting.hold(sequence, grammar)
-                continue
             hit = self._prefixes.find(request.prompt, sequence.cacheable_tokens, request.owner)
             cached = 0 if hit is None else hit.length
             marks = [mark for mark in sequence.marks if mark > cached]
@@ -284,14 +277,23 @@ class Scheduler:
             plan.admit.append(Admission(request, sequence.key, sequence.slot, source, cached))
         self._waiting.note_admitted(len(plan.admit), now)
 
+    def _next(self) -> Sequence | None:
+        """The first that waits and whose grammar is compiled; has those before it compiled, while
+        there is no slot one at a time: what is kept for long unused may be forgotten again."""
+        free = self._slots.free or self._rounds.leaving
+        while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
+            lacking = self._grammars.lacking(sequence.request.sampling)
+            if lacking is None:
+                return sequence
+            if isinstance(lacking, EngineError):
+                self._fail(sequence, lacking)
+            else:
+                self._waiting.hold(sequence, lacking)
+        return None
+
     def _can_admit(self) -> bool:
         """Whether somebody waits for nothing but the end of a round."""
-        free = self._slots.free or self._rounds.leaving
-        return bool(free) and self._waiting.first() is not None
-
-    def _collect_grammars(self) -> None:
-        for grammar in self._grammars.collect():
-            self._waiting.resume(grammar)
+        return self._next() is not None and bool(self._slots.free or self._rounds.leaving)
 
     def _read(self, plan: Plan, sequence: Sequence, length: int, now: float) -> None:
         if sequence.started_at is None:

@@ -5,8 +5,8 @@
   level whose latest departure is the longest ago.
 - Within a level, owners are served fairly (start-time fair queueing): whoever has been given least
   is next, in tokens to read and to generate. A departure is charged with its prompt and all that it
-  may generate; what it leaves of that is given back when it ends. Who comes after a pause starts
-  where the others are: time without requests saves nothing up.
+  may generate; what it leaves of that is given back when it ends. Who comes after a pause, or after
+  nothing but held requests, starts where the others are: that time saves nothing up.
 - An owner's requests keep the order of their arrival.
 
 A request whose prefix is being read by another just now, or whose grammar is being compiled, is
@@ -22,6 +22,7 @@ from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
 from engine.messages import Grammar
 from engine.pace import Pace
+from engine.queued import Queued
 from engine.ranking import Ranking
 from engine.sequence import Prefix, Sequence
 
@@ -56,6 +57,14 @@ class _Level:
         self.waiting = self.running = 0  # sequences
         self.served_at = served_at  # departures of the queue at this level's latest
 
+    def line_up(self, sequence: Sequence) -> None:
+        """It may be the next one of its owner, of whom it is known to wait."""
+        line = self.lines[sequence.owner]
+        if not len(line.ready):  # nothing that was held could have left: that saves nothing up
+            line.start = max(line.start, self.clock)
+        line.ready.put(sequence, sequence.key)
+        self.rank(sequence.owner)
+
     def rank(self, owner: str) -> None:
         """Something has changed about an owner's line."""
         line = self.lines[owner]
@@ -87,32 +96,35 @@ class WaitingQueue:
         self._levels: dict[int, _Level] = {}  # by priority
         self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
         self._held_on: dict[int, Awaited] = {}
-        self._owners: dict[str, tuple[int, int]] = {}  # requests and prompt tokens of each
-        self._count = 0
+        self._queued = Queued()  # all of them, by key
         self._departures = 0
         self._since_others = 0  # departures of the most urgent level while others waited
-        self.tokens = 0  # prompt tokens of all of them
         self._pace = Pace()
         self._refused = 0  # since the latest departure
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._queued)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all of them."""
+        return self._queued.tokens
 
     def of(self, owner: str) -> tuple[int, int]:
         """How many requests of an owner wait, and their prompt tokens."""
-        return self._owners.get(owner, (0, 0))
+        return self._queued.of(owner)
 
     def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
         """Why an owner's next request may not wait, or None. `free` of those that wait are as good
         as running, since there are slots for them."""
-        taken = self._count - free
+        taken = len(self) - free
         if taken < 0:
             return None
         own, own_tokens = self.of(owner)
         own, most = min(own, taken), self._most
         if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):
             if taken >= most:
-                return self._refuse(QueueFull, f"{self._count} requests are waiting already", now)
+                return self._refuse(QueueFull, f"{len(self)} requests are waiting already", now)
             return self._refuse(ShareFull, f"{own} requests of this key are waiting already", now)
         tokens, most, more = self.tokens, self._most_tokens, prompt_tokens
         # The first that waits may have any length.
@@ -125,7 +137,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Puts a new arrival at the end of its owner's line."""
-        if not self._count:
+        if not len(self):
             self._pace.restart(now)
         level = self._levels.get(sequence.priority)
         if level is None:
@@ -133,13 +145,10 @@ class WaitingQueue:
         line = level.lines.get(sequence.owner)
         if line is None:
             line = level.lines[sequence.owner] = _Line()
-        if not line.waiting:
-            line.start = max(line.start, level.clock)
         line.waiting += 1
         level.waiting += 1
-        line.ready.put(sequence, sequence.key)
-        level.rank(sequence.owner)
-        self._account(sequence, 1)
+        level.line_up(sequence)
+        self._queued.add(sequence.key, sequence.owner, sequence.prompt_tokens)
 
     def first(self) -> Sequence | None:
         """The next one to leave; None when all that wait are held."""
@@ -161,9 +170,7 @@ class WaitingQueue:
         """Those held on `awaited` are back where their arrival puts them."""
         for sequence in self._held.pop(awaited, {}).values():
             del self._held_on[sequence.key]
-            level = self._levels[sequence.priority]
-            level.lines[sequence.owner].ready.put(sequence, sequence.key)
-            level.rank(sequence.owner)
+            self._levels[sequence.priority].line_up(sequence)
 
     def depart(self, sequence: Sequence, tokens: int) -> None:
         """The first one has a slot, for which its owner is charged `tokens`."""
@@ -202,12 +209,12 @@ class WaitingQueue:
         line.waiting -= 1
         level.waiting -= 1
         level.rank(sequence.owner)
-        self._account(sequence, -1)
+        self._queued.discard(sequence.key)
         self._tidy(sequence.priority)
 
     def pace(self, now: float) -> float:
         """Mean seconds from one departure to the next; 0: unknown."""
-        return self._pace.at(now) if self._count else self._pace.at_rest()
+        return self._pace.at(now) if len(self) else self._pace.at_rest()
 
     def note_admitted(self, count: int, now: float) -> None:
         """`count` sequences left the queue for a slot just now."""
@@ -241,16 +248,6 @@ class WaitingQueue:
         ready = [other for other, level in self._levels.items() if len(level.ready)]
         others_wait = len(ready) > 1 and priority == min(ready)
         self._since_others = self._since_others + 1 if others_wait else 0
-
-    def _account(self, sequence: Sequence, sign: int) -> None:
-        count, tokens = self._owners.get(sequence.owner, (0, 0))
-        count, tokens = count + sign, tokens + sign * sequence.prompt_tokens
-        if count:
-            self._owners[sequence.owner] = count, tokens
-        else:
-            del self._owners[sequence.owner]
-        self._count += sign
-        self.tokens += sign * sequence.prompt_tokens
 
     def _tidy(self, priority: int) -> None:
         level = self._levels[priority]

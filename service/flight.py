@@ -46,7 +46,7 @@ class Flight:
         self._deliveries: list[Delivery] = []
         self._latest: list[float | None] = []  # when tokens of each came last
         self._arrived = arrived
-        self._owner = owner
+        self.owner = owner
         self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
@@ -78,22 +78,22 @@ class Flight:
 
     def check_room(self) -> None:
         """Raises QueueFull where not even one request finds room."""
-        self._places.check(1, self._owner)
+        self._places.check(1, self.owner)
 
     def check_tokens(self, tokens: int, requests: int) -> None:
         """Raises QueueFull where requests of so many prompt tokens are too many just now; they are
         submitted right after, or not at all."""
-        self._places.check_tokens(tokens, requests, self._owner)
+        self._places.check_tokens(tokens, requests, self.owner)
 
     def reserve(self, requests: int) -> None:
         """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
         than the engine can hold."""
-        self._places.reserve(requests, self._owner)
+        self._places.reserve(requests, self.owner)
         self._reserved += requests
 
     def _release(self, requests: int) -> None:
         self._reserved -= requests
-        self._places.release(requests, self._owner)
+        self._places.release(requests, self.owner)
 
     def submit(self, prompt: bytes, timeout: float, interval: int = 1, **fields: Any) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
@@ -105,7 +105,7 @@ class Flight:
         request = Request(
             id=self._client.new_id(),
             prompt=prompt,
-            owner=self._owner,
+            owner=self.owner,
             timeout=max(timeout - self._before_engine, LEAST_TIMEOUT),
             **fields,
         )

@@ -2,8 +2,8 @@
 
 Compiling what a stranger wrote may take forever and cannot be interrupted, so it happens in a
 process of its own (engine.grammar_check), which is killed when it has used up its processor time or
-memory and started again for the next grammar. Verdicts are remembered. Grammars of several requests
-take turns, one at a time.
+memory and started again for the next grammar. Verdicts are remembered. Grammars are compiled one at
+a time, those of different keys in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from starlette.types import Receive
 
 from engine.errors import EngineError
 from engine.messages import Grammar, ModelInfo
+from service.scope import FLIGHT
 from service.streaming import unless_client_leaves
+from service.turns import Turns
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
@@ -51,24 +53,24 @@ class GrammarCheck:
         self._observe = observe
         self._process: Process | None = None
         self._serves: ModelInfo | None = None  # the process, for this model
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
         self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
         # The models are kept with the verdicts so that their ids are not given to others.
         self._known: OrderedDict[_Key, tuple[str | None, ModelInfo]] = OrderedDict()
         self._known_bytes = 0
 
-    async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
-        """What is wrong with a grammar for this model; None when nothing is. Raises EngineError
-        where that cannot be found out. A grammar whose turn comes when nobody waits for it any more
-        is not compiled."""
+    async def check(self, grammar: Grammar, info: ModelInfo, owner: str = "") -> str | None:
+        """What is wrong with a grammar for this model; None when nothing is; `owner` asks.
+        Raises EngineError where that cannot be found out. A grammar whose turn comes when nobody
+        waits for it any more is not compiled."""
         key = (id(info), grammar)
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key][0]
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = asyncio.create_task(self._find_out(key, info))
+            task = self._asked[key] = asyncio.create_task(self._find_out(key, info, owner))
             task.add_done_callback(_look_away)
         self._waiting[key] += 1
         try:
@@ -90,9 +92,9 @@ class GrammarCheck:
         """Whether `check` need not wait."""
         return (id(info), grammar) in self._known
 
-    async def _find_out(self, key: _Key, info: ModelInfo) -> str | None:
+    async def _find_out(self, key: _Key, info: ModelInfo, owner: str) -> str | None:
         try:
-            async with self._turn:
+            async with self._turns.turn(owner):
                 if not self._waiting[key]:
                     raise EngineError("nobody waits for this grammar any more")
                 began = time.perf_counter()
@@ -172,10 +174,11 @@ class RequestCheck:
 
     _grammars: GrammarCheck
     _receive: Receive
+    _owner: str  # of the request
 
     async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
         """As there. Raises ClientGone when the client leaves while it waits."""
-        work = self._grammars.check(grammar, info)
+        work = self._grammars.check(grammar, info, self._owner)
         if self._grammars.knows(grammar, info):
             return await work
         return await unless_client_leaves(self._receive, work)
@@ -183,4 +186,4 @@ class RequestCheck:
 
 def get_grammars(request: Request) -> RequestCheck:
     """The application's, as a FastAPI dependency."""
-    return RequestCheck(request.app.state.grammars, request.receive)
+    return RequestCheck(request.app.state.grammars, request.receive, request.scope[FLIGHT].owner)

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,10 +73,14 @@ def text(end: Finished | Failed) -> str:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("most_steps", [1, 8])
-def test_lives_of_all_kinds(most_steps: int, overlaps: bool, folder: Path) -> None:
+def test_lives_of_all_kinds(
+    most_steps: int, overlaps: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounds of many steps, of one, ahead of their results, with samples, aborts and failures."""
     for seed in range(12):
         chance = random.Random(seed)
+        monkeypatch.setattr(grammars_module, "MOST_KEPT", chance.choice([1, 2, 128]))
+        monkeypatch.setattr(grammars_module, "MOST_PENDING", chance.choice([1, 8]))
         runner = FakeRunner(
             slots=4, folder=folder, most_steps=most_steps, overlaps=overlaps, max_step_tokens=16
         )
@@ -89,6 +94,10 @@ def test_lives_of_all_kinds(most_steps: int, overlaps: bool, folder: Path) -> No
                 ignore_eos=chance.random() < 0.5, timeout=chance.choice([None, None, 3.0]),
                 temperature=chance.choice([0.0, 1.0]), logprobs=chance.choice([None, 1]),
             )  # fmt: skip
+            owner, priority = chance.choice(["", "A", "B"]), chance.choice([-1, 0, 0, 3])
+            sent[id] = msgspec.structs.replace(
+                sent[id], owner=owner, priority=priority, share_at=chance.choice([(), (2,)])
+            )
             engine.add("c", sent[id])
             for _ in range(chance.randrange(4)):
                 for key, end in ends_of(engine.step()).items():
@@ -104,6 +113,8 @@ def test_lives_of_all_kinds(most_steps: int, overlaps: bool, folder: Path) -> No
             grammar = sent[id].sampling.grammar
             if grammar is not None and isinstance(end, Finished) and end.reason == "stop":
                 assert re.fullmatch(grammar.text, text(end)), (id, end)
+        waiting = engine._scheduler._waiting
+        assert len(waiting) == 0 and not waiting._levels and not waiting._held
         # Another round of requests finds everything as it was.
         engine.add("c", ask(99))
         assert re.fullmatch(DIGITS.text, text(serve(engine)["c", 99]))
@@ -182,6 +193,33 @@ def test_time_runs_out_while_a_grammar_is_compiled(folder: Path, slow: threading
     slow.set()
 
 
+def test_more_grammars_than_are_kept_change_no_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_KEPT", 3)
+    monkeypatch.setattr(grammars_module, "MOST_PENDING", 2)
+    engine = Engine(FakeRunner(slots=1, folder=folder, step_seconds=0.01))
+    for id in range(12):
+        engine.add("c", ask(id, Grammar("regex", f"x{{{id % 4 + 1}}}y{{{id + 1}}}")))
+    ends = serve(engine)
+    assert [id for _, id in ends] == list(range(12))
+    assert all(isinstance(end, Finished) for end in ends.values())
+
+
+def test_a_flood_of_grammars_of_one_owner_does_not_hold_up_another(folder: Path) -> None:
+    engine = Engine(FakeRunner(slots=2, folder=folder, max_waiting=1000))
+    for id in range(200):
+        request = ask(id, Grammar("regex", f"x{{{id + 1}}}"), max_tokens=3)
+        engine.add("c", msgspec.structs.replace(request, owner="flood"))
+    engine.add("c", msgspec.structs.replace(ask(200, max_tokens=3), owner="late"))
+    ends: dict[Any, Any] = {}
+    while ("c", 200) not in ends:
+        ends |= ends_of(engine.step())
+    assert len(ends) < 20
+    engine.abort_all()
+    serve(engine)
+
+
 def test_a_wrong_grammar_fails_its_request_alone(folder: Path) -> None:
     engine = Engine(FakeRunner(folder=folder))
     for id, grammar in enumerate([Grammar("regex", "("), DIGITS, None]):
@@ -208,6 +246,20 @@ def test_a_dead_end_fails_its_request_alone(most_steps: int, tmp_path: Path) -> 
     assert isinstance(failed, Failed) and failed.code == "invalid_request"
     assert "cannot be met" in failed.message and "tokens can spell" in failed.message
     assert ends["c", 1].tokens == [0] + [3] * 30 and len(ends["c", 2].tokens) == 40
+
+
+@pytest.mark.parametrize("eos", [None, 3])
+@pytest.mark.parametrize("sampling", [{}, {"min_tokens": 9}, {"ignore_eos": True}])
+def test_what_the_tokens_cannot_go_on_with_is_complete(
+    eos: int | None, sampling: dict[str, Any], tmp_path: Path
+) -> None:
+    size = save_characters(tmp_path, "abcd")
+    engine = Engine(FakeRunner(vocab_size=size, eos=eos, folder=tmp_path))
+    params = SamplingParams(max_tokens=9, grammar=Grammar("regex", "(ab){1,2}X?"), **sampling)
+    engine.add("c", Request(id=0, prompt=pack_ids([2]), sampling=params, stream=False))
+    end = serve(engine)["c", 0]
+    assert isinstance(end, Finished), end
+    assert (end.tokens, end.reason) in (([0, 1], "stop"), ([0, 1, 0, 1], "stop"))
 
 
 def test_an_engine_without_texts_refuses(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -102,6 +104,19 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("defect", [KeyError, Panic])
+def test_a_tokenizer_that_cannot_be_read_is_told_too(
+    defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise defect("a defect")
+
+    monkeypatch.setattr(module, "load_tokens", broken)
+    grammars.prepare()
+    settle(grammars, number(0))
+    assert isinstance(grammars.ask(number(0)), EngineError)
+
+
+@pytest.mark.parametrize("defect", [KeyError, Panic])
 def test_an_unforeseen_error_is_no_fault_of_the_request(
     defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,3 +130,24 @@ def test_an_unforeseen_error_is_no_fault_of_the_request(
     monkeypatch.undo()
     settle(grammars, number(1))
     assert not isinstance(grammars.ask(number(1)), EngineError)
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from engine.grammars import Grammars
+from engine.messages import Grammar
+grammars = Grammars(Path(sys.argv[1]), 257)
+for n in range(5000):
+    grammars.ask(Grammar("regex", f"(a|b|c){{{n + 100}}}x*"))
+grammars.wait(20)
+print(len(grammars.collect()))
+"""
+
+
+def test_a_process_ends_well_while_grammars_are_compiled(tmp_path: Path) -> None:
+    save_bytes(tmp_path)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) < 5000

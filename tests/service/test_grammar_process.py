@@ -56,6 +56,19 @@ async def test_the_same_grammar_at_once_is_compiled_once(
     assert len(check.timed) == 1  # type: ignore[attr-defined]
 
 
+async def test_a_flood_of_one_owner_does_not_hold_up_another(
+    check: GrammarCheck, info: ModelInfo
+) -> None:
+    done: list[str] = []
+
+    async def ask(owner: str, number: int) -> None:
+        await check.check(Grammar("regex", f"{owner}{{{number + 1}}}"), info, owner)
+        done.append(owner)
+
+    await asyncio.gather(*(ask("flood", i) for i in range(30)), ask("late", 0))
+    assert done.index("late") <= 2
+
+
 async def test_endless_work_is_ended_and_the_next_grammar_is_compiled(
     check: GrammarCheck, info: ModelInfo
 ) -> None:

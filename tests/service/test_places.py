@@ -9,7 +9,7 @@ import pytest
 
 from engine.client import EngineClient
 from engine.errors import QueueFull, ShareFull
-from engine.messages import Request, Stats, pack_ids
+from engine.messages import Stats
 from engine.queued import Queued
 from service.errors import ApiError
 from service.places import Places
@@ -27,7 +27,7 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        return self.running + len(self.queued._requests)
+        return self.running + len(self.queued)
 
     @property
     def waiting_tokens(self) -> int:
@@ -35,7 +35,7 @@ class Engine:
 
     def queue(self, owner: str = "", requests: int = 1, tokens: int = 1) -> None:
         for _ in range(requests):
-            self.queued.add(Request(id=self._ids, prompt=pack_ids([1] * tokens), owner=owner))
+            self.queued.add(self._ids, owner, tokens)
             self._ids += 1
 
     def places(self, slots: int = 2, most: int = 8, tokens: int = 1000) -> Places:
