@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0  # between looks at whether a member answers
 STEADY_SECONDS = 10.0  # one that ends sooner has a quick end
-MOST_QUICK_ENDS = 5  # in a row; then there is no use in another
+MOST_QUICK_ENDS = 5  # in a row; then there is no use in another, unless other members are steady
 LONGEST_WAIT = 30.0  # before the next one
 
 
@@ -49,10 +49,12 @@ class MemberProcesses:
         self._hang = hang
         self._finishing = asyncio.Event()
         self._processes: set[asyncio.subprocess.Process] = set()
+        self._begun: dict[int, float] = {}  # of those that run, by number and time.monotonic
         self._tasks: list[asyncio.Task[None]] = []
 
     async def keep(self) -> None:
-        """Returns when one of them cannot be kept: it ends again and again."""
+        """Returns when one of them cannot be kept: it ends again and again, and none of the others
+        is steady. (What is wrong may be a file that they read before it had a mistake.)"""
         self._tasks = [
             asyncio.create_task(self._keep(number, command))
             for number, command in enumerate(self._commands, start=1)
@@ -81,19 +83,22 @@ class MemberProcesses:
     async def _keep(self, number: int, command: Command) -> None:
         quick = 0
         while not self._finishing.is_set():
-            begun = time.monotonic()
+            begun = self._begun[number] = time.monotonic()
             try:
                 reason = await self._run(command)
             except Exception:
                 log.exception("unexpected error with API process %d", number)
                 return
+            finally:
+                del self._begun[number]
             if self._finishing.is_set():
                 return
             quick = quick + 1 if time.monotonic() - begun < STEADY_SECONDS else 0
-            if quick >= MOST_QUICK_ENDS:
+            steady = time.monotonic() - STEADY_SECONDS
+            if quick >= MOST_QUICK_ENDS and all(one > steady for one in self._begun.values()):
                 log.error("error: API process %d ends again and again (%s)", number, reason)
                 return
-            seconds = min(2.0 ** (quick - 2), LONGEST_WAIT) if quick > 1 else 0.0
+            seconds = min(2.0 ** min(quick - 2, 9), LONGEST_WAIT) if quick > 1 else 0.0
             log.error("error: API process %d has ended (%s); starting another", number, reason)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._finishing.wait(), seconds)

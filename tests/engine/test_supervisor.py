@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -362,4 +363,24 @@ async def test_a_process_that_cannot_be_started_is_given_up(
     await asyncio.wait_for(processes.keep(), 60)
     assert "/no/such/python: No such file" in caplog.text
     await processes.finish(5)
+    await supervisor.close()
+
+
+async def test_one_that_ends_again_and_again_does_not_end_a_steady_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(member_processes, "STEADY_SECONDS", 3.0)
+    monkeypatch.setattr(member_processes, "LONGEST_WAIT", 1.0)
+    (tmp_path / "steady_member.py").write_text("import time; time.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    supervisor = Supervisor(EngineConfig(), Rules())
+    commands = [Command(module, (), b"", ()) for module in ("steady_member", "no.such.module")]
+    processes = MemberProcesses(supervisor, commands, hang=0)
+    keeping = asyncio.create_task(processes.keep())
+    async with asyncio.timeout(60):
+        while caplog.text.count("starting another") < member_processes.MOST_QUICK_ENDS + 1:
+            await asyncio.sleep(0.05)
+    assert not keeping.done()
+    await asyncio.wait_for(processes.finish(0), 60)
+    await asyncio.wait_for(keeping, 60)
     await supervisor.close()
