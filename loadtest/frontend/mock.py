@@ -91,8 +91,8 @@ class MockEngine:
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
         raise error
 
-    def abort(self, client: Hashable, ids: Iterable[int], reason: FinishReason) -> None:
-        for request in ids:
+    def abort(self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason) -> None:
+        for request in list(self._live) if ids is None else ids:
             last = self._live.pop(request, None)
             if last is not None:
                 self._last[last].remove(request)
@@ -100,7 +100,7 @@ class MockEngine:
         self._order = None
 
     def abort_all(self) -> None:
-        self.abort(self._client, list(self._live), "abort")
+        self.abort(self._client, None, "abort")
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
         if take_in is not None:
