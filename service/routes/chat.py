@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Annotated, Any
 
 import msgspec
@@ -27,15 +26,15 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
+from service.openai_view import OpenAIView
 from service.runtime import Runtime, get_runtime
 from service.schemas.chat import ChatRequest, ChatResponse
-from service.schemas.common import StreamOptions, statuses
+from service.schemas.common import statuses
 from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import read_grammar
-from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -136,25 +135,15 @@ def _params(
     return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
 
 
-class _View:
+class _View(OpenAIView):
     """Answers as OpenAI's API shows them."""
 
     def __init__(
         self, body: ChatRequest, runtime: Runtime, tasks: list[Task], answer_id: str
     ) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, runtime, tasks, answer_id, kind, len(tasks))
         self._body = body
-        self._options = body.stream_options or StreamOptions()
-        self._tokenizer = runtime.tokenizer
-        self._tasks = tasks
-        self._head = {
-            "id": answer_id,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": runtime.model_name,
-        }
-        self._begun: set[int] = set()  # choices that have had their first event
-        self._parts = parts_of(self._tokenizer, ids=False)
-        self._templates: dict[int, Template] = {}
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -162,7 +151,7 @@ class _View:
         return {
             **self._head,
             "choices": [self._whole(i, outcome) for i, outcome in enumerate(outcomes)],
-            "usage": total_usage(answers, len(answers)),
+            "usage": total_usage(answers, self._draws),
         }
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
@@ -174,7 +163,7 @@ class _View:
             }  # fmt: skip
         choice["logprobs"] = self._logprobs(outcome.pieces)
         choice["finish_reason"] = outcome.answer.finish_reason
-        if self._body.return_token_ids:
+        if self._ids:
             choice["prompt_token_ids"] = list(self._tasks[index].prompt)
             choice["token_ids"] = outcome.tokens
         return choice
@@ -184,37 +173,24 @@ class _View:
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, answer, group) for group in groups])
 
-    def template(self, index: int) -> Template | None:
-        """Of a choice's next event, where only the text in it is new."""
-        if self._parts is None or index not in self._begun:
-            return None
-        if self._body.return_token_ids or self._options.continuous_usage_stats:
-            return None
-        template = self._templates.get(index)
-        if template is None:
-            content = self._event(self._choice(index, HOLE))
-            template = self._templates[index] = Template(content, self._parts)
-        return template
+    def _is_plain(self, index: int) -> bool:
+        return index in self._begun  # the first event has the role
 
-    def _choice(self, index: int, text: str) -> dict[str, Any]:
+    def _plain_choice(self, index: int, text: str) -> dict[str, Any]:
         return {
             "index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None,
         }  # fmt: skip
 
-    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
-        content = {**self._head, "choices": [choice]}
-        return {**content, "usage": None} if self._options.include_usage else content
-
     def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
-        choice = self._choice(index, "".join([piece.text for piece in group]))
+        choice = self._plain_choice(index, "".join([piece.text for piece in group]))
         choice["logprobs"] = self._logprobs(group)
         choice["finish_reason"] = group[-1].finish_reason
-        if self._body.return_token_ids:
+        if self._ids:
             choice["token_ids"] = [piece.token for piece in group if piece.token is not None]
         if index not in self._begun:
             self._begun.add(index)
             choice["delta"]["role"] = "assistant"
-            if self._body.return_token_ids:
+            if self._ids:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         content = self._event(choice)
         if self._options.continuous_usage_stats:
@@ -224,12 +200,6 @@ class _View:
     def render_error(self, index: int, error: EngineError) -> bytes:
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": "error"}
         return event({**self._head, "choices": [{**choice, **error_body(error)}]})
-
-    def last(self, answers: list[Answer]) -> bytes:
-        """The usage chunk, where it is asked for."""
-        if not self._options.include_usage:
-            return b""
-        return event({**self._head, "choices": [], "usage": total_usage(answers, len(answers))})
 
     def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Coroutine
 from typing import Annotated, Any
 
@@ -30,8 +29,9 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
+from service.openai_view import OpenAIView
 from service.runtime import Runtime, get_runtime
-from service.schemas.common import StreamOptions, statuses
+from service.schemas.common import statuses
 from service.schemas.completions import (
     EXAMPLES,
     CompletionRequest,
@@ -41,7 +41,6 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import read_grammar
-from service.template import HOLE, Template, parts_of
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -163,32 +162,20 @@ def _with_ends(params: SamplingParams, info: ModelInfo) -> tuple[SamplingParams,
     return delivered, frozenset(ends)
 
 
-class _View:
+class _View(OpenAIView):
     """Answers as OpenAI's API shows them."""
 
     def __init__(
         self, body: CompletionRequest, runtime: Runtime, tasks: list[Task], answer_id: str
     ) -> None:
+        super().__init__(body, runtime, tasks, answer_id, "text_completion", body.n or 1)
         self._body = body
-        self._options = body.stream_options or StreamOptions()
-        self._tokenizer = runtime.tokenizer
-        self._tasks = tasks
-        self._n = body.n or 1
-        self._head = {
-            "id": answer_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": runtime.model_name,
-        }
         # Texts of the prompts, where they are part of the answers.
         self._echoes: list[str] = []
         if body.echo and self._tokenizer:
-            texts = [self._tokenizer.decode_open(task.prompt) for task in tasks[:: self._n]]
-            self._echoes = [text for text in texts for _ in range(self._n)]
+            texts = [self._tokenizer.decode_open(task.prompt) for task in tasks[:: self._draws]]
+            self._echoes = [text for text in texts for _ in range(self._draws)]
         self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
-        self._begun: set[int] = set()  # choices that have had their first event
-        self._parts = parts_of(self._tokenizer, ids=False)
-        self._templates: dict[int, Template] = {}
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed, but for its usage."""
@@ -215,26 +202,14 @@ class _View:
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, answer, group) for group in groups])
 
-    def template(self, index: int) -> Template | None:
-        """Of a choice's next event, where only the text in it is new."""
-        if self._parts is None or self._body.return_token_ids:
-            return None
-        if self._options.continuous_usage_stats or (self._body.echo and index not in self._echoed):
-            return None
-        template = self._templates.get(index)
-        if template is None:
-            content = self._event(self._choice(index, HOLE, None, None))
-            template = self._templates[index] = Template(content, self._parts)
-        return template
+    def _is_plain(self, index: int) -> bool:
+        return not self._body.echo or index in self._echoed
+
+    def _plain_choice(self, index: int, text: str) -> dict[str, Any]:
+        return self._choice(index, text, None, None)
 
     def render_error(self, index: int, error: EngineError) -> bytes:
         return event({**self._head, "choices": [self._failed(index, error)]})
-
-    def last(self, answers: list[Answer]) -> bytes:
-        """The usage chunk, where it is asked for."""
-        if not self._options.include_usage:
-            return b""
-        return event({**self._head, "choices": [], "usage": total_usage(answers, self._n)})
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
         if outcome.error is not None:
@@ -245,7 +220,7 @@ class _View:
             self._arrays(index, outcome.answer, outcome.pieces, echo=bool(self._body.echo)),
             outcome.answer.finish_reason,
         )
-        if self._body.return_token_ids:
+        if self._ids:
             choice["prompt_token_ids"] = list(self._tasks[index].prompt)
             choice["token_ids"] = outcome.tokens
         return choice
@@ -259,7 +234,7 @@ class _View:
             self._arrays(index, answer, group, echo=not group),
             last.finish_reason if last else None,
         )
-        if self._body.return_token_ids:
+        if self._ids:
             choice["token_ids"] = [piece.token for piece in group if piece.token is not None]
             if index not in self._begun:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
@@ -268,10 +243,6 @@ class _View:
         if self._options.continuous_usage_stats:
             content["usage"] = usage(answer.prompt_tokens, last.count if last else 0)
         return event(content)
-
-    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
-        content = {**self._head, "choices": [choice]}
-        return {**content, "usage": None} if self._options.include_usage else content
 
     def _choice(
         self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
