@@ -49,7 +49,7 @@ def test_each_bar_of_an_overload_can_be_missed(path: tuple[str, ...], value: Any
 def test_an_overload_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures of a moment; here it matters that all requests end and that some are refused."""
     options = ["--seconds", "2", "--probe", "1", "--slots", "4", "--waiting", "2"]
-    overload.main([*options, "--output-length", "8", "--times", "8"])
+    assert overload.main([*options, "--output-length", "8", "--times", "8"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     neither = next(row for row in rows if "neither answered nor refused" in row)
     assert "pass" in neither
