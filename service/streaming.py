@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -36,18 +36,27 @@ class ClientGone(Exception):
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects: then raises
     ClientGone. The request's body must have been read."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    left = over = False
+
+    def note(watcher: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not (over or watcher.cancelled()):
+            left = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(note)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():  # else somebody else wants it to end as well
+            raise ClientGone from None
+        raise
     finally:
-        task.cancel()
+        over = True
         watcher.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
 
 
 async def _disconnect(receive: Receive) -> None:
