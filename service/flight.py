@@ -64,6 +64,7 @@ class Flight:
         self._release(self._reserved)
         self._leave()
         self._open.clear()
+        self._inbox.tap = None  # which holds this flight
 
     def _leave(self) -> None:
         """Nobody reads an answer any more."""
