@@ -35,12 +35,22 @@ class Update:
         return not (self.tokens or self.scores or self.finished)
 
 
+# Takes the news of deliveries that it can deal with at once; returns the others.
+Tap = Callable[[list["Delivery"]], list["Delivery"]]
+
+
 class Inbox:
-    """Deliveries with news, each once, in the order in which they came; one task reads it."""
+    """Deliveries with news, each once, in the order in which they came; one task reads it.
+
+    A `tap` saves waking the task: while the task waits, news are shown to the tap first, once in a
+    turn of the event loop, and the task is woken for what the tap leaves.
+    """
 
     def __init__(self) -> None:
         self._news: list[Delivery] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._tapping = False  # the tap is going to be asked
+        self.tap: Tap | None = None
 
     async def next(self) -> list[Delivery]:
         """All deliveries with news, of which `take` and `error` tell; waits for the first one."""
@@ -58,8 +68,32 @@ class Inbox:
     def put(self, delivery: Delivery) -> None:
         """A delivery has news, and was read since it last had some."""
         self._news.append(delivery)
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._tapping or self._waiter.done():
+            return
+        if self.tap is None:
             self._waiter.set_result(None)
+        else:
+            self._tapping = True
+            self._waiter.get_loop().call_soon(self._ask_tap)
+
+    def _ask_tap(self) -> None:
+        self._tapping = False
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self.tap is None:
+            return  # the task sees to it
+        news, self._news = self._news, []
+        for delivery in news:
+            delivery.told = False
+        try:
+            left = self.tap(news)
+        except Exception as error:
+            waiter.set_exception(error)
+            return
+        if left:
+            for delivery in left:
+                delivery.told = True
+            self._news += left
+            waiter.set_result(None)
 
 
 class Delivery:

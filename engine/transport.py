@@ -17,7 +17,6 @@ from typing import Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead
@@ -53,15 +52,23 @@ class Transport(Protocol):
 
 class SocketTransport:
     """Speaks ZeroMQ over a unix socket to an engine that somebody else runs, and who tells by `end`
-    that it has ended."""
+    that it has ended.
+
+    The socket is used as it is, watched by the event loop: a future for each message, as
+    zmq.asyncio has it, costs more than the message. What is sent in one turn of the loop leaves
+    together, at the turn's end.
+    """
 
     def __init__(self, address: str = "", name: str = "") -> None:
         """`name` makes this client known to the engine by it; it is then nobody else's there."""
         self.address: str | None = address or None  # of the engine, while this is connected
         self._name = name
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._receiving: asyncio.Future[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of `receive`
+        self._received = 0  # messages
+        self._leaving: list[bytes] = []  # messages of this turn
         self._dead: EngineDead | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -73,28 +80,62 @@ class SocketTransport:
     def send(self, message: ToEngine) -> None:
         if self._dead is not None or self._socket is None:
             raise self._dead or EngineDead("there is no connection to the engine")
-        # Done when it returns: without a high-water mark a send never has to wait.
-        self._socket.send(self._encoder.encode(message))
+        encoded = self._encoder.encode(message)
+        if not self._leaving:
+            assert self._loop is not None
+            self._loop.call_soon(self._flush)
+        self._leaving.append(encoded)
+
+    def _flush(self) -> None:
+        """Sends what is to leave; without a high-water mark that never has to wait."""
+        leaving, self._leaving = self._leaving, []
+        if leaving and self._socket is not None:
+            self._socket.send_multipart(leaving, zmq.NOBLOCK)
+            # To send may take in the note of what has come, which the loop then never sees.
+            self._look()
+
+    def _look(self) -> None:
+        """Wakes `receive` where something has come. The loop calls it when the socket's descriptor
+        can be read, which says that the socket wants to be asked, and until it has been."""
+        if self._has_news() and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _has_news(self) -> bool:
+        return self._socket is not None and bool(int(self._socket.EVENTS) & zmq.POLLIN)
 
     async def receive(self) -> FromEngine:
         while True:
             if self._dead is not None or self._socket is None:
                 raise self._dead or EngineDead("there is no connection to the engine")
-            self._receiving = asyncio.ensure_future(self._socket.recv())
-            raw = await self._receiving
+            try:
+                raw = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                await self._news()
+                continue
+            self._received += 1
             try:
                 message: FromEngine = self._decoder.decode(raw)
                 return message
             except msgspec.MsgspecError as error:
                 log.error("dropped a malformed message of the engine: %s", error)
 
+    async def _news(self) -> None:
+        """Returns when something may have come, or the engine has ended."""
+        assert self._loop is not None
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
     async def end(self, error: EngineDead) -> None:
         """The engine has ended: gives its last messages time to arrive, then ends `receive` with
         the error."""
         for _ in range(MOST_LAST_WORDS):
-            if self._socket is None or not await self._socket.poll(LAST_WORDS_MS):
-                break
+            received = self._received
             await asyncio.sleep(LAST_WORDS_MS / 1000)
+            if not self._has_news() and received == self._received:
+                break
         self._die(error)
 
     async def close(self) -> None:
@@ -103,28 +144,33 @@ class SocketTransport:
         await self._disconnect()
 
     def _connect(self) -> None:
-        self._context = zmq.asyncio.Context()
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         if self._name:
             self._socket.setsockopt(zmq.IDENTITY, self._name.encode())
         assert self.address is not None
         self._socket.connect(self.address)
+        self._loop.add_reader(self._socket.fileno(), self._look)
 
     async def _disconnect(self) -> None:
         linger = LEAVE_MS if self._dead is None else 0
+        self._flush()
         self._die(EngineDead("the connection to the engine has been closed"))
         socket, context, self._socket, self._context = self._socket, self._context, None, None
         self.address = None
         if socket is not None and context is not None:
+            assert self._loop is not None
+            self._loop.remove_reader(socket.fileno())
             socket.close(linger=linger)
             await asyncio.to_thread(context.term)  # returns when what was sent has left
 
     def _die(self, error: EngineDead) -> None:
         if self._dead is None:
             self._dead = error
-        if self._receiving is not None and not self._receiving.done():
-            self._receiving.set_exception(self._dead)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)  # `receive` finds out
 
 
 class ProcessTransport(SocketTransport):

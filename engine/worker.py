@@ -75,13 +75,11 @@ class ZmqMailbox:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) != 2:
-                log.warning("dropped a message of %d frames", len(frames))
-                continue
-            client, raw = frames
-            message = self._decode(raw)
-            if message is not None:
-                yield client, message
+            client, *messages = frames  # what a client sent in one turn comes together
+            for raw in messages:
+                message = self._decode(raw)
+                if message is not None:
+                    yield client, message
 
     def send(self, client: Hashable, message: FromEngine) -> None:
         """Queues a message; one for a client that has gone is dropped by ZeroMQ."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from inspect import signature
 from typing import Any, TypeVar, get_type_hints
 
@@ -120,9 +122,24 @@ class ReadyRoute(APIRoute):
         return admitted
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.entered(scope):
+            await super().handle(scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `handle`, for a request that has this route's method, without FastAPI."""
+        with self.entered(scope):
+            response = await self._admitted(Request(scope, receive))
+            await response(scope, receive, send)
+
+    @cached_property
+    def _admitted(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.get_route_handler()
+
+    def entered(self, scope: Scope) -> AbstractContextManager[object]:
+        """What lasts as long as the request is here."""
         # What is asked now is answered by this model, whatever takes its place meanwhile.
         scope[RUNTIME] = scope["app"].state.lifecycle.current
-        await super().handle(scope, receive, send)
+        return nullcontext()
 
     def check_room(self, request: Request) -> None:
         """Raises the error that says why no more can be taken."""
@@ -131,17 +148,17 @@ class ReadyRoute(APIRoute):
 class InferenceRoute(ReadyRoute):
     """A route whose requests are work for the model: flights, until the answer's last byte."""
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        runtime: Runtime | None = scope["app"].state.lifecycle.current
+    def entered(self, scope: Scope) -> AbstractContextManager[object]:
+        within = super().entered(scope)
+        runtime: Runtime | None = scope[RUNTIME]
         if runtime is None:  # which is going to be refused
-            return await super().handle(scope, receive, send)
+            return within
         owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
-        with runtime.flight(scope[ARRIVED], owner, least_priority) as flight:
-            scope[FLIGHT] = flight
-            flight.trace = scope.get(TRACE)
-            if flight.trace is not None:
-                flight.trace.model = runtime.model_name
-            await super().handle(scope, receive, send)
+        flight = scope[FLIGHT] = runtime.flight(scope[ARRIVED], owner, least_priority)
+        flight.trace = scope.get(TRACE)
+        if flight.trace is not None:
+            flight.trace.model = runtime.model_name
+        return flight
 
     def check_room(self, request: Request) -> None:
         get_flight(request).check_room()

@@ -104,13 +104,11 @@ class Answer:
             return False
         if decoder.holds:
             return False
-        texts = [plain[token] for token in tokens]
-        if None in texts:
+        stop = self._stop
+        if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
             return False
-        if self._stop is not None and not self._stop.passes(texts):  # type: ignore[arg-type]
-            return False
-        self.completion_tokens += len(texts)
-        self._decoded += sum(map(len, texts))  # type: ignore[arg-type]
+        # `_decoded`, which is there for log-probabilities, stays as it is.
+        self.completion_tokens += len(tokens)
         return True
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:

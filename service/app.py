@@ -14,8 +14,10 @@ from engine.errors import EngineError
 from service import errors, otel
 from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
+from service.admission import ReadyRoute
 from service.body_limit import BodyLimit
 from service.engines import Engines, OneEngine
+from service.front_door import FrontDoor
 from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
@@ -82,7 +84,7 @@ def create_app(
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 
-    app = FastAPI(
+    app = FrontDoor(
         title="minserve",
         description=DESCRIPTION,
         lifespan=lifespan,
@@ -93,6 +95,9 @@ def create_app(
     errors.install(app)
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
+        for route in module.router.routes:
+            if isinstance(route, ReadyRoute):
+                app.lead_to(route)
     if access.has_admin:
         app.include_router(admin.router)
     describe_access(app, access)

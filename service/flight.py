@@ -4,12 +4,13 @@ the engine. Whatever ends the HTTP request ends its engine requests too."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError
 from engine.messages import FinishReason, Request
+from service.direct import Write
 from service.metrics import Metrics
 from service.places import Places
 from service.traces import Trace
@@ -63,6 +64,7 @@ class Flight:
         self._release(self._reserved)
         self._leave()
         self._open.clear()
+        self._inbox.tap = None  # which holds this flight
 
     def _leave(self) -> None:
         """Nobody reads an answer any more."""
@@ -130,6 +132,32 @@ class Flight:
         """Ends all requests with what they have, and makes no more."""
         self._cut = True
         self.abort()
+
+    def tap(self, render: Callable[[int, list[int]], bytes | None], write: Write) -> None:
+        """From now on tokens that come while `arrivals` waits, and are no more than tokens, are
+        rendered and written at once where `render`, which is told their request's position, has
+        something for them. All else comes by `arrivals`."""
+
+        def take(news: list[Delivery]) -> list[Delivery]:
+            if not write(b""):
+                return news
+            now = time.perf_counter()
+            left, rendered = [], []
+            for delivery in news:
+                update = delivery.update
+                tokens = update.tokens
+                if tokens and not (update.scores or update.finished or delivery.error):
+                    events = render(delivery.which, tokens)
+                    if events is not None:
+                        rendered.append(events)
+                        self._observe(delivery.take(), delivery.which, now)
+                        continue
+                left.append(delivery)
+            if rendered:
+                write(b"".join(rendered))
+            return left
+
+        self._inbox.tap = take
 
     async def arrivals(self) -> AsyncIterator[list[Arrival]]:
         """All that arrives, several requests' updates at once where they came together, until

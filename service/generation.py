@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from service.answer import Answer, Piece
 from service.flight import Flight
 from service.runtime import Runtime
 from service.stop import StopStrings
-from service.streaming import ends_all, event_chunks
+from service.streaming import Chunks, ends_all, event_chunks
 from service.template import Template
 from service.wire import TOKENS_AT_ONCE
 
@@ -114,7 +114,7 @@ def stream(
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[list[Answer]], bytes],
     template_of: Callable[[int], Template | None],
-) -> AsyncIterator[bytes]:
+) -> Chunks:
     """Chunks of events. `template_of` gives the template of a task's next plain tokens, where
     their events have one. Raises EngineUnavailable, Draining; later errors as
     `streaming.event_chunks`."""
@@ -140,8 +140,16 @@ def stream(
         rendered = render_pieces(which, answer, pieces)
         return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
 
+    def render_tokens(which: int, tokens: list[int]) -> bytes | None:
+        """Where nothing but plain tokens has come, their events."""
+        template = template_of(which) if plain[which] else None
+        if template is None or not answers[which].take_plain(tokens):
+            return None
+        return template.events(tokens, tasks[which].interval)
+
     _submit(flight, tasks, stream=True)
-    return event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))
+    chunks = event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))
+    return Chunks(chunks, lambda write: flight.tap(render_tokens, write))
 
 
 async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import random
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -20,6 +21,8 @@ from service.schemas.chat import ChatMessage
 from service.settings import Settings
 from service.stop import StopStrings
 from service.tokenizer import THREAD_CHARACTERS, Tokenizer
+
+KEPT_CHARACTERS = 256  # of stop strings that may be kept for the next request
 
 
 def check_count(param: str, count: int, limit: int, unit: str) -> None:
@@ -169,13 +172,20 @@ async def read_stops(
             "stop",
             "the model has no tokenizer.json, so there is no text to stop; use stop_token_ids",
         )
-    long = sum(len(text) for texts in distinct for text in texts) > THREAD_CHARACTERS
+    size = sum(len(text) for texts in distinct for text in texts)
+    make = _stop_strings if size <= KEPT_CHARACTERS else StopStrings
 
     def build() -> dict[tuple[str, ...], StopStrings]:
-        return {texts: StopStrings(texts) for texts in distinct}
+        return {texts: make(texts) for texts in distinct}
 
-    tables = await asyncio.to_thread(build) if long else build()
+    tables = await asyncio.to_thread(build) if size > THREAD_CHARACTERS else build()
     return [tables.get(texts) for texts in lists]
+
+
+@lru_cache(maxsize=64)
+def _stop_strings(texts: tuple[str, ...]) -> StopStrings:
+    """Requests of one client mostly have the same few."""
+    return StopStrings(texts)
 
 
 def check_top(param: str, top: int, settings: Settings, info: ModelInfo) -> None:

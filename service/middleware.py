@@ -19,7 +19,6 @@ from service.scope import (
     KEY_NAME,
     OUTCOME,
     REQUEST_ID,
-    SEND,
     STATUS,
     header,
 )
@@ -44,7 +43,6 @@ class RequestIds:
         # Ids tell requests apart and are no secrets, so they need not come from the kernel.
         request_id = given if GOOD_ID(given) else f"{random.getrandbits(128):032x}"
         scope[REQUEST_ID] = request_id
-        scope[SEND] = send
         added = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:

@@ -7,7 +7,9 @@ depends on the text alone and each character costs the same, whatever the stop s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+
+MOST_KNOWN = 1024  # tokens that stop strings keep in mind
 
 
 class StopStrings:
@@ -17,7 +19,25 @@ class StopStrings:
         """`stops` are not empty strings."""
         self.stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
         self.failures = [_failure_function(stop) for stop in self.stops]
-        self.firsts = frozenset(stop[0] for stop in self.stops)
+        self._firsts = frozenset(stop[0] for stop in self.stops)
+        self._clear: set[int] = set()
+        self._texts: Mapping[int, str | None] | None = None
+
+    def spare(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
+        """No token's text, which `texts` gives, is None or holds a character with which a stop
+        string begins. One look at a set where that is known of all tokens."""
+        if self._texts is not texts:
+            self._texts = texts
+            self._clear.clear()
+        if self._clear.issuperset(tokens):
+            return True
+        for token in tokens:
+            text = texts[token]
+            if text is None or not self._firsts.isdisjoint(text):
+                return False
+            if len(self._clear) < MOST_KNOWN:
+                self._clear.add(token)
+        return True
 
 
 class StopMatcher:
@@ -26,7 +46,7 @@ class StopMatcher:
 
     def __init__(self, strings: StopStrings) -> None:
         self._stops = strings.stops
-        self._firsts = strings.firsts
+        self._strings = strings
         self._failures = strings.failures
         self._matched = [0] * len(self._stops)  # characters of each that the text ends with
         self._held = ""
@@ -47,10 +67,11 @@ class StopMatcher:
         self._held = text[kept:]
         return text[:kept]
 
-    def passes(self, texts: Iterable[str]) -> bool:
-        """`feed` would pass these texts on as they are, since no stop string has begun or begins in
-        them. They need not be fed then."""
-        return not (self._held or self.stopped) and all(map(self._firsts.isdisjoint, texts))
+    def passes(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
+        """`feed` would pass the texts of these tokens on as they are, since no stop string has
+        begun or begins in them. They need not be fed then. False also where `texts` has None for
+        one of them."""
+        return not (self._held or self.stopped) and self._strings.spare(tokens, texts)
 
     def flush(self) -> str:
         """The text has ended: what was held back."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
+from service.direct import Write, direct_write
 from service.errors import ApiError, from_engine
 from service.flight import Flight
 from service.scope import ERROR_CODE, OUTCOME, SEND
@@ -35,23 +36,50 @@ class ClientGone(Exception):
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects: then raises
     ClientGone. The request's body must have been read."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    left = over = False
+
+    def note(watcher: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not (over or watcher.cancelled()):
+            left = True
+            task.cancel()
+
+    watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(note)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():  # else somebody else wants it to end as well
+            raise ClientGone from None
+        raise
     finally:
-        task.cancel()
+        over = True
         watcher.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
 
 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Chunks:
+    """Chunks of events, of which some may be written without being asked for here."""
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes], write_through: Callable[[Write], None]
+    ) -> None:
+        """`write_through` is called once, when the first chunk has been written."""
+        self._chunks = chunks
+        self.write_through = write_through
+
+    def __aiter__(self) -> AsyncGenerator[bytes]:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        """Ends them early."""
+        await self._chunks.aclose()
 
 
 class EventStream(Response):
@@ -60,7 +88,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: Chunks) -> None:
         # Proxies must pass events on as they come.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         self.status_code = 200
@@ -81,14 +109,16 @@ class EventStream(Response):
         started = False
         write = scope.get(SEND, send)
         # A generator that is not run to its end keeps its engine requests until it is closed.
-        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+        async with aclosing(self._chunks) as chunks:
             try:
                 async for chunk in chunks:
-                    if not started:
-                        started = True
+                    begins, started = not started, True
+                    if begins:
                         start = {"type": "http.response.start", "status": 200}
                         await send({**start, "headers": self.raw_headers})
                     await write({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if begins and (direct := direct_write(write)) is not None:
+                        chunks.write_through(direct)
             except Exception as error:
                 if not started:
                     raise
@@ -124,7 +154,7 @@ async def event_chunks(
     render: Callable[[int, Update], bytes | Coroutine[Any, Any, bytes]],
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[], bytes],
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """The events of a flight of `count` requests, those that came together in one chunk.
 
     A request that fails gets an event of its own (`render_error`) where others are served; where

@@ -53,6 +53,15 @@ class PlainTexts(dict[int, str | None]):
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
+        self._known: set[int] = set()  # tokens that have one
+
+    def has_all(self, tokens: Sequence[int]) -> bool:
+        """Each of these tokens has a text."""
+        known = self._known
+        if known.issuperset(tokens):
+            return True
+        known.update(token for token in tokens if self[token] is not None)
+        return known.issuperset(tokens)
 
     def __missing__(self, token: int) -> str | None:
         text: str | None

@@ -4,11 +4,14 @@
 
 The mock engine is a process of its own, which sends ids through the real transport; tokenising,
 detokenising, stop strings (of streams), metrics, API keys and the access log are on. Clients are
-raw sockets that count bytes. Beside it, in the same run, a bare ASGI application under the same
-uvicorn sends the same bytes: the ceiling. The server, and the ceiling, have one core for
-themselves; the mock engine and the clients share another one.
+raw sockets that count bytes. Beside it, in the same run and under the same uvicorn, stand two bare
+ASGI applications: the ceiling, which takes ids from the same mock engine and writes the same JSON
+and events, and does nothing else (`bare`); and one that sends the same bytes, which it has ready,
+without any engine (`ready`). The server, and each of these, has one core for itself; the mock
+engine and the clients share another one.
 
-The mock engine sends `--window` steps at once, whenever the clients have read all but as many of
-those before them. So the front end is neither waited for nor flooded, and finds some steps each
-time that it comes round, as behind a real engine that is quicker than it.
+The mock engine sends `--window` steps at once (of as many tokens as an event has), whenever the
+clients have read all but as many of those before them. So the front end is neither waited for nor
+flooded, and finds some steps each time that it comes round, as behind a real engine that is quicker
+than it.
 """

@@ -22,8 +22,8 @@ class Board:
             self._cells = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
 
     def set_up(self, *, window: int, period_ns: int = 0, expected: int = 0, chunk: int = 1) -> None:
-        """`window` steps in flight at most, or (0) one every `period_ns`, from when `expected`
-        streams are there; streams get `chunk` tokens an event. Resets the counts."""
+        """`window` events of each stream in flight, of `chunk` tokens; or (0) a step every
+        `period_ns`, from when `expected` streams are there. Resets the counts."""
         for cell in range(_TIMES):
             self._cells[cell] = 0
         self._cells[0], self._cells[1], self._cells[2] = window, period_ns, expected

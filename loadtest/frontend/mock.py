@@ -9,6 +9,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from functools import cache
 from pathlib import Path
 
 from engine.checkpoint import resolve
@@ -32,6 +33,12 @@ TIMING = Timing(0.0, 0.0, 0.0)
 def token_of(step: int) -> int:
     """A letter."""
     return ord("a") + step % 26
+
+
+@cache
+def _tokens_of(steps: int) -> list[int]:
+    """Those of the first steps; nobody changes them."""
+    return [token_of(step) for step in range(steps)]
 
 
 class MockEngine:
@@ -73,8 +80,7 @@ class MockEngine:
         self._client = client
         tokens = request.sampling.max_tokens
         if not request.stream:
-            drawn = [token_of(step) for step in range(tokens)]
-            self._finish(request.id, "length", tokens, drawn)
+            self._finish(request.id, "length", tokens, _tokens_of(tokens))
             return
         if not self._live:  # a new measurement
             self._step = self._sent = self._burst = 0
@@ -134,9 +140,9 @@ class MockEngine:
         if self._step == 0 and streams < board.expected:
             self._due = time.monotonic_ns()
             return False
-        if board.window:
-            if not self._burst and self._sent - board.received <= board.window * streams:
-                self._burst = board.window
+        if window := board.window * board.chunk:
+            if not self._burst and self._sent - board.received <= window * streams:
+                self._burst = window
             if not self._burst:
                 return False
             self._burst -= 1

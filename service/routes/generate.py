@@ -90,9 +90,14 @@ async def _tasks(
     body: GenerateRequest, runtime: Runtime, flight: Flight, check: RequestCheck
 ) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
-    columns = {name: _column(body, name) for name in PER_PROMPT}
-    stops = await read_stops(columns["stop"], settings, tokenizer)
-    structured = [{name: columns[name][i] for name in STRUCTURED} for i in range(len(stops))]
+    count = len(body.prompts)
+    columns = {name: _column(body, name) for name in PER_PROMPT if getattr(body, name) is not None}
+    nothing = [None] * count
+    stops = await read_stops(columns.get("stop", nothing), settings, tokenizer)
+    timeouts, priorities = columns.get("timeout", nothing), columns.get("priority", nothing)
+    structured = [
+        {name: columns.get(name, nothing)[i] for name in STRUCTURED} for i in range(count)
+    ]
     grammars = await read_grammars(
         structured,
         runtime,
@@ -101,12 +106,13 @@ async def _tasks(
     )
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
+    sampling = [name for name in SAMPLING if name in columns]
     tasks = []
     for i, prompt in enumerate(body.prompts):
-        values = {name: columns[name][i] for name in SAMPLING}
+        values = {name: columns[name][i] for name in sampling}
         params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
-        timeout = read_timeout(columns["timeout"][i], settings)
-        priority = read_priority(columns["priority"][i], flight.least_priority)
+        timeout = read_timeout(timeouts[i], settings)
+        priority = read_priority(priorities[i], flight.least_priority)
         ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
         size.add_prompt(len(ids))
         if params.logprobs is not None and not body.stream:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from engine import holding
-from engine.client import Delivery
+from engine.client import Delivery, Inbox
 from engine.errors import StepFailed
 from engine.holding import Holding
 from engine.messages import Finished, Request, TokenLogprobs, pack_ids
@@ -107,3 +108,61 @@ async def test_nothing_is_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None
     keeper.clear()
     await asyncio.sleep(0.05)
     assert len(first.released) == 1
+
+
+async def _tapped(
+    tap: Callable[[list[Delivery]], list[Delivery]],
+) -> tuple[Delivery, asyncio.Task[list[Delivery]]]:
+    """A delivery of an inbox with this tap, and the task that waits for its news."""
+    inbox = Inbox()
+    inbox.tap = tap
+    one = Delivery(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
+    waiting = asyncio.create_task(inbox.next())
+    await asyncio.sleep(0)
+    return one, waiting
+
+
+async def test_a_tap_takes_what_comes_in_one_turn_while_the_task_waits() -> None:
+    taken: list[list[int]] = []
+
+    def tap(news: list[Delivery]) -> list[Delivery]:
+        taken.extend(delivery.take().tokens for delivery in news)
+        return []
+
+    one, waiting = await _tapped(tap)
+    one.add_tokens([1])
+    one.add_tokens([2, 3])
+    await asyncio.sleep(0)
+    one.add_tokens([4])
+    await asyncio.sleep(0)
+    assert taken == [[1, 2, 3], [4]]
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_the_task_gets_what_a_tap_leaves_and_all_that_follows() -> None:
+    asked = []
+
+    def tap(news: list[Delivery]) -> list[Delivery]:
+        asked.append(len(news))
+        return news
+
+    one, waiting = await _tapped(tap)
+    one.add_tokens([1])
+    await asyncio.sleep(0)
+    one.add_tokens([2])  # the task has been woken, and has not run yet
+    assert await waiting == [one]
+    one.add_tokens([3])  # it runs: nothing may overtake what it does
+    await asyncio.sleep(0)
+    assert one.take().tokens == [1, 2, 3]
+    assert asked == [1]
+
+
+async def test_the_task_is_told_that_a_tap_failed() -> None:
+    def tap(news: list[Delivery]) -> list[Delivery]:
+        raise ArithmeticError
+
+    one, waiting = await _tapped(tap)
+    one.add_tokens([1])
+    with pytest.raises(ArithmeticError):
+        await waiting

@@ -10,6 +10,7 @@ import pytest
 from engine.client import Update
 from service import stop as stop_module
 from service.generation import Outcome
+from service.inputs import _stop_strings
 from tests.service.harness import Service
 
 PATH = "/v1/generate"
@@ -158,6 +159,7 @@ async def test_a_failed_prompt_spoils_no_other(service: Service) -> None:
 async def test_stop_tables_are_built_once_per_distinct_list(
     service: Service, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _stop_strings.cache_clear()
     built = []
     make = stop_module._failure_function
     monkeypatch.setattr(

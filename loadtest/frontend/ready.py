@@ -1,14 +1,13 @@
-"""The ceiling: a bare ASGI application that sends the bytes which the server sent, and no more.
+"""Bytes that are ready: an ASGI application that sends what the server sent, and no more.
 
-`python -m loadtest.frontend.ceiling PORT BOARD SAMPLE CORE`. Its streams are driven as the server's
+`python -m loadtest.frontend.ready PORT BOARD SAMPLE`. Its streams are driven as the server's
 are, with as many steps in flight, but from a loop within: there is no engine, and nothing to
-decide, render or count.
+receive, decide, render or count. It is what the HTTP server and the sockets can take.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ class Sample(msgspec.Struct):
     stream: bool = True
 
 
-class Ceiling:
+class Ready:
     """The application."""
 
     def __init__(self, board: Board, sample: Sample) -> None:
@@ -121,12 +120,8 @@ class Ceiling:
 
 
 def main(argv: list[str]) -> None:
-    port, board, sample, core = argv
-    if core:
-        os.sched_setaffinity(0, {int(core)})
-    app = Ceiling(
-        Board(Path(board)), msgspec.msgpack.decode(Path(sample).read_bytes(), type=Sample)
-    )
+    port, board, sample = argv
+    app = Ready(Board(Path(board)), msgspec.msgpack.decode(Path(sample).read_bytes(), type=Sample))
     config = uvicorn.Config(
         app, port=int(port), log_config=None, access_log=False, lifespan="off", server_header=False
     )
