@@ -93,7 +93,7 @@ def test_many_rows(device: str, vocab: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1026, 5003, 32_000])
 def test_few_rows_at_a_time(device: str, vocab: int, kind: str) -> None:
-    """On a GPU the fewer the rows, the more blocks share one: a token is the same for any number."""
+    """On a GPU the fewer the rows, the more blocks share one: the tokens are the same."""
     params = parameters()
     positions = list(range(len(params)))
     logits = logits_of(kind, len(params), vocab, device)
