@@ -6,7 +6,7 @@ request is admitted as soon as a slot is free, in the order that `waiting` decid
 is being read and every request is plain (`Plan`), a round takes several decode steps, and the next
 one can be planned before its results are known.
 
-Prompt chunks (`budget`) end at the request's share_at marks, kept or not, so that a sequence
+Prompt chunks (`budget`) end at the request's cache_points marks, kept or not, so that a sequence
 computes the same bits on a hit as on a miss; with whole chunks, no mark changes a bit of any.
 """
 

@@ -114,7 +114,7 @@ class Sequence:
         self.owner = request.owner
         self.priority = request.priority
         self.prompt_tokens = request.prompt_tokens
-        self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
+        self.marks = sorted(set(request.cache_points))  # prompt lengths at which a chunk has to end
         self._prefixes: dict[int, Prefix] | None = None  # by mark, once they are needed
         self.max_tokens = request.sampling.max_tokens
         self.min_tokens = request.sampling.min_tokens

@@ -22,7 +22,7 @@ from engine.sequence import MOST_OWNER_BYTES
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
 MOST_GRAMMAR = 2**20  # characters
-MOST_MARKS = 64  # share_at; each costs a copy of a row and of that much of the prompt
+MOST_MARKS = 64  # cache_points; each costs a copy of a row and of that much of the prompt
 
 
 def check_request(request: Request, vocab_size: int) -> None:
@@ -41,13 +41,13 @@ def check_request(request: Request, vocab_size: int) -> None:
     if request.score:
         _check_range("score_from", request.score_from, 1, length)
     _check_range("score_top", request.score_top, 0, vocab_size)
-    if len(request.share_at) > MOST_MARKS:
+    if len(request.cache_points) > MOST_MARKS:
         raise InvalidRequest(
-            f"share_at has {len(request.share_at)} marks; allowed: at most {MOST_MARKS}",
-            param="share_at",
+            f"cache_points has {len(request.cache_points)} marks; allowed: at most {MOST_MARKS}",
+            param="cache_points",
         )
-    for mark in request.share_at:
-        _check_range("share_at", mark, 1, length)
+    for mark in request.cache_points:
+        _check_range("cache_points", mark, 1, length)
     if len(request.owner.encode()) > MOST_OWNER_BYTES:
         raise InvalidRequest(
             f"owner is too long; allowed: up to {MOST_OWNER_BYTES} bytes of UTF-8", param="owner"
