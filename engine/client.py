@@ -207,7 +207,7 @@ class EngineClient:
         answer = self._asked[call] = asyncio.get_running_loop().create_future()
         try:
             self._transport.send(AskState(call=call, action=action, **fields))
-            reply = await asyncio.wait_for(answer, timeout)
+            reply: StateReply = await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None
         finally:
@@ -348,7 +348,8 @@ class EngineClient:
         self._holding.clear()
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
-        for answer in (*self._pings.values(), *self._asked.values()):
+        waiting: list[asyncio.Future[Any]] = [*self._pings.values(), *self._asked.values()]
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(EngineDead(error.message))
         self._dead.set()

@@ -169,6 +169,13 @@ class ModelConfig:
         return int(self.d_model * self.mlp_ratio)
 
     @property
+    def conv_shape(self) -> tuple[int, int, int] | None:
+        """Of the inputs that a sequence's state holds: layers, taps - 1, d_model."""
+        if not self.conv_kernel:
+            return None
+        return self.n_layers, self.conv_kernel - 1, self.d_model
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's state: fp32, whatever its length."""
         conv = (self.conv_kernel - 1) * self.d_model if self.conv_kernel else 0
@@ -327,3 +334,8 @@ class EngineConfig:
             self.max_step_tokens,
             f"at least {SCAN_CHUNK} with deterministic: prompts are split at its multiples",
         )
+
+
+def host_rows(config: EngineConfig, model: ModelConfig) -> int:
+    """How many states, with the logits after them, `host_state_bytes`, which is chosen, holds."""
+    return (config.host_state_bytes or 0) // (model.state_bytes + 4 * model.vocab_size)

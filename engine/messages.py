@@ -291,7 +291,8 @@ class Stats(msgspec.Struct, frozen=True):
     prefix_hits_tokens: int = 0  # those of them that a cached state already covered
     # Requests admitted in the round by what the cache had for them: hits, and misses by reason:
     # "new" (nothing of it was known), "unaligned" (known, but not at a place where bits would stay
-    # the same), "evicted" (known, but no longer held), "short" (nothing of it can be cached).
+    # the same), "unheld" (known, but nothing is held there), "short" (of one token, or all of it is
+    # to be scored).
     prefix_hits: int = 0
     prefix_misses: dict[str, int] = {}
     evictions: dict[str, int] = {}  # states that left a tier in the round, by the tier
@@ -345,13 +346,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_id: int | None
     parameters: int
-    state_bytes: int  # of one sequence
+    state_bytes: int  # of one sequence: fp32, cell and conv
     slots: int
     device: str  # "cpu", "cuda:0"
     device_name: str
     dtype: str
     quantization: str | None = None  # of the matrices
     deterministic: bool = False  # a sequence's logits do not depend on its company
+    cell_shape: tuple[int, int] = (0, 0)  # of a state: layers, inner
+    conv_shape: tuple[int, int, int] | None = None  # layers, taps - 1, d_model; None without any
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
