@@ -36,6 +36,7 @@ from engine.messages import (
     Keep,
     Request,
     SamplingParams,
+    StateInfo,
     pack_ids,
     unpack_ids,
 )
@@ -331,21 +332,27 @@ class Keeper:
         if not self._has_base(keeping):
             tell(StepFailed("the state that was to be kept is lost"))
             return
-        standing, info = self._standing(sequence, told, keeping), None
-        if keep.store:
-            id, keeping.id, owner = keeping.id, "", sequence.request.owner
+        standing = self._standing(sequence, told, keeping)
+        id, keeping.id, owner = keeping.id, "", sequence.request.owner
+
+        def name() -> StateInfo | None:
+            if not keep.store:
+                return None
             self.states.end(owner, id)
-            info = self.states.info(self.states.put(owner, id, standing, keep.ttl))
+            return self.states.info(self.states.put(owner, id, standing, keep.ttl))
+
         if not keep.export:
-            tell(told.finished(reason, now, info))
+            tell(told.finished(reason, now, name()))
             return
 
         def fetched(state: bytes | None) -> None:
             if state is None:
+                if keep.store:
+                    self.states.end(owner, id)
                 tell(StepFailed("the round that was to export the state failed"))
             else:
                 content = snapshot.write(standing.snapshot(state), self.shape)
-                tell(told.finished(reason, now, info, content))
+                tell(told.finished(reason, now, name(), content))
 
         self.fetch(standing.kept, fetched)
 

@@ -7,6 +7,8 @@ Rows that hold nothing are filled with NaN after every step: nobody may read wha
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -46,7 +49,7 @@ from engine.runner import Runner
 
 VOCAB = 61
 CLOSE = 2e-4  # log-probabilities of a text that was read in other pieces
-# The long run: MINSERVE_STATE_STEPS=10000 pytest tests/engine/test_state_machine.py
+# The long run: MINSERVE_STATE_STEPS=10000 pytest tests/engine/test_state_machine.py -k long
 STEPS = int(os.environ.get("MINSERVE_STATE_STEPS", "60"))
 
 
@@ -150,6 +153,15 @@ class StateMachine(RuleBasedStateMachine):
         self.next = 0
         self.calls = 0
         self.replies: dict[int, StateReply] = {}
+        self.seen: Counter[str] = Counter()
+        keeper = self.engine._keeper
+        rebuild = keeper.rebuild
+
+        def counted(*arguments: Any) -> Any:
+            self.seen["rebuilds"] += 1
+            return rebuild(*arguments)
+
+        keeper.rebuild = counted  # type: ignore[method-assign]
 
     # What is asked.
 
@@ -304,6 +316,8 @@ class StateMachine(RuleBasedStateMachine):
 
     def _step(self) -> None:
         for events in self.engine.step().values():
+            self.seen["hits"] += events.stats.prefix_hits
+            self.seen.update(events.stats.evictions)
             reports = events.logprobs or [None] * len(events.tokens)
             for id, token, report in zip(events.requests, events.tokens, reports, strict=True):
                 self._take(self.all[id], [token], [] if report is None else [report])
@@ -377,6 +391,7 @@ class StateMachine(RuleBasedStateMachine):
             prompt = pack_ids(text[: len(text) - drawn])
             solo = _solo(True, Request(id=0, prompt=prompt, sampling=sampling, stream=False))
             assert one.tokens == list(solo.tokens[drawn:]), one.request
+            self.seen["exact"] += 1
             if one.logprobs:
                 assert one.logprobs == solo.logprobs[drawn : drawn + len(one.logprobs)]
             return
@@ -454,3 +469,66 @@ TestStates.settings = settings(
     deadline=None,
     derandomize=STEPS <= 1000,
 )
+
+
+def drive(chance: random.Random, steps: int, deterministic: bool) -> StateMachine:
+    """The same machine for longer than hypothesis goes on: `steps` rules at random."""
+    machine = StateMachine()
+    machine.start(deterministic)
+    under_way: list[Asked] = []
+    names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
+    tokens = range(VOCAB)
+    for _ in range(steps):
+        how = {
+            "count": chance.choice([0, 1, 2, 5, 9, 40]),
+            "plain": chance.random() < 0.5,
+            "stream": chance.random() < 0.8,
+        }
+        name, new = chance.choice(names), chance.choice(names)
+        match chance.choice("sssggggtttttaaafmde"):
+            case "s":
+                length = chance.choice([0, 1, 5, 40, 127, 128, 129, 200, 300])
+                one = machine.submit(
+                    stem=chance.randrange(3),
+                    length=length,
+                    own=chance.choices(tokens, k=chance.randrange(6)),
+                    keep=chance.choice([None, *names]),
+                    mark=chance.randint(1, 300),
+                    temperature=chance.choice([0.0, 0.8]),
+                    **how,
+                )
+                under_way.append(one)
+            case "g" if name in machine.texts:
+                own = chance.choices(tokens, k=chance.choice([0, 0, 1, 3, 130]))
+                keep = chance.choice([None, name, new])
+                if len(machine.texts[name].tokens) < 1500:
+                    text = machine.texts[name]
+                    one = machine._add(text, own, keep, temperature=0.0, state=name, **how)
+                    under_way.append(one)
+            case "a" if under_way:
+                one = under_way.pop(chance.randrange(len(under_way)))
+                machine.abort(one, chance.randrange(20), chance.random() < 0.8)
+            case "f":
+                machine.fork(name, new)
+            case "m":
+                machine.move_out_and_in(name, new)
+            case "d":
+                machine.delete(name)
+            case "e":
+                machine.evict(chance.randint(1, 3))
+            case _:
+                for _ in range(chance.randint(1, 6)):
+                    machine._step()
+        under_way = [one for one in under_way if one.end is None]
+    machine.teardown()
+    return machine
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_long_lives(seed: int, deterministic: bool) -> None:
+    machine = drive(random.Random(seed), STEPS if STEPS > 1000 else 400, deterministic)
+    # It came to all that it is meant to come to.
+    assert machine.seen["hits"] and machine.seen["rebuilds"]
+    assert machine.seen["exact"] or not deterministic
+    assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
