@@ -55,6 +55,7 @@ class Tiers:
         self._fixed: set[Kept] = set()  # the others in main memory
         self._forget = forget
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
+        self._late: list[int] = []  # those of them that nobody needs after it
         self.moves: list[Copy | Put] = []  # that the next plan has to begin with
         self.evictions: Counter[str] = Counter()
 
@@ -74,6 +75,9 @@ class Tiers:
     def begin_plan(self) -> None:
         """What the plan before this one reads and writes is done by the time this one begins."""
         self._busy.clear()
+        late, self._late = self._late, []
+        for place in late:
+            self._give_back(place)
 
     def put(self, kept: Kept) -> bool:
         """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
@@ -206,7 +210,9 @@ class Tiers:
         self.stand(kept)
 
     def _give_back(self, place: int) -> None:
-        if place >= 0:
+        if place in self._busy:
+            self._late.append(place)
+        elif place >= 0:
             self._device.give_back(place)
         else:
             self._host.give_back(~place)

@@ -487,12 +487,12 @@ def drive(chance: random.Random, steps: int, deterministic: bool) -> StateMachin
         name, new = chance.choice(names), chance.choice(names)
         match chance.choice("sssggggtttttaaafmde"):
             case "s":
-                length = chance.choice([0, 1, 5, 40, 127, 128, 129, 200, 300])
+                length = chance.choice([0, 1, 5, 40, 128, 129, 200, 250, 300])
                 one = machine.submit(
-                    stem=chance.randrange(3),
+                    stem=chance.choice([0, 0, 1]),
                     length=length,
-                    own=chance.choices(tokens, k=chance.randrange(6)),
-                    keep=chance.choice([None, *names]),
+                    own=chance.choices(tokens, k=chance.choice([0, 0, 0, 1, 4])),
+                    keep=chance.choice([*[None] * 12, *names]),
                     mark=chance.randint(1, 300),
                     temperature=chance.choice([0.0, 0.8]),
                     **how,
@@ -527,7 +527,7 @@ def drive(chance: random.Random, steps: int, deterministic: bool) -> StateMachin
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_long_lives(seed: int, deterministic: bool) -> None:
-    machine = drive(random.Random(seed), STEPS if STEPS > 1000 else 400, deterministic)
+    machine = drive(random.Random(seed), STEPS if STEPS != 60 else 400, deterministic)
     # It came to all that it is meant to come to.
     assert machine.seen["hits"] and machine.seen["rebuilds"]
     assert machine.seen["exact"] or not deterministic
