@@ -158,7 +158,11 @@ class Tiers:
         return False
 
     def lost(self, places: set[int]) -> list[Kept]:
-        """The states in these rows, which hold nothing that can be relied on any more."""
+        """The states in these rows, which hold nothing that can be relied on any more, and in
+        those that they are about to be moved to."""
+        for move in self.moves:
+            if isinstance(move, Copy) and move.source in places:
+                places = places | {move.target}
         tiers = (*self._on_device, *self._on_host, *self._fixed) if places else ()
         return [kept for kept in tiers if kept.place in places]
 
