@@ -176,6 +176,8 @@ class Engine:
             self._await_grammar(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
+        if self._runner.overlaps:
+            self._scheduler.prepare(self._clock())
         try:
             result = self._finish(current)
         except Exception as error:

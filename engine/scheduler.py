@@ -43,6 +43,8 @@ from engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
 
+PREPARED_AT_ONCE = 32  # requests admitted while a round is under way: about half a millisecond
+
 
 class Scheduler(Lives):
     """Turns requests into plans and step results into events.
@@ -82,6 +84,7 @@ class Scheduler(Lives):
             keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
         )
         self._on_loaded = on_loaded
+        self._prepared = Plan()  # what the next plan begins with
         self._refusal: EngineError | None = None  # of everything new
         self._now = 0.0  # of the latest round's end
         self._awaiting: set[Hashable] = set()  # clients: that slots are free that were not
@@ -156,8 +159,9 @@ class Scheduler(Lives):
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._look_around(now)
-        plan = Plan()
-        self._keeper.tiers.begin_plan()
+        plan, self._prepared = self._prepared, Plan()
+        self._leave_out_the_dead(plan)
+        self._keeper.tiers.begin_plan(one.source for one in plan.admit)
         for heir in self._rebuilding:
             if not heir.over:
                 self._keeper.readmit(plan, heir)
@@ -182,12 +186,20 @@ class Scheduler(Lives):
         when somebody can be admitted after it or nobody may be left.
         """
         self._look_around(now)
-        if self._prefilling or (self._can_admit() and not self._rounds.patient):
+        prompts = self._prefilling.values()
+        if any(sequence.started_at is not None for sequence in prompts):
+            return None
+        if not self._rounds.patient and (prompts or self._can_admit()):
             return None
         plan = self._rounds.plan_ahead()
         if plan is not None:
             self._rounds.start(plan)
         return plan
+
+    def prepare(self, now: float) -> None:
+        """Gives those who wait slots that are free, some at a time, while a round is under way: then
+        the device need not wait for it between two rounds. They belong to the next `plan`."""
+        self._admit(self._prepared, now, most=PREPARED_AT_ONCE)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
@@ -279,9 +291,18 @@ class Scheduler(Lives):
                 return
             self._finish(sequence, "timeout", now)
 
-    def _admit(self, plan: Plan, now: float) -> None:
+    def _leave_out_the_dead(self, prepared: Plan) -> None:
+        """Some may have ended since they were admitted."""
+        alive = {one.key for one in prepared.admit if self._running(one.key) is not None}
+        if len(alive) < len(prepared.admit):
+            prepared.admit = [one for one in prepared.admit if one.key in alive]
+            prepared.prefill = [chunk for chunk in prepared.prefill if chunk.key in alive]
+
+    def _admit(self, plan: Plan, now: float, most: int = sys.maxsize) -> None:
         admitted = 0
-        while (sequence := self._next()) is not None and self._slots.free:
+        while (sequence := self._next()) is not None and self._slots.free and admitted < most:
+            if plan is self._prepared and sequence.begins_drawn:
+                break  # it would be in a batch before the plan that admits it
             try:
                 found = self._keeper.find(sequence)
             except EngineError as error:
