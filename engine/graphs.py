@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 # Rises by a half or less from 16 on, so that at most a third of a batch is padding.
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_BUCKETS += (1536, 2048, 3072, 4096)
+_SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
+_BUCKETS = (*_SMALL_BUCKETS, 1024, 1536, 2048, 3072, 4096)
 
 # From 1,024 on, the kernels of a model of 1.3 billion weights take as long as their launches, 4 ms
 # on an H200. Near it padding tokens cost what others do: there are at most 127 of them.
@@ -27,7 +27,7 @@ _PROMPT_CHUNKS = (4, 31, 127)
 def buckets(max_batch: int) -> list[int]:
     """Batch sizes to capture, rising, up to `max_batch`, which is one of them.
 
-    Beyond 1024 rows the kernels outlast their launches: larger batches run without a graph.
+    Beyond 4096 rows the kernels outlast their launches: larger batches run without a graph.
     """
     return _up_to(max_batch, _BUCKETS)
 

@@ -109,6 +109,65 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// --- clusters of blocks, which reach each other's shared memory; before Hopper a block is alone
+
+__device__ __forceinline__ unsigned blocks_of_cluster() {
+  unsigned blocks = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+#endif
+  return blocks;
+}
+__device__ __forceinline__ unsigned rank_in_cluster() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+// All threads of the cluster meet: what they wrote before is seen by all.
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#endif
+}
+// Sixteen or eight bytes to another block, to where `shared` lies in this one; a word from there.
+__device__ __forceinline__ void store_in_block(unsigned rank, void* shared, const uint4& x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1;\n"
+      "st.shared::cluster.v4.b32 [at], {%2, %3, %4, %5}; }" ::"r"(
+          static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "r"(rank), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void store_in_block(unsigned rank, void* shared, unsigned long long x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1;\n"
+      "st.shared::cluster.b64 [at], %2; }" ::"r"(
+          static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "r"(rank), "l"(x)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ unsigned load_from_block(unsigned rank, const unsigned* shared) {
+  unsigned x = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2;\n"
+      "ld.shared::cluster.b32 %0, [at]; }"
+      : "=r"(x)
+      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(rank)
+      : "memory");
+#endif
+  return x;
+}
+
 // --- the compiler
 
 // What has been made of x so far is not kept in registers: it is cheaper made again.

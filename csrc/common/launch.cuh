@@ -74,6 +74,7 @@ struct Grid {
   dim3 blocks;
   unsigned threads;
   int shared_bytes = 0;
+  unsigned cluster = 1;  // neighbours along x that reach each other's shared memory
 };
 
 // The kernel may begin before the one ahead of it on the stream has ended, where the GPU can. So
@@ -83,16 +84,18 @@ struct Grid {
 template <auto kKernel, class... Arguments>
 void launch_early(const Grid& grid, cudaStream_t stream, const char* what,
                   const Arguments&... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {grid.cluster, 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid.blocks;
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = waits_for_previous<kKernel>() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = !waits_for_previous<kKernel>() ? 0 : grid.cluster == 1 ? 1 : 2;
   check(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 

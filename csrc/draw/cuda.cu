@@ -8,11 +8,12 @@ namespace minserve {
 namespace cuda {
 namespace {
 
-// What the current device gives.
+// What the current device gives to a kernel.
 struct Room {
   int device = -1;
   int shared_bytes = 0;
   int processors = 0;
+  bool clusters = false;
 };
 
 template <auto kKernel>
@@ -21,11 +22,14 @@ const Room& room() {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   if (device != found.device) {
-    check(cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                 device),
-          "shared memory of a block");
-    check(cudaDeviceGetAttribute(&found.processors, cudaDevAttrMultiProcessorCount, device),
-          "number of multiprocessors");
+    const auto ask = [&](int& value, cudaDeviceAttr attribute) {
+      check(cudaDeviceGetAttribute(&value, attribute, device), "an attribute of the device");
+    };
+    int clusters = 0;
+    ask(found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(found.processors, cudaDevAttrMultiProcessorCount);
+    ask(clusters, cudaDevAttrClusterLaunch);
+    found.clusters = clusters && waits_for_previous<kKernel>();  // code for Hopper and later
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, found.shared_bytes),
           "shared memory of a draw");
@@ -34,18 +38,35 @@ const Room& room() {
   return found;
 }
 
-template <int kMostThreads, int kBlocks>
-void launch(const DrawArgs& args, bool copy, cudaStream_t stream) {
-  constexpr auto kKernel = &draw_kernel<kMostThreads, kBlocks>;
-  const unsigned threads = row_threads(args.vocab, kMostThreads);
-  std::int64_t bytes = draw_shared_bytes(threads);
-  const std::int64_t with_copy = bytes + draw_copy_bytes(args.vocab);
+// `blocks` of so many threads take a row. False, and nothing is launched, where they cannot.
+template <bool kStored, int kMostThreads, int kBlocks>
+bool launch(const DrawArgs& args, unsigned blocks, cudaStream_t stream) {
+  constexpr auto kKernel = &draw_kernel<kStored, kMostThreads, kBlocks>;
+  const std::int64_t piece = piece_of_row(args.vocab, blocks);
+  const unsigned threads = row_threads(piece, kMostThreads);
+  const std::int64_t bytes =
+      draw_shared_bytes(threads) + (kStored ? draw_stored_bytes(args.vocab, blocks) : 0);
   const Room& here = room<kKernel>();
-  // Every row has a multiprocessor to itself.
-  copy = copy && args.rows <= here.processors && with_copy <= here.shared_bytes;
-  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), threads,
-                     static_cast<int>(copy ? with_copy : bytes)};
-  launch_early<kKernel>(grid, stream, "draw", args, copy);
+  if (bytes > here.shared_bytes || (blocks > 1 && !here.clusters)) return false;
+  const Grid grid = {dim3(static_cast<unsigned>(args.rows) * blocks), threads,
+                     static_cast<int>(bytes), blocks};
+  launch_early<kKernel>(grid, stream, "draw", args);
+  return true;
+}
+
+// Rows in shared memory: of as many blocks as there are multiprocessors for all of them, or of more
+// where fewer have no room. False where there is none.
+bool launch_stored(const DrawArgs& args, cudaStream_t stream) {
+  const int processors = room<&draw_kernel<true, 1024, 1>>().processors;
+  unsigned blocks = Team::kMostBlocks;
+  while (blocks > 1 && args.rows * blocks > processors) blocks /= 2;
+  for (; blocks <= Team::kMostBlocks; blocks *= 2) {
+    if (blocks <= 2 ? launch<true, 1024, 1>(args, blocks, stream)
+                    : launch<true, 512, 2>(args, blocks, stream)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 template <unsigned kFours>
@@ -55,22 +76,20 @@ void launch_small(const DrawArgs& args, cudaStream_t stream) {
   launch_early<&small_draw_kernel<kFours>>(grid, stream, "draw", args);
 }
 
-// Up to here every row may take all threads of a multiprocessor.
-constexpr std::int64_t kFewRows = 128;
-
 }  // namespace
 
 void draw(const DrawArgs& args, int device, void* stream_handle) {
   const DeviceGuard guard(device);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  if (args.rows > 2147483647LL) throw std::runtime_error("minserve: too many rows for one launch");
+  if (args.rows > 2147483647LL / Team::kMostBlocks)
+    throw std::runtime_error("minserve: too many rows for one launch");
   if (args.vocab <= small_vocab<1>()) return launch_small<1>(args, stream);
   if (args.vocab <= small_vocab<2>()) return launch_small<2>(args, stream);
   if (args.vocab <= small_vocab<4>()) return launch_small<4>(args, stream);
   if (args.vocab <= small_vocab<8>()) return launch_small<8>(args, stream);
-  if (args.rows <= kFewRows) return launch<1024, 1>(args, true, stream);
-  // Others read memory while one computes.
-  launch<512, 2>(args, false, stream);
+  if (launch_stored(args, stream)) return;
+  // From memory, which others read while one computes.
+  launch<false, 512, 2>(args, 1, stream);
 }
 
 }  // namespace cuda

@@ -1,7 +1,7 @@
-// One block draws the token of one row; rows of small vocabularies are small.cuh's.
+// A team of blocks draws the token of one row; rows of small vocabularies are small.cuh's.
 //
-// The row is read for its best; rows that are sampled are read again, from shared memory where
-// there is room for a copy, else through the caches: for where the filters cut, and for the token.
+// Where there is room, each block keeps its piece of the row in shared memory: a row is read from
+// memory once. Else a block has the whole row and reads it time and again through the caches.
 #pragma once
 
 #include "select.cuh"
@@ -10,116 +10,145 @@ namespace minserve {
 namespace cuda {
 
 struct DrawShared {
-  Block::Shared block;
+  Team::Shared team;
   SelectResults results;
 };
-// Behind it in shared memory: what Selection needs, then the copy.
+// Behind it in shared memory: what Selection needs, then the block's piece of the row.
 constexpr unsigned kDrawSharedBytes = (sizeof(DrawShared) + 15) / 16 * 16;
 
+// What a block's tokens are as they are first read.
 struct Best {
-  float logit;
+  // Of the best logit, above all if it is a NaN: bits that order as logits do << 32 | inverted id.
+  std::uint64_t key;
   float least;  // -infinity for fours that the row ends in
-  unsigned id;  // the lowest of this thread's
+  unsigned unused;
+
+  static constexpr unsigned kSign = 0x80000000u;
+  __device__ static std::uint64_t key_of(float logit, unsigned id) {
+    const unsigned bits = __float_as_uint(logit);
+    const unsigned order = logit != logit ? 0xffffffffu : bits & kSign ? ~bits : bits | kSign;
+    return static_cast<std::uint64_t>(order) << 32 | ~id;
+  }
+  __device__ float logit() const {
+    const unsigned order = static_cast<unsigned>(key >> 32);
+    return __uint_as_float(order & kSign ? order & ~kSign : ~order);
+  }
+  __device__ unsigned id() const { return ~static_cast<unsigned>(key); }
 };
 
 __device__ __forceinline__ float lesser(float x, float y) {
   return x < y ? x : y;
 }
-
-// This thread's best. copy: where the row is left in shared memory, or null.
-__device__ inline Best best_of_thread(const Row& row, float* copy) {
-  Best best = {kImpossible, -kImpossible, 0};
-  row.each<4>([&](unsigned id, const float4& x) {
-    if (copy) *reinterpret_cast<float4*>(copy + id) = x;
-    const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
-    if (most > best.logit) {
-      best.id = id + (x.x == most ? 0 : x.y == most ? 1 : x.z == most ? 2 : 3);
-    }
-    best.logit = max_or_nan(best.logit, most);
-    best.least = lesser(best.least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
-  });
-  return best;
+__device__ __forceinline__ std::uint64_t greater(std::uint64_t x, std::uint64_t y) {
+  return x > y ? x : y;
 }
 
-// The row's token, or -1.
-__device__ inline std::int32_t drawn_token(const DrawArgs& args, std::int64_t r,
-                                           const RowParameters& given, double number, bool copied,
-                                           char* memory) {
-  DrawShared& shared = *reinterpret_cast<DrawShared*>(memory);
-  const SelectShared select(memory + kDrawSharedBytes);
-  float* const copy = reinterpret_cast<float*>(memory + kDrawSharedBytes +
-                                               blockDim.x * SelectShared::kBytesPerThread);
-  Block block(shared.block);
-  const bool greedy = !(given.temperature > 0.0f);
+// The team's. base: the id of the block's first token; stored: where its row is left, or null.
+__device__ inline Best best_of(const Row& row, unsigned base, float* stored, Team& team) {
+  float best = kImpossible, least = -kImpossible;
+  unsigned id = base;
+  row.each<8>([&](unsigned at, const float4& x) {
+    if (stored) *reinterpret_cast<float4*>(stored + at) = x;
+    const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
+    if (most > best) id = base + at + (x.x == most ? 0 : x.y == most ? 1 : x.z == most ? 2 : 3);
+    best = max_or_nan(best, most);
+    least = lesser(least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
+  });
+  Best mine = {};
+  best += 0.0f;  // no -0, which is no less than 0
+  mine.key = team.block.all(Best::key_of(best, id), std::uint64_t{0}, greater);
+  mine.least = team.block.all(least, -kImpossible, lesser);
+  Best all = mine;
+  team.each(mine, [&](unsigned, const Best& said) {
+    all.key = greater(all.key, said.key);
+    all.least = lesser(all.least, said.least);
+  });
+  return all;
+}
 
-  const float* const logits = args.logits + r * args.row_stride;
-  Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
-  const Best mine = best_of_thread(row, copied && !greedy ? copy : nullptr);
-  const float best =
-      block.all(mine.logit, kImpossible, [](float x, float y) { return max_or_nan(x, y); });
-  if (!(best - best == 0.0f)) return -1;  // NaN or infinite
-  if (greedy) {
-    const unsigned none = 0xffffffffu;
-    return static_cast<std::int32_t>(
-        block.all(mine.logit == best ? mine.id : none, none,
-                  [](unsigned x, unsigned y) { return x < y ? x : y; }));
-  }
-
-  if (copied) row.logits = copy, row.aligned = true;
-  const Tokens tokens(
-      row, best, given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature);
+// Of the row's tokens, the one that is drawn; kElsewhere in blocks that do not have it.
+template <bool kStored>
+__device__ unsigned sampled_token(const Tokens<kStored>& tokens, float farthest,
+                                  const RowParameters& given, std::int64_t vocab, double number,
+                                  Team& team, const SelectShared& select, SelectResults& results) {
   Cut cut;
-  const bool has_top_k = given.top_k > 0 && given.top_k < args.vocab;
-  if (has_top_k || given.top_p < 1.0) {
-    const float least =
-        block.all(mine.least, -kImpossible, [](float x, float y) { return lesser(x, y); });
-    const float farthest = tokens.distance(least);
-    float within = farthest < kFarthest ? farthest : kFarthest;
-    if (has_top_k) {
-      cut = Selection<false>(tokens, within, cut, block, select, shared.results)
-                .cut({static_cast<std::uint64_t>(given.top_k), 1.0, true});
-      if (cut.distance < __float_as_uint(within)) within = __uint_as_float(cut.distance);
-    }
-    if (given.top_p < 1.0 || (has_top_k && given.top_k > kExactTokens)) {
-      cut = Selection<true>(tokens, within, cut, block, select, shared.results)
-                .cut({0, given.top_p, has_top_k});
-    }
+  const bool has_top_k = given.top_k > 0 && given.top_k < vocab;
+  float within = farthest < kFarthest ? farthest : kFarthest;
+  if (has_top_k) {
+    cut = Selection<false, kStored>(tokens, within, cut, team, select, results)
+              .cut({static_cast<std::uint64_t>(given.top_k), 1.0, true});
+    if (cut.distance < __float_as_uint(within)) within = __uint_as_float(cut.distance);
+  }
+  if (given.top_p < 1.0 || (has_top_k && given.top_k > kExactTokens)) {
+    cut = Selection<true, kStored>(tokens, within, cut, team, select, results)
+              .cut({0, given.top_p, has_top_k});
   }
   if (given.min_p > 0.0f) {
     const Cut other = min_p_cut(given.min_p);
     if (other.distance < cut.distance) cut = other;
   }
-  const float farthest =
-      cut.distance < __float_as_uint(kFarthest) ? __uint_as_float(cut.distance) : kFarthest;
-  return static_cast<std::int32_t>(token_at(
-      tokens, tokens.span(0.0f, farthest), block, shared.results.found,
-      [&](unsigned id, float distance) -> std::uint64_t {
-        return cut.keeps(__float_as_uint(distance), id) ? whole(weight_of(distance)) : 0;
-      },
-      [&](std::uint64_t total) { return drawn_weight(number, total); }));
+  return token_at(tokens, team, results.found, WeightSum<kStored>(cut),
+                  [&](std::uint64_t total) { return drawn_weight(number, total); });
 }
 
-template <int kMostThreads, int kBlocks>
+// Tokens of a block's piece of a row; whole strides of a warp.
+MS_HD std::int64_t piece_of_row(std::int64_t vocab, unsigned blocks) {
+  return ((vocab + blocks - 1) / blocks + kStride - 1) / kStride * kStride;
+}
+
+// The row's token, -1 where its logits are not finite; kElsewhere in all blocks but one.
+template <bool kStored>
+__device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowParameters& given,
+                                double number, char* memory) {
+  DrawShared& shared = *reinterpret_cast<DrawShared*>(memory);
+  const SelectShared select(memory + kDrawSharedBytes);
+  float* const stored =
+      reinterpret_cast<float*>(memory + kDrawSharedBytes + SelectShared::bytes(blockDim.x));
+  Team team(shared.team);
+  const bool greedy = !(given.temperature > 0.0f);
+
+  const std::int64_t piece = piece_of_row(args.vocab, team.blocks());
+  const std::int64_t base = team.rank() * piece, left = args.vocab - base;
+  const float* const logits = args.logits + r * args.row_stride + base;
+  const Row row = {logits,
+                   static_cast<unsigned>(left < 0       ? 0
+                                         : left < piece ? left
+                                                        : piece),
+                   Row::is_aligned(logits)};
+  const Best best =
+      best_of(row, static_cast<unsigned>(base), kStored && !greedy ? stored : nullptr, team);
+  const float logit = best.logit();
+  const bool finite = logit - logit == 0.0f;
+  if (!finite || greedy) return team.rank() ? kElsewhere : finite ? best.id() : kNotFinite;
+
+  const Distances distances(
+      logit, given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature);
+  const Tokens<kStored> tokens(row, stored, static_cast<unsigned>(base), distances);
+  return sampled_token(tokens, distances(best.least), given, args.vocab, number, team, select,
+                       shared.results);
+}
+
+template <bool kStored, int kMostThreads, int kBlocks>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
-    draw_kernel(const __grid_constant__ DrawArgs args, bool copied) {
+    draw_kernel(const __grid_constant__ DrawArgs args) {
   extern __shared__ uint4 memory[];
-  const std::int64_t r = blockIdx.x;
+  const std::int64_t r = blockIdx.x / blocks_of_cluster();
   let_next_kernel_start();
+  Team::begin();
   wait_for_previous_kernel();
   const RowParameters given(args, r);
   const double number = uniform_number(given.stream, args.positions[r]);
   if (!args.draws(r)) return;
-  const std::int32_t token =
-      drawn_token(args, r, given, number, copied, reinterpret_cast<char*>(memory));
-  if (threadIdx.x == 0) move_on(args, r, token);
+  const unsigned token =
+      drawn_token<kStored>(args, r, given, number, reinterpret_cast<char*>(memory));
+  if (threadIdx.x == 0 && token != kElsewhere) move_on(args, r, static_cast<std::int32_t>(token));
 }
 
 inline std::int64_t draw_shared_bytes(unsigned threads) {
-  return kDrawSharedBytes + static_cast<std::int64_t>(threads) * SelectShared::kBytesPerThread;
+  return kDrawSharedBytes + static_cast<std::int64_t>(SelectShared::bytes(threads));
 }
-// Of the copy, whole strides of it.
-inline std::int64_t draw_copy_bytes(std::int64_t vocab) {
-  return (vocab + kTogether - 1) / kTogether * kTogether * static_cast<std::int64_t>(sizeof(float));
+inline std::int64_t draw_stored_bytes(std::int64_t vocab, unsigned blocks) {
+  return piece_of_row(vocab, blocks) * static_cast<std::int64_t>(sizeof(float));
 }
 
 }  // namespace cuda

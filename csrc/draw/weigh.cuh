@@ -1,8 +1,10 @@
 // A row's tokens as they are drawn by: distances from the best, weights, and the token at which the
-// sum of weights, in the order of ids, passes a number.
+// sum of weights, in the order of ids, passes a number. A team of blocks has a row, each of them a
+// piece.
 #pragma once
 
 #include "../common/row.cuh"
+#include "../common/team.cuh"
 #include "draw.h"
 
 namespace minserve {
@@ -24,7 +26,7 @@ __device__ __forceinline__ Weight weight_of(float distance) {
   return {__float_as_uint(high) - __float_as_uint(kWhole), whole_part(rest * kWhole)};
 }
 __device__ __forceinline__ std::uint64_t whole(Weight weight) {
-  return (static_cast<std::uint64_t>(weight.high) << 23) + weight.low;
+  return static_cast<std::uint64_t>(weight.high) * (1u << 23) + weight.low;
 }
 
 // The warp's sum of numbers below 2**54.
@@ -41,99 +43,209 @@ __device__ inline Cut min_p_cut(float min_p) {
   return {farthest > 0.0f ? __float_as_uint(farthest) : 0, 0xffffffffu};
 }
 
-// How far below the best some logits are.
-struct Span {
-  float from, to;
-};
-
-class Tokens {
+// Distances of tokens, from their logits.
+class Distances {
  public:
-  const Row row;
-
-  __device__ Tokens(const Row& row, float best, float temperature)
-      : row(row), best_(best), temperature_(temperature), inverse_(1.0f / temperature) {
+  __device__ Distances(float best, float temperature)
+      : best_(best), temperature_(temperature), inverse_(1.0f / temperature) {
     // Then all that is met in dividing is far from overflow and from subnormal numbers: two logits
     // that differ do so by 2**-25 of the best's magnitude or more.
     const float size = best < 0.0f ? -best : best;
     quick_ = temperature > 0x1p-20f && temperature < 0x1p20f && size > 0x1p-30f && size < 0x1p60f;
+    // Whatever rounding takes or adds, tokens further away than this weigh nothing.
+    farthest_ = kFarthest * temperature * (1.0f + 1e-5f) + 0x1p-126f;
   }
 
-  // A span that holds all tokens with distances from `nearest` to `farthest`, and few others: they
-  // are left out without a division.
-  __device__ Span span(float nearest, float farthest) const {
-    constexpr float kSlack = 1e-5f;  // many times what rounding takes or adds
-    const float least = 0x1p-126f + temperature_ * 0x1p-149f;  // the same of subnormal numbers
-    const float to = farthest < kFarthest ? farthest : kFarthest;
-    return {nearest * temperature_ * (1.0f - kSlack) - least,
-            to * temperature_ * (1.0f + kSlack) + least};
+  // Of any logit; infinite, or as it is, where it weighs nothing.
+  __device__ __forceinline__ float operator()(float logit) const {
+    return quick_ ? quick(logit) : slow(logit);
   }
-
-  // Of any logit.
-  __device__ float distance(float logit) const { return (best_ - logit) / temperature_; }
-
-  // Calls visit(id, distance) if the token is in the span.
-  template <class Visit>
-  __device__ __forceinline__ void if_within(const Span& span, unsigned id, float logit,
-                                            Visit visit) const {
-    if (is_within(span, logit)) visit(id, quotient(best_ - logit));
-  }
-  // The same for every token of this lane.
-  template <class Visit>
-  __device__ __forceinline__ void each(const Span& span, Visit visit) const {
-    row.each_token([&](float logit) { return is_within(span, logit); },
-                   [&](unsigned id, float logit) { if_within(span, id, logit, visit); });
+  // Whether quick() may be called, which has no branches.
+  __device__ bool is_quick() const { return quick_; }
+  // apart / temperature, to the bit. The second quotient is within an ulp, so its remainder is
+  // exact, and with the nearest inverse the third is the nearest number (Markstein, 1990).
+  __device__ __forceinline__ float quick(float logit) const {
+    const float apart = best_ - logit;
+    const float first = apart * inverse_;
+    const float second = __fmaf_rn(__fmaf_rn(-first, temperature_, apart), inverse_, first);
+    const float third = __fmaf_rn(__fmaf_rn(-second, temperature_, apart), inverse_, second);
+    return apart <= farthest_ ? third : __builtin_huge_valf();
   }
 
  private:
-  __device__ __forceinline__ bool is_within(const Span& span, float logit) const {
+  __device__ __forceinline__ float slow(float logit) const {
     const float apart = best_ - logit;
-    return (apart >= span.from) & (apart <= span.to);
-  }
-  // apart / temperature, to the bit. The second quotient is within an ulp, so its remainder is
-  // exact, and with the nearest inverse the third is the nearest number (Markstein, 1990).
-  __device__ __forceinline__ float quotient(float apart) const {
-    if (!quick_) return apart / temperature_;
-    const float first = apart * inverse_;
-    const float second = __fmaf_rn(__fmaf_rn(-first, temperature_, apart), inverse_, first);
-    return __fmaf_rn(__fmaf_rn(-second, temperature_, apart), inverse_, second);
+    return apart <= farthest_ ? apart / temperature_ : __builtin_huge_valf();
   }
 
   const float best_, temperature_, inverse_;
   bool quick_;
+  float farthest_;
 };
 
-// Measures are functors (id, distance) -> std::uint64_t, 0 for tokens outside of the span. The
-// token at which their sum in the order of ids passes target_of(sum of all), which is below that
-// sum: first the warp whose run of tokens holds it, then all threads share that run.
-template <class Measure, class TargetOf>
-__device__ unsigned token_at(const Tokens& tokens, const Span& span, Block& block, unsigned& found,
-                             Measure measure, TargetOf target_of) {
-  std::uint64_t mine = 0;
-  const auto add = [&](unsigned id, float distance) { mine += measure(id, distance); };
-  tokens.each(span, add);
-  const Block::Sums of_runs = block.sums(mine);
-  const std::uint64_t target = target_of(of_runs.total);
+using Four = float[kTogether];
+
+// The tokens of this block. With kStored their distances are in shared memory, and no thread has
+// more than 512 of them.
+template <bool kStored>
+class Tokens {
+ public:
+  const Row row;        // of distances with kStored, else of logits
+  const unsigned base;  // the id of the first
+
+  // stored: the block's row of logits, of which every thread turns those that itself has left
+  // there, and what stands for tokens past the end as well.
+  __device__ Tokens(const Row& logits, float* stored, unsigned base, const Distances& distances)
+      : row(kStored ? Row{stored, (logits.vocab + kTogether - 1) / kTogether * kTogether, true}
+                    : logits),
+        base(base),
+        distances_(distances) {
+    if (!kStored) return;
+    if (distances.is_quick()) {
+      turn(stored, [&](float logit) { return distances.quick(logit); });
+    } else {
+      turn(stored, distances);
+    }
+  }
+
+  __device__ __forceinline__ float distance(unsigned at) const { return of(row.logits[at]); }
+
+  // Calls visit(distances of kTogether tokens, id of the first) for this thread's, ids ascending.
+  // Past the end there may be some, infinitely far away.
+  template <class Visit>
+  __device__ __forceinline__ void each(Visit visit) const {
+    if (kStored) {
+      const unsigned warp = threadIdx.x / kWarp, end = row.last(warp);
+#pragma unroll 1
+      for (unsigned at = row.first(warp) + threadIdx.x % kWarp * kTogether; at < end;
+           at += kStride) {
+        const float4 x = *reinterpret_cast<const float4*>(row.logits + at);
+        visit({x.x, x.y, x.z, x.w}, base + at);
+      }
+    } else {
+      row.each<2>([&](unsigned at, const float4& x) {
+        visit({of(x.x), of(x.y), of(x.z), of(x.w)}, base + at);
+      });
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float of(float x) const { return kStored ? x : distances_(x); }
+
+  template <class Turn>
+  __device__ __forceinline__ void turn(float* stored, Turn turned) const {
+    row.each<2>([&](unsigned at, const float4& x) {
+      *reinterpret_cast<float4*>(stored + at) = {turned(x.x), turned(x.y), turned(x.z),
+                                                 turned(x.w)};
+    });
+  }
+
+  const Distances& distances_;
+};
+// A sum of the weights of tokens within a cut.
+template <bool kStored>
+class WeightSum {
+ public:
+  __device__ explicit WeightSum(const Cut& cut) {
+    const unsigned farthest = __float_as_uint(kFarthest);
+    most_ = __uint_as_float(min(cut.distance, farthest));
+    last_ = cut.distance > farthest ? ~0u : cut.id;
+  }
+  // Has no branches but for the one past all of them.
+  template <unsigned kTokens>
+  __device__ __forceinline__ void add(const float (&distances)[kTokens], unsigned id) {
+    bool keeps[kTokens], any = false;
+#pragma unroll
+    for (unsigned i = 0; i < kTokens; ++i) {
+      keeps[i] = (distances[i] < most_) | ((distances[i] == most_) & (id + i <= last_));
+      any |= keeps[i];
+    }
+    if (!any) return;
+#pragma unroll
+    for (unsigned i = 0; i < kTokens; ++i) {
+      const Weight weight = weight_of(distances[i]);
+      high_ += keeps[i] ? weight.high : 0;
+      low_ += keeps[i] ? weight.low : 0;
+    }
+    if (!kStored) settle();  // there may be any number of them
+  }
+  __device__ std::uint64_t sum() {
+    settle();
+    return settled_;
+  }
+
+ private:
+  __device__ __forceinline__ void settle() {
+    settled_ += static_cast<std::uint64_t>(high_) * (1u << 23) + low_;
+    high_ = low_ = 0;
+  }
+
+  std::uint64_t settled_ = 0;
+  unsigned high_ = 0, low_ = 0, last_;
+  float most_;
+};
+
+// A count of tokens of one distance, up to an id.
+class CountOfEquals {
+ public:
+  __device__ explicit CountOfEquals(const Cut& last) : last_(last) {}
+  template <unsigned kTokens>
+  __device__ __forceinline__ void add(const float (&distances)[kTokens], unsigned id) {
+#pragma unroll
+    for (unsigned i = 0; i < kTokens; ++i) {
+      count_ += __float_as_uint(distances[i]) == last_.distance && id + i <= last_.id;
+    }
+  }
+  __device__ std::uint64_t sum() const { return count_; }
+
+ private:
+  Cut last_;
+  unsigned count_ = 0;
+};
+
+// Instead of a token.
+constexpr unsigned kNotFinite = 0xffffffffu, kElsewhere = 0xfffffffeu;
+
+// The token at which a sum, in the order of ids, passes target_of(sum of all), which is below that
+// sum: kElsewhere in blocks that do not have it. `nothing` is the sum of no tokens, copied for each
+// run of them. The block that has the token finds the warp whose run of tokens holds it, then all
+// its threads share that run.
+template <bool kStored, class Sum, class TargetOf>
+__device__ unsigned token_at(const Tokens<kStored>& tokens, Team& team, unsigned& found,
+                             const Sum& nothing, TargetOf target_of) {
+  Block& block = team.block;
+  Sum own = nothing;
+  tokens.each([&](const Four& distances, unsigned id) { own.add(distances, id); });
+  const Block::Sums of_runs = block.sums(own.sum());
+  const Team::Sums sums = team.of_blocks(0, of_runs.total);
+  std::uint64_t target = target_of(sums.total);
+  if (target < sums.before || target - sums.before >= of_runs.total) return kElsewhere;
+  target -= sums.before;
   const Block::Holder holder = block.holder(of_runs, target);
 
+  const auto add = [&](unsigned at) {
+    const float one[] = {tokens.distance(at)};
+    own.add(one, tokens.base + at);
+  };
   const Row& row = tokens.row;
   const unsigned end = row.last(holder.warp);
   const unsigned each = (row.run() + blockDim.x - 1) / blockDim.x;
   const unsigned first = row.first(holder.warp) + threadIdx.x * each;
   const unsigned last = first + each < end ? first + each : end;
-  mine = 0;
+  own = nothing;
 #pragma unroll 1
-  for (unsigned id = first; id < last; ++id) tokens.if_within(span, id, row.logits[id], add);
-  std::uint64_t at = holder.before + block.sums(mine).before;
-  if (target >= at && target - at < mine) {
-    unsigned id = first;
+  for (unsigned at = first; at < last; ++at) add(at);
+  const std::uint64_t mine = own.sum();
+  const std::uint64_t before = holder.before + block.sums(mine).before;
+  if (target >= before && target - before < mine) {
+    own = nothing;
+    unsigned at = first;
 #pragma unroll 1
-    for (; id + 1 < last; ++id) {
-      mine = 0;
-      tokens.if_within(span, id, row.logits[id], add);
-      if (target - at < mine) break;
-      at += mine;
+    for (; at + 1 < last; ++at) {
+      add(at);
+      if (target - before < own.sum()) break;
     }
-    found = id;
+    found = tokens.base + at;
   }
   __syncthreads();
   return found;

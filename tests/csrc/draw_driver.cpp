@@ -13,7 +13,7 @@ namespace {
 struct Case {
   std::string kind;
   long vocab, threads, shift, fours;
-  bool copied;
+  bool stored;
   std::vector<int> seeds;
 };
 
@@ -157,11 +157,12 @@ emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
   if (given.fours) return small_launch<8>(args);
   const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
   std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));
-  const bool copied = given.copied;
-  if (copied) bytes += static_cast<std::size_t>(cuda::draw_copy_bytes(given.vocab));
-  return {"draw",  static_cast<unsigned>(kRows),
-          threads, bytes,
-          false,   [=] { cuda::draw_kernel<1024, 1>(args, copied); }};
+  const bool stored = given.stored;
+  if (stored) bytes += static_cast<std::size_t>(cuda::draw_stored_bytes(given.vocab, 1));
+  return {"draw", static_cast<unsigned>(kRows), threads, bytes, false, [=] {
+            if (stored) return cuda::draw_kernel<true, 1024, 1>(args);
+            cuda::draw_kernel<false, 1024, 1>(args);
+          }};
 }
 
 void check(const Case& given) {
@@ -195,7 +196,7 @@ int main(int count, char** arguments) {
   given.threads = options.number("threads", 128);
   given.shift = options.number("shift", 0);
   given.fours = options.number("fours", 0);
-  given.copied = options.number("copied", 0);
+  given.stored = options.number("stored", 0);
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
   check(given);

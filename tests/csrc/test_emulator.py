@@ -84,8 +84,8 @@ DRAWS = [
     "--vocab 1024 --fours 8",
     "--vocab 2",
     "--vocab 66 --shift 1",
-    "--vocab 2999 --shift 3 --copied 1 --seeds 3",
-    "--vocab 3000 --threads 256 --copied 1",
+    "--vocab 2999 --shift 3 --stored 1 --seeds 3",
+    "--vocab 3000 --threads 256 --stored 1",
     "--kind ties --vocab 9000 --threads 128",
 ]
 

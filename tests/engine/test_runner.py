@@ -374,7 +374,7 @@ def test_buckets_rise_to_the_largest_batch() -> None:
     assert buckets(5) == [1, 2, 4, 5]
     assert buckets(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
     assert buckets(300)[-3:] == [192, 256, 300]
-    assert buckets(5000)[-1] == 1024
+    assert buckets(5000)[-1] == 4096
 
 
 def test_the_resolved_config_has_no_open_choice(tmp_path: Path) -> None:

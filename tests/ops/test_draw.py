@@ -77,9 +77,7 @@ def test_large_vocabularies(device: str, vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [66, 5003])
 def test_many_rows(device: str, vocab: int) -> None:
-    """More than a GPU has multiprocessors: smaller blocks, and no copies in shared memory; with a
-    small vocabulary several rows share a block.
-    """
+    """More than a GPU has multiprocessors; with a small vocabulary several rows share a block."""
     params = (parameters() * 4)[:200]
     positions = list(range(200))
     logits = logits_of("normal", 200, vocab, device)
@@ -90,6 +88,21 @@ def test_many_rows(device: str, vocab: int) -> None:
         part = slice(first, first + 50)
         few = rows_of(params[part], device, positions[part]).draw(logits[part])
         same_bits(few, together[part])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1026, 5003, 32_000])
+def test_few_rows_at_a_time(device: str, vocab: int, kind: str) -> None:
+    """On a GPU the fewer the rows, the more blocks share one: a token is the same for any number."""
+    params = parameters()
+    positions = list(range(len(params)))
+    logits = logits_of(kind, len(params), vocab, device)
+    wanted, _ = sampled(params, positions, logits)
+    for rows in (8, 24, 36):  # of which a GPU with 132 multiprocessors has 8, 4 and 2 blocks a row
+        for first in range(0, len(params), rows):
+            part = slice(first, first + rows)
+            drawn = rows_of(params[part], device, positions[part]).draw(logits[part])
+            same_bits(drawn, wanted[part])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,6 +61,26 @@ inline void wait_for_previous_kernel() {
   emulator::wait_for_previous_kernel();
 }
 
+// Blocks are alone here.
+inline unsigned blocks_of_cluster() {
+  return 1;
+}
+inline unsigned rank_in_cluster() {
+  return 0;
+}
+inline void sync_cluster() {
+  std::abort();
+}
+inline void store_in_block(unsigned, void*, const uint4&) {
+  std::abort();
+}
+inline void store_in_block(unsigned, void*, unsigned long long) {
+  std::abort();
+}
+inline unsigned load_from_block(unsigned, const unsigned*) {
+  std::abort();
+}
+
 inline void forget_derived(uint4&) {}
 
 }  // namespace cuda
