@@ -114,8 +114,9 @@ def test_the_prompt_alone_may_be_kept() -> None:
     assert text(talk.run(b"", 3, state="doc")) == b"fgh"
 
 
-def test_a_cut_answer_is_rebuilt() -> None:
-    talk = Talk(most_steps=4)
+@pytest.mark.parametrize("options", [{}, {"most_steps": 4}, {"most_steps": 4, "overlaps": True}])
+def test_a_cut_answer_is_rebuilt(options: dict[str, Any]) -> None:
+    talk = Talk(**options)
     id = talk.submit(b"abc", 50, keep=Keep(id="s"))
     for _ in range(6):
         talk.step()
