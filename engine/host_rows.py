@@ -7,7 +7,7 @@ are gathered on the device first, so that the next round may write to where they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class HostRows:
         assert self._saved is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for state, row in zip(states, rows, strict=True):
-                self._row(row).copy_(state, non_blocking=True)
+            for first, there in self._runs(rows):
+                there.copy_(states[first : first + len(there)], non_blocking=True)
             self._saved.record(self._stream)
         states.record_stream(self._stream)
 
@@ -49,8 +49,8 @@ class HostRows:
         states = torch.empty(len(rows), self._width, device=self._device)
         if self._saved is not None:
             torch.cuda.current_stream(self._device).wait_event(self._saved)
-        for state, row in zip(states, rows, strict=True):
-            state.copy_(self._row(row), non_blocking=True)
+        for first, there in self._runs(rows):
+            states[first : first + len(there)].copy_(there, non_blocking=True)
         if self._loaded is not None:
             self._loaded.record(torch.cuda.current_stream(self._device))
         return states
@@ -68,7 +68,22 @@ class HostRows:
             self._saved.synchronize()
         return self._row(row)
 
+    def _runs(self, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Neighbours in memory together: index of the first, [n, width]."""
+        first = 0
+        while first < len(rows):
+            end = first + 1
+            slab, index = self._slab(rows[first])
+            while end < len(rows) and rows[end] == rows[end - 1] + 1 and rows[end] % self._per_slab:
+                end += 1
+            yield first, slab[index : index + end - first]
+            first = end
+
     def _row(self, row: int) -> Tensor:
+        slab, index = self._slab(row)
+        return slab[index]
+
+    def _slab(self, row: int) -> tuple[Tensor, int]:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of {self.rows} in main memory")
         number, index = divmod(row, self._per_slab)
@@ -77,4 +92,4 @@ class HostRows:
             slab = self._slabs[number] = torch.empty(
                 self._per_slab, self._width, pin_memory=self._stream is not None
             )
-        return slab[index]
+        return slab, index

@@ -29,23 +29,22 @@ class Places:
         self._host = HostRows(host_rows, pool.width + vocab_size, pool.device)
 
     def carry_out(self, moves: Sequence[Copy | Put]) -> None:
-        """One after the other, as far as one could tell."""
-        together: list[Copy] = []
-        targets: set[int] = set()
-        kind = None
+        """One after the other, as far as one could tell: copies of a kind that do not touch each
+        other's rows are made at once."""
+        together = _Levels()
         for move in moves:
-            if isinstance(move, Put):
-                self._copy(together)
-                self._put(move)
-                together, targets = [], set()
+            if isinstance(move, Copy):
+                together.add(move)
                 continue
-            this = move.source == INITIAL, move.source < 0, move.target < 0
-            if this != kind or move.source in targets or move.target in targets:
-                self._copy(together)
-                together, targets, kind = [], set(), this
-            together.append(move)
-            targets.add(move.target)
-        self._copy(together)
+            self._copy_all(together)
+            together = _Levels()
+            self._put(move)
+        self._copy_all(together)
+
+    def _copy_all(self, levels: _Levels) -> None:
+        for level in levels.levels:
+            for copies in level.values():
+                self._copy(copies)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Puts the state that each starts from in its slot."""
@@ -68,21 +67,24 @@ class Places:
             found[upload(on_host, torch.int64, self._device)] = states[:, self._pool.width :]
         return found
 
-    def keep(self, copies: Sequence[Copy], logits: dict[int, Tensor]) -> None:
-        """Snapshots after a step; `logits` [vocab] by the keys of the copies that have them."""
+    def keep(self, copies: Sequence[Copy], rows: dict[int, int], logits: Tensor | None) -> None:
+        """Snapshots after a step; `rows` of `logits` [rows, vocab] by the keys of the copies that
+        have them."""
         on_device = [copy for copy in copies if copy.target >= 0]
         self._copy(on_device)
         with_logits = [copy for copy in on_device if copy.key >= 0]
         if with_logits:
-            rows = [copy.target - self._slots for copy in with_logits]
-            values = torch.stack([logits[copy.key] for copy in with_logits])
-            self._logits[upload(rows, torch.int64, self._device)] = values
+            assert logits is not None
+            targets = [copy.target - self._slots for copy in with_logits]
+            index = upload([rows[copy.key] for copy in with_logits], torch.int64, self._device)
+            self._logits[upload(targets, torch.int64, self._device)] = logits[index]
         on_host = [copy for copy in copies if copy.target < 0]
         if on_host:
             states = self._gather([copy.source for copy in on_host])
             for state, copy in zip(states, on_host, strict=True):
                 if copy.key >= 0:
-                    state[self._pool.width :] = logits[copy.key]
+                    assert logits is not None
+                    state[self._pool.width :] = logits[rows[copy.key]]
             self._host.save(states, [~copy.target for copy in on_host])
 
     def export(self, exports: Sequence[Export]) -> dict[int, Tensor]:
@@ -161,6 +163,30 @@ class Places:
             if self._device.type == "cuda":
                 state = state.pin_memory().to(self._device, non_blocking=True)
             self._pool.scatter(state.unsqueeze(0), [move.target])
+
+
+class _Levels:
+    """Copies in groups: what a copy reads or overwrites has been written, or read, by a group of an
+    earlier level. Where rows make room for each other one by one, these are two levels."""
+
+    def __init__(self) -> None:
+        self.levels: list[dict[tuple[bool, bool, bool], list[Copy]]] = []  # by kind
+        self._read: dict[int, int] = {}  # by row: the last level that reads it
+        self._written: dict[int, int] = {}
+
+    def add(self, copy: Copy) -> None:
+        source, target = copy.source, copy.target
+        level = 1 + max(
+            self._written.get(source, -1),
+            self._written.get(target, -1),
+            self._read.get(target, -1),
+        )
+        self._read[source] = max(level, self._read.get(source, -1))
+        self._written[target] = level
+        if level == len(self.levels):
+            self.levels.append({})
+        kind = source == INITIAL, source < 0, target < 0
+        self.levels[level].setdefault(kind, []).append(copy)
 
 
 def exported(states: dict[int, Tensor]) -> dict[int, bytes]:

@@ -11,7 +11,7 @@ running sequence is a msgspec.Struct, which is made several times faster than a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -121,6 +121,13 @@ class Plan:
         keys = [admission.key for admission in self.admit]
         keys += [chunk.key for chunk in self.prefill]
         return keys + [row.key for row in self.decode]
+
+    def keep_alive(self, running: Callable[[int], object | None]) -> None:
+        """Leaves out admissions whose keys are not `running` any more."""
+        dead = {one.key for one in self.admit if running(one.key) is None}
+        if dead:
+            self.admit = [one for one in self.admit if one.key not in dead]
+            self.prefill = [one for one in self.prefill if one.key not in dead]
 
     @property
     def empty(self) -> bool:

@@ -146,7 +146,7 @@ class PrefixCache:
         """A place for the state of a prompt of which `length` tokens, a mark of its reader, are
         read in the plan being made; None where there is no room."""
         kept = Kept(length, logits=length == sequence.prompt_tokens and sequence.samples)
-        if not self._tiers.put(kept):
+        if not self._tiers.put(kept, for_cache=True):
             return None
         self._written.setdefault(sequence.key, {})[length] = self._tiers.hold(kept)
         return kept
@@ -190,7 +190,7 @@ class PrefixCache:
         if known and last.length * ID_BYTES == len(text):
             return
         kept = Kept(len(text) // ID_BYTES)
-        if self._tiers.put(kept):
+        if self._tiers.put(kept, for_cache=True):
             self._tiers.moves.append(Copy(sequence.slot, kept.place))
             before = trie.bytes
             self._set(trie.insert(text, kept.position), self._tiers.hold(kept))

@@ -203,7 +203,7 @@ class Runner:
         hidden, logits, first = self._read(plan)
         if plan.after:
             # The sampler may change the logits.
-            self._places.keep(plan.after, _logits_by_key(plan, logits))
+            self._places.keep(plan.after, _rows_by_key(plan), logits)
         scores = None
         if hidden is not None:
             scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
@@ -366,13 +366,10 @@ def _to_host(logprobs: Logprobs) -> Logprobs:
     return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
 
 
-def _logits_by_key(plan: Plan, logits: Tensor | None) -> dict[int, Tensor]:
-    """logits [rows, vocab] of the chunks with `sample`, of those that are kept."""
-    wanted = {copy.key for copy in plan.after}
+def _rows_by_key(plan: Plan) -> dict[int, int]:
+    """Which row of the logits of a plan's prompts is whose."""
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
-    if logits is None:
-        return {}
-    return {key: row for key, row in zip(keys, logits, strict=True) if key in wanted}
+    return {key: row for row, key in enumerate(keys)}
 
 
 def _sampled_keys(plan: Plan) -> list[int]:

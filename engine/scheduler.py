@@ -160,7 +160,7 @@ class Scheduler(Lives):
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._look_around(now)
         plan, self._prepared = self._prepared, Plan()
-        self._leave_out_the_dead(plan)
+        plan.keep_alive(self._running)
         self._keeper.tiers.begin_plan(one.source for one in plan.admit)
         for heir in self._rebuilding:
             if not heir.over:
@@ -180,11 +180,9 @@ class Scheduler(Lives):
         return plan
 
     def plan_ahead(self, now: float) -> Plan | None:
-        """What follows the one round under way, whatever that brings.
-
-        None when that cannot be said: when it reads prompts, when the host has a part in its draws,
-        when somebody can be admitted after it or nobody may be left.
-        """
+        """What follows the one round under way, whatever that brings; None when that cannot be
+        said: when it reads prompts, when the host has a part in its draws, when somebody can be
+        admitted after it or nobody may be left."""
         self._look_around(now)
         prompts = self._prefilling.values()
         if any(sequence.started_at is not None for sequence in prompts):
@@ -197,8 +195,7 @@ class Scheduler(Lives):
         return plan
 
     def prepare(self, now: float) -> None:
-        """Gives those who wait slots that are free, some at a time, while a round is under way: then
-        the device need not wait for it between two rounds. They belong to the next `plan`."""
+        """While a round is under way: admits some of those who wait, with the next `plan`."""
         self._admit(self._prepared, now, most=PREPARED_AT_ONCE)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
@@ -291,13 +288,6 @@ class Scheduler(Lives):
                 return
             self._finish(sequence, "timeout", now)
 
-    def _leave_out_the_dead(self, prepared: Plan) -> None:
-        """Some may have ended since they were admitted."""
-        alive = {one.key for one in prepared.admit if self._running(one.key) is not None}
-        if len(alive) < len(prepared.admit):
-            prepared.admit = [one for one in prepared.admit if one.key in alive]
-            prepared.prefill = [chunk for chunk in prepared.prefill if chunk.key in alive]
-
     def _admit(self, plan: Plan, now: float, most: int = sys.maxsize) -> None:
         admitted = 0
         while (sequence := self._next()) is not None and self._slots.free and admitted < most:
@@ -346,12 +336,7 @@ class Scheduler(Lives):
         return self._next() is not None and bool(self._slots.free or self._rounds.leaving)
 
     def _read(
-        self,
-        plan: Plan,
-        sequence: Sequence,
-        length: int,
-        now: float,
-        source: int | None = None,
+        self, plan: Plan, sequence: Sequence, length: int, now: float, source: int | None = None
     ) -> None:
         if sequence.started_at is None:
             sequence.started_at = now

@@ -21,6 +21,9 @@ from engine.plan import Copy, Put
 from engine.slots import SlotAllocator
 
 NOWHERE = 2**62  # a place: in no row
+# Of states that only the prefix cache holds, those that a plan moves to main memory at most: under
+# a load of new prompts, of which each leaves two, moving takes longer than what it may save.
+MOST_TO_HOST = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +58,7 @@ class Tiers:
         self._fixed: set[Kept] = set()  # the others in main memory
         self._forget = forget
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
+        self._to_host = 0  # of MOST_TO_HOST, in the plan being made
         self._late: list[int] = []  # those of them that nobody needs after it
         self.moves: list[Copy | Put] = []  # that the next plan has to begin with
         self.evictions: Counter[str] = Counter()
@@ -75,17 +79,19 @@ class Tiers:
     def begin_plan(self, sources: Iterable[int | None] = ()) -> None:
         """What the plan before this one reads and writes is done by the time this one begins, which
         starts with copies of these rows."""
+        self._to_host = 0
         self._busy.clear()
         self._busy.update(row for row in sources if row is not None)
         late, self._late = self._late, []
         for place in late:
             self._give_back(place)
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, kept: Kept, for_cache: bool = False) -> bool:
         """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
-        It stands, for others to be moved, once `stand` says so."""
+        It stands, for others to be moved, once `stand` says so. For the cache alone there may be
+        none at times when many are looked for."""
         place = self._device_row()
-        if place is None:
+        if place is None and not (for_cache and self._device.count and self._enough_on_host()):
             place = self._host_row()
         if place is None:
             return False
@@ -174,7 +180,9 @@ class Tiers:
         for kept in self._on_device:
             if kept.place in self._busy:
                 continue
-            row = self._host_row()
+            row = None
+            if not (kept.only_cached and self._enough_on_host()):
+                row = self._host_row()
             if row is not None:
                 self.evictions["device"] += 1
                 self._move(kept, row)
@@ -188,6 +196,11 @@ class Tiers:
                 continue
             return self._device.take()
         return None
+
+    def _enough_on_host(self) -> bool:
+        """Whether a plan has moved as many as it may; counts the one that is about to be."""
+        self._to_host += 1
+        return self._to_host > MOST_TO_HOST
 
     def _host_row(self) -> int | None:
         if not self._host.count:

@@ -433,12 +433,13 @@ class StateMachine(RuleBasedStateMachine):
         needed = {move.source for move in tiers.moves if isinstance(move, Copy)}
         state = self.runner._pool.state
         assert state.conv is not None
-        for row in (scheduler._slots._free | tiers._device._free) - needed:
-            state.cell[:, row] = state.conv[:, row] = float("nan")
         host = self.runner._places._host
-        for row in tiers._host._free:
-            if ~row not in needed:
-                host._row(row).fill_(float("nan"))
+        with torch.inference_mode():  # as the runner's own tensors were made
+            for row in (scheduler._slots._free | tiers._device._free) - needed:
+                state.cell[:, row] = state.conv[:, row] = float("nan")
+            for row in tiers._host._free:
+                if ~row not in needed:
+                    host._row(row).fill_(float("nan"))
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
