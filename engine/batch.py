@@ -32,7 +32,6 @@ class DecodeBatch:
         self._on_device = {one.key for one in self.sequences}
         self._longest: Sequence | None = None
         self._alive = list(enumerate(self.sequences))  # rows that none has ended, as far as known
-        self._gathering: list[tuple[int, Sequence]] = []  # those which are not streamed
         self._streams: dict[Hashable, tuple[list[int], list[int]]] = {}  # ids and rows, by client
         self._sorted = False
 
@@ -80,7 +79,6 @@ class DecodeBatch:
             sequence.drawn += steps
             sequence.last_token = latest[row]
             sequence.last_token_at = now
-        for row, sequence in self._gathering:
             sequence.tokens.extend(ids[row * steps : (row + 1) * steps])
         for client, (requests, rows) in self._streams.items():
             tokens = _of_rows(drawn.tokens, rows, steps * ID_BYTES)
@@ -100,7 +98,6 @@ class DecodeBatch:
         if self._sorted and len(self._alive) == count:
             return
         self._sorted = True
-        self._gathering = [one for one in self._alive if not one[1].request.stream]
         streams = [one for one in self._alive if one[1].request.stream]
         self._streams = {}
         for client in {sequence.client for _, sequence in streams}:

@@ -5,13 +5,13 @@ leaves goes to the others. Of an owner's sequences the one that was admitted fir
 part, the others the rest, least remaining first; what they leave goes to the first again.
 
 Chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at its
-marks, from which the count begins anew. Where all marks are such multiples too (`whole_chunks`),
-they change nothing of where the scans combine carries.
+marks, from which the count begins anew. Where all marks are such multiples too, they change nothing
+of where the scans combine carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from engine.config import SCAN_CHUNK
 from engine.sequence import Sequence
@@ -85,8 +85,3 @@ class PromptBudget:
             return min(needed, available)
         done = sequence.position - sequence.anchor
         return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)
-
-
-def whole_chunks(marks: Iterable[int]) -> list[int]:
-    """The marks rounded down to multiples of SCAN_CHUNK, rising; none at 0."""
-    return sorted({mark // SCAN_CHUNK * SCAN_CHUNK for mark in marks} - {0})

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,6 +30,7 @@ from engine.errors import (
 from engine.holding import Holding
 from engine.messages import (
     Abort,
+    AskState,
     FinishReason,
     FromEngine,
     LoadFailed,
@@ -38,6 +39,7 @@ from engine.messages import (
     Pong,
     Ready,
     Request,
+    StateReply,
     Stats,
     StepEvents,
 )
@@ -74,6 +76,7 @@ class EngineClient:
         self.queued = Queued()  # those of them that have no slot yet
         self._holding = Holding()
         self._pings: dict[int, asyncio.Future[None]] = {}
+        self._asked: dict[int, asyncio.Future[StateReply]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
         self._settled = asyncio.Event()  # loaded, or known that it never will be
         self._dead = asyncio.Event()
@@ -173,12 +176,45 @@ class EngineClient:
         self._deliveries[request.id] = delivery
         return delivery
 
-    def abort(self, ids: Iterable[int], reason: FinishReason = "abort") -> None:
-        """Ends requests early; their Deliveries still get their `finished`."""
+    def abort(
+        self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
+    ) -> None:
+        """Ends requests early; their Deliveries still get their `finished`. `kept`, in parallel to
+        `ids`, as in Abort; with it, all of `ids` are in flight."""
         mine = [request_id for request_id in ids if request_id in self._deliveries]
         if mine:
             with contextlib.suppress(EngineDead):
-                self._transport.send(Abort(mine, reason))
+                self._transport.send(Abort(mine, reason, list(kept)))
+
+    async def ask_state(
+        self,
+        action: Literal["get", "fork", "delete", "list", "export", "import"],
+        *,
+        timeout: float,
+        **fields: Any,
+    ) -> StateReply:
+        """The answer to an AskState with these fields (`call` is this method's own).
+
+        Raises StateNotFound, StateBusy, StateMismatch, StateMalformed, StateQuota or
+        InvalidRequest as the engine does, EngineLoading or EngineDead where it cannot be asked, and
+        EngineUnavailable after `timeout` seconds.
+        """
+        if self._death is not None:
+            raise EngineDead(self._death.message)
+        if self._state == "loading":
+            raise EngineLoading("the model is still loading")
+        call = next(self._nonces)
+        answer = self._asked[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._transport.send(AskState(call=call, action=action, **fields))
+            reply: StateReply = await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None
+        finally:
+            del self._asked[call]
+        if reply.failed is not None:
+            raise from_failed(reply.failed)
+        return reply
 
     def on_step(self, callback: Callable[[StepEvents], None]) -> None:
         """`callback` is called with every StepEvents, after the Deliveries have it."""
@@ -250,6 +286,10 @@ class EngineClient:
                 answer = self._pings.get(message.nonce)
                 if answer is not None and not answer.done():
                     answer.set_result(None)
+            case StateReply():
+                asked = self._asked.get(message.call)
+                if asked is not None and not asked.done():
+                    asked.set_result(message)
             case Ready():
                 self._info = message.info
                 if self._state == "loading":
@@ -308,7 +348,8 @@ class EngineClient:
         self._holding.clear()
         for delivery in deliveries.values():
             delivery.fail(EngineDead(error.message))
-        for answer in self._pings.values():
+        waiting: list[asyncio.Future[Any]] = [*self._pings.values(), *self._asked.values()]
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(EngineDead(error.message))
         self._dead.set()

@@ -24,6 +24,8 @@ Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 # reading a sequence; prompt chunks that end at such multiples leave every bit as it would be.
 SCAN_CHUNK = 128
 
+MOST_TTL = 1e9  # seconds that a kept state may be asked to stay
+
 QUEUE_PART = 3
 
 
@@ -167,6 +169,13 @@ class ModelConfig:
         return int(self.d_model * self.mlp_ratio)
 
     @property
+    def conv_shape(self) -> tuple[int, int, int] | None:
+        """Of the inputs that a sequence's state holds: layers, taps - 1, d_model."""
+        if not self.conv_kernel:
+            return None
+        return self.n_layers, self.conv_kernel - 1, self.d_model
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's state: fp32, whatever its length."""
         conv = (self.conv_kernel - 1) * self.d_model if self.conv_kernel else 0
@@ -225,7 +234,15 @@ class EngineConfig:
     max_step_tokens: int | None = None  # prompt tokens read in one step
     max_waiting: int = 4096  # waiting requests; one more is refused
     max_waiting_tokens: int = 2**26  # prompt tokens of waiting requests; likewise
-    share_slots: int = 64  # rows of the state pool for shared prefixes
+    share_slots: int = 64  # rows of the state pool, on the device, for cached and kept states
+    # Bytes of main memory for cached and kept states that have no such row; None = a quarter of
+    # what is free, at most 4 GiB. Taken as it is needed.
+    host_state_bytes: int | None = None
+    # Where kept states lie as files too, so that they survive a restart; None = nowhere.
+    state_folder: str | None = None
+    disk_state_bytes: int = 2**36  # that the files there may have; more states are refused
+    state_ttl: float = 86400.0  # seconds after its last use that a kept state is forgotten
+    max_states: int = 2**17  # kept states of one owner; more are refused
     threads: int | None = None  # CPU threads of the engine; None = what the container may use
     cuda_graphs: bool = True
     # A sequence's logits are the same bits in any company and wherever its prompt is split.
@@ -270,6 +287,31 @@ class EngineConfig:
                 value,
                 f"an integer from {least} to {most}",
             )
+        for name, least, most in (
+            ("disk_state_bytes", 0, 2**60),
+            ("host_state_bytes", 0, 2**60),
+            ("max_states", 0, 2**40),
+        ):
+            value = getattr(self, name)
+            _check(
+                (_is_int(value) and least <= value <= most)
+                or (name == "host_state_bytes" and value is None),
+                name,
+                value,
+                f"an integer from {least} to {most}",
+            )
+        _check(
+            _is_number(self.state_ttl) and 0 < self.state_ttl <= MOST_TTL,
+            "state_ttl",
+            self.state_ttl,
+            f"a number of seconds above 0, at most {MOST_TTL:g}",
+        )
+        _check(
+            self.state_folder is None or bool(self.state_folder),
+            "state_folder",
+            self.state_folder,
+            "a folder",
+        )
         for name in ("max_step_tokens", "threads"):
             value = getattr(self, name)
             _check(
@@ -292,3 +334,8 @@ class EngineConfig:
             self.max_step_tokens,
             f"at least {SCAN_CHUNK} with deterministic: prompts are split at its multiples",
         )
+
+
+def host_rows(config: EngineConfig, model: ModelConfig) -> int:
+    """How many states, with the logits after them, `host_state_bytes`, which is chosen, holds."""
+    return (config.host_state_bytes or 0) // (model.state_bytes + 4 * model.vocab_size)

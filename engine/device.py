@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # step do not wait long for their token.
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 
+MOST_HOST_STATE_BYTES = 2**32  # unless more is asked for
+
 _CGROUP = Path("/sys/fs/cgroup")
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # there when NVIDIA's driver runs
 
@@ -45,7 +47,14 @@ def resolve(config: EngineConfig, checkpoint_dtype: str) -> EngineConfig:
         dtype=resolve_dtype(config.dtype, device, checkpoint_dtype),
         max_step_tokens=config.max_step_tokens or STEP_TOKENS[device.type],
         threads=config.threads or usable_cpus(),
+        host_state_bytes=_host_state_bytes(config),
     )
+
+
+def _host_state_bytes(config: EngineConfig) -> int:
+    if config.host_state_bytes is not None:
+        return config.host_state_bytes
+    return min(available_memory(torch.device("cpu")) // 4, MOST_HOST_STATE_BYTES)
 
 
 def resolve_device(name: str) -> torch.device:

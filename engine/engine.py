@@ -16,18 +16,24 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
+from engine.desk import StateDesk
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.grammars import Grammars
-from engine.messages import FinishReason, ModelInfo, Request, StepEvents
+from engine.keeping import Keeper
+from engine.messages import AskState, FinishReason, ModelInfo, Request, StateReply, StepEvents
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler
+from engine.shelf import Shelf
+from engine.snapshot import Shape
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_SECONDS = 0.005  # between looks for messages, while a grammar is all there is to wait for
+# Between looks for messages, while a grammar or a file is all that there is to wait for.
+GRAMMAR_SECONDS = 0.005
 
 
 class PlanRunner(Protocol):
@@ -75,6 +81,20 @@ class Engine:
         self.info = info
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
+        shelf = None if config.state_folder is None else Shelf(Path(config.state_folder))
+        keeper = Keeper(
+            config.share_slots,
+            config.max_slots,
+            (config.host_state_bytes or 0) // (info.state_bytes + 4 * info.vocab_size),
+            shape=Shape(info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape),
+            with_whole_chunks=config.deterministic,
+            ttl=config.state_ttl,
+            most_states=config.max_states,
+            shelf=shelf,
+            disk_bytes=config.disk_state_bytes,
+        )
+        self._keeper = keeper
+        self._desk = StateDesk(keeper)
         self._scheduler = Scheduler(
             vocab_size=info.vocab_size,
             eos_token_id=info.eos_token_id,
@@ -85,8 +105,9 @@ class Engine:
             max_waiting_tokens=config.max_waiting_tokens,
             state_bytes=info.state_bytes,
             most_steps=runner.most_steps,
-            with_whole_chunks=config.deterministic,
             grammars=self._grammars,
+            keeper=keeper,
+            on_loaded=self._desk.loaded,
         )
         self._round: _Round | None = None  # under way
 
@@ -116,10 +137,28 @@ class Engine:
         self._scheduler.reject(client, request, error)
 
     def abort(
-        self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason = "abort"
+        self,
+        client: Hashable,
+        ids: Iterable[int] | None,
+        reason: FinishReason = "abort",
+        kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early (None: all of the client's), with `reason` as their finish_reason."""
-        self._scheduler.abort(client, ids, reason, self._clock())
+        """Ends requests early (None: all of the client's), with `reason` as their finish_reason;
+        `kept` as in Abort."""
+        self._scheduler.abort(client, ids, reason, self._clock(), kept)
+
+    def ask(self, client: Hashable, call: AskState) -> None:
+        """Does what a client asks of kept states; `replies` will have the answer."""
+        self._desk.ask(client, call)
+
+    def replies(self) -> list[tuple[Hashable, StateReply]]:
+        """What there is to answer, and to whom."""
+        replies, self._desk.replies = self._desk.replies, []
+        return replies
+
+    def close(self) -> None:
+        """Returns when what is to lie on disk does; the last call."""
+        self._keeper.traffic.close()
 
     def abort_all(self) -> None:
         """Ends every request early."""
@@ -137,6 +176,8 @@ class Engine:
             self._await_grammar(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
+        if self._runner.overlaps:
+            self._scheduler.prepare(self._clock())
         try:
             result = self._finish(current)
         except Exception as error:
@@ -158,11 +199,16 @@ class Engine:
         return self._scheduler.events()
 
     def _await_grammar(self, take_in: Callable[[], None] | None) -> None:
-        """Gives way to the grammars being compiled, which may be all that there is to do."""
+        """Gives way to the grammars being compiled, or to the files being read, which may be all
+        that there is to do."""
         if self._grammars is not None and self._grammars.pending:
             self._grammars.wait(GRAMMAR_SECONDS)
-            if take_in is not None:
-                take_in()
+        elif self._keeper.traffic.loading:
+            self._keeper.traffic.wait(GRAMMAR_SECONDS)
+        else:
+            return
+        if take_in is not None:
+            take_in()
 
     def _start(self) -> _Round | None:
         plan = self._scheduler.plan(self._clock())

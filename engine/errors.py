@@ -5,6 +5,12 @@
     ├── CheckpointError      a checkpoint that is missing, truncated or contradicts its config
     ├── DeviceError          the device asked for cannot be used; says the mend
     ├── InvalidRequest       one request's parameters are wrong; names the parameter
+    ├── StateError           of a kept state
+    │   ├── StateNotFound    there is none of that id, or it is another owner's
+    │   ├── StateBusy        a request that will take its place is under way
+    │   ├── StateMismatch    a snapshot of another model
+    │   ├── StateMalformed   a snapshot that is none, or is damaged
+    │   └── StateQuota       there is no room for another one
     ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
@@ -64,6 +70,42 @@ class InvalidRequest(EngineError, ValueError):
     """A request's parameter is wrong; `param` names it and the message says what is allowed."""
 
     code = "invalid_request"
+
+
+class StateError(EngineError):
+    """Something about a kept state is wrong; `param` names the field that asked for it."""
+
+    code = "state_error"
+
+
+class StateNotFound(StateError):
+    """No state of this owner has that id: it never had, was deleted, or its time is over."""
+
+    code = "state_not_found"
+
+
+class StateBusy(StateError):
+    """Another request will take this state's place when it ends; one at a time."""
+
+    code = "state_busy"
+
+
+class StateMismatch(StateError):
+    """A snapshot that another model made."""
+
+    code = "state_mismatch"
+
+
+class StateMalformed(StateError, ValueError):
+    """A snapshot that cannot be one of this model's: the message says what is wrong with it."""
+
+    code = "state_malformed"
+
+
+class StateQuota(StateError):
+    """The owner has as many states as it may, or memory for them is used up by others in use."""
+
+    code = "state_quota"
 
 
 class TimedOut(EngineError):

@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.messages import (
     Abort,
+    AskState,
     FinishReason,
     FromEngine,
     Gone,
@@ -27,6 +28,7 @@ from engine.messages import (
     Ready,
     Request,
     Shutdown,
+    StateReply,
     Stats,
     StepEvents,
     ToEngine,
@@ -64,7 +66,16 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     def add(self, client: Hashable, request: Request) -> None: ...
     def reject(self, client: Hashable, request: int, error: EngineError) -> None: ...
-    def abort(self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason) -> None: ...
+    def abort(
+        self,
+        client: Hashable,
+        ids: Iterable[int] | None,
+        reason: FinishReason,
+        kept: Iterable[int] = (),
+    ) -> None: ...
+    def ask(self, client: Hashable, call: AskState) -> None: ...
+    def replies(self) -> list[tuple[Hashable, StateReply]]: ...
+    def close(self) -> None: ...
     def abort_all(self) -> None: ...
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]: ...
 
@@ -93,14 +104,22 @@ class EngineLoop:
                 self._step()
             else:
                 self._take_in(IDLE_SECONDS)
+                self._reply()
             if self._engine.broken:
                 break
         self._engine.abort_all()
         if self._engine.has_work:
             self._step()
+        self._engine.close()
+
+    def _reply(self) -> None:
+        for client, reply in self._engine.replies():
+            if client not in self._gone:
+                self._mailbox.send(client, reply)
 
     def _step(self) -> None:
         told = self._engine.step(self._take_in)
+        self._reply()
         sent = [client for client in told if client not in self._gone]
         for number, client in enumerate(sent):
             events = told[client]
@@ -135,7 +154,9 @@ class EngineLoop:
                 case Request():
                     self._engine.add(client, message)
                 case Abort():
-                    self._engine.abort(client, message.ids, message.reason)
+                    self._engine.abort(client, message.ids, message.reason, message.kept)
+                case AskState():
+                    self._engine.ask(client, message)
                 case Ping():
                     if message.quiet:
                         self._quiet.add(client)

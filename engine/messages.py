@@ -1,9 +1,10 @@
 """What crosses the process boundary: requests in, events out; plain data, encoded by msgspec.
 
-Towards the engine: `Request`, `Abort`, `Ping`, `Gone`, `Shutdown`. From the engine: `Ready` or
-`LoadFailed` once, `Pong`, and one `StepEvents` per round and API process.
+Towards the engine: `Request`, `Abort`, `AskState`, `Ping`, `Gone`, `Shutdown`. From the engine:
+`Ready` or `LoadFailed` once, `Pong`, `StateReply`, and one `StepEvents` per round and API process.
 
-Every request that is submitted ends in exactly one `Finished` or `Failed`.
+Every request that is submitted ends in exactly one `Finished` or `Failed`, and every `AskState`
+has one `StateReply`.
 """
 
 from __future__ import annotations
@@ -77,24 +78,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
 
+class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """That a request's state is to be kept when it ends: exactly after the last kept token.
+
+    Those are the prompt and the answer's delivered tokens, less what an `Abort` says is cut off. A
+    request that fails, or whose client has left (finish_reason "abort"), keeps nothing: what was
+    kept under the id before stays as it was.
+    """
+
+    id: str = ""  # under which it is kept, in place of what was there; "": a new id of the engine's
+    ttl: float | None = None  # seconds after its last use; None: the engine's own
+    export: bool = False  # Finished.snapshot holds it as a file
+    store: bool = True  # False: it is not kept by the engine, only exported
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """One prompt and what to do with it. `id` is unique within its client.
 
-    With `sampling.max_tokens == 0` nothing is generated: the request only scores its prompt.
+    With `sampling.max_tokens == 0` nothing is generated: the request only scores its prompt, or
+    reads it into the state that is to be kept.
     """
 
     id: int
-    prompt: bytes  # pack_ids; at least one token
+    prompt: bytes  # pack_ids; at least one token, unless it goes on from a state
     sampling: SamplingParams = SamplingParams()
     stream: bool = True  # False: tokens are gathered in the engine and come with Finished
     score: bool = False  # report log-probabilities of prompt tokens
     score_from: int = 1  # index of the first prompt token to score, >= 1
     score_top: int = 0  # the k best at each scored position
-    # Prompt lengths after which the state is kept, so that requests which begin with the same
-    # tokens read them once (samples of one prompt, continuations of one context). A request
-    # starts from a kept state of at most len(prompt) - 1 tokens, and score_from - 1 if it scores.
-    share_at: tuple[int, ...] = ()
-    # Whose request it is: kept states serve requests of the same owner alone, and owners have equal
+    # Of a kept state, after which the prompt is read; "": at the beginning of a text.
+    state: str = ""
+    state_optional: bool = False  # where there is no such state, it begins a text
+    keep: Keep | None = None
+    # Prompt lengths at which a state is cached beside those that always are (at the prompt's end,
+    # the answer's end and where the prompt leaves what was read before).
+    cache_points: tuple[int, ...] = ()
+    cache_salt: str = ""  # cached states serve requests of the same owner and salt
+    # Whose request it is: states serve requests of the same owner alone, and owners have equal
     # parts in the queue.
     owner: str = ""
     priority: int = 0  # from LEAST_PRIORITY to MOST_PRIORITY; a lower one has a slot earlier
@@ -114,6 +134,28 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     ids: list[int]
     reason: FinishReason = "abort"
+    # For requests with `keep`, in parallel to `ids`: how many of the answer's tokens stand in the
+    # text that is kept. Empty: all that were delivered.
+    kept: list[int] = []
+
+
+class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Asks something of the kept states of `owner`; `StateReply` of the same `call` answers.
+
+    get: the state `id`, which counts as a use of it. fork: the same state under another id,
+    `target` ("": a new one). delete: forgets `id`. list: up to `limit` states in order of their
+    ids, from the first after `id` on. export: `id` as a file. import: the file `content` under the
+    id `target` ("": a new one).
+    """
+
+    call: int
+    action: Literal["get", "fork", "delete", "list", "export", "import"]
+    owner: str = ""
+    id: str = ""
+    target: str = ""
+    content: bytes = b""
+    limit: int = 100
+    ttl: float | None = None  # of what fork and import keep; None: the engine's own
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -133,7 +175,25 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Ends the engine; what is in flight ends as aborted."""
 
 
-ToEngine = Request | Abort | Ping | Gone | Shutdown
+ToEngine = Request | Abort | AskState | Ping | Gone | Shutdown
+
+
+Tier = Literal["device", "host", "disk"]
+
+
+class StateInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One kept state. Times are seconds since the epoch."""
+
+    id: str
+    owner: str
+    tokens: int  # that it stands after
+    bytes: int  # of the state, wherever it lies
+    tier: Tier
+    fingerprint: str  # of the model that it belongs to
+    created: float
+    expires: float  # unless it is used before
+    recent: list[int] = []  # the last tokens, up to four, whose text may end within a character
+    busy: bool = False  # a request is under way that will take its place
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -172,6 +232,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     timing: Timing = Timing()
     tokens: list[int] = []  # when the request was not streamed
     logprobs: list[TokenLogprobs] = []  # likewise, where asked for
+    state: StateInfo | None = None  # as it was kept
+    snapshot: bytes = b""  # as a file, where asked for
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
@@ -182,6 +244,17 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     message: str
     param: str | None = None
     retry_after: float | None = None
+
+
+class StateReply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The one answer to an `AskState`; where `failed` is set, nothing was done (its `request` is
+    the call)."""
+
+    call: int
+    failed: Failed | None = None
+    states: list[StateInfo] = []  # one, but for delete (none) and list
+    content: bytes = b""  # of export
+    more: bool = False  # of list: there are states after these
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +277,10 @@ class Stats(msgspec.Struct, frozen=True):
     pace: float = 0.0  # mean seconds from one request's leaving the queue to the next's; 0: unknown
     slots_used: int = 0
     slots_total: int = 0
-    state_bytes: int = 0  # held in device memory by sequences and shared prefixes
+    state_bytes: int = 0  # held in device memory by sequences, cached and kept states
+    host_state_bytes: int = 0  # of cached and kept states in main memory
+    disk_state_bytes: int = 0  # of kept states on disk
+    states: int = 0  # kept under an id
     batch_size: int = 0  # sequences in the round
     prefill_tokens: int = 0  # prompt tokens read in the round
     decode_tokens: int = 0  # tokens generated in the round
@@ -212,7 +288,14 @@ class Stats(msgspec.Struct, frozen=True):
     decode_steps: int = 0  # a round may take several, or none
     decode_seconds: float = 0.0  # of one of them
     prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the round
-    prefix_hits_tokens: int = 0  # those of them that a shared state already covered
+    prefix_hits_tokens: int = 0  # those of them that a cached state already covered
+    # Requests admitted in the round by what the cache had for them: hits, and misses by reason:
+    # "new" (nothing of it was known), "unaligned" (known, but not at a place where bits would stay
+    # the same), "unheld" (known, but nothing is held there), "short" (of one token, or all of it is
+    # to be scored).
+    prefix_hits: int = 0
+    prefix_misses: dict[str, int] = {}
+    evictions: dict[str, int] = {}  # states that left a tier in the round, by the tier
 
     def load(self) -> Stats:
         """The load alone, for those who had no part in the round."""
@@ -224,6 +307,9 @@ class Stats(msgspec.Struct, frozen=True):
             slots_used=self.slots_used,
             slots_total=self.slots_total,
             state_bytes=self.state_bytes,
+            host_state_bytes=self.host_state_bytes,
+            disk_state_bytes=self.disk_state_bytes,
+            states=self.states,
         )
 
 
@@ -260,13 +346,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_id: int | None
     parameters: int
-    state_bytes: int  # of one sequence
+    state_bytes: int  # of one sequence: fp32, cell and conv
     slots: int
     device: str  # "cpu", "cuda:0"
     device_name: str
     dtype: str
     quantization: str | None = None  # of the matrices
     deterministic: bool = False  # a sequence's logits do not depend on its company
+    cell_shape: tuple[int, int] = (0, 0)  # of a state: layers, inner
+    conv_shape: tuple[int, int, int] | None = None  # layers, taps - 1, d_model; None without any
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -288,4 +376,4 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     nonce: int
 
 
-FromEngine = Ready | LoadFailed | StepEvents | Pong
+FromEngine = Ready | LoadFailed | StepEvents | Pong | StateReply

@@ -1,16 +1,17 @@
 """Plan: all that one round does, in plain integers.
 
 A round is what the engine asks of the device at once: one step, or several decode steps in a row.
-The runner carries a plan out in this order: `release`, `admit`, then `prefill` and `decode`, then
-`after`. Slots are rows of the state pool; shared prefixes live in rows of the same pool, so
-that forking a state is a copy of one row. What a step has one of per running sequence is a
-msgspec.Struct, which is made several times faster than a frozen dataclass.
+The runner carries a plan out in this order: `release`, `before`, `admit`, then `prefill` and
+`decode`, then `after` and `exports`. Slots are rows of the state pool. Kept states live in further
+rows of the same pool, so that forking a state is a copy of one row, and in rows of main memory: a
+place is a row of the pool, or ~row of main memory, which is negative. What a step has one of per
+running sequence is a msgspec.Struct, which is made several times faster than a frozen dataclass.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,21 +24,48 @@ MOST_STEPS = 32  # of a round
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a slot. `source` is the row to start from, None for the initial state."""
+    """A request takes a slot. `source` is the place to start from, None for the initial state."""
 
     request: Request
     key: int  # the engine's own number for the sequence, unique over all clients
     slot: int
     source: int | None
-    cached_tokens: int  # prompt tokens that `source` has already read
+    cached_tokens: int  # tokens of the text that `source` has already read
+    # What is read, where that is not the request's prompt alone: it begins with the last tokens of
+    # the state that is gone on from, `before` tokens of which `source` has read.
+    text: bytes = b""
+    before: int = 0
+
+
+INITIAL = -(2**62)  # a source: the initial state
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Row `source` of the state pool is copied over row `target`."""
+    """The state at place `source` is copied over that at `target`."""
 
     source: int
     target: int
+    # Of a copy after a step: the sequence whose chunk ends with the logits that are kept with the
+    # state. Copies between the places of kept states take them along; -1: there are none.
+    key: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A state that comes from outside, packed as `Export` gives it, is put at a place."""
+
+    target: int
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The state at a place is fetched: fp32, cell [layers, inner] and then conv [layers, taps - 1,
+    d_model], as bytes."""
+
+    ticket: int
+    source: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +75,12 @@ class PrefillChunk:
     key: int
     slot: int
     start: int  # index in the prompt of the first token
-    tokens: array[int]  # at least one
+    tokens: array[int]  # at least one, but for a chunk with `source`
     # tokens[i]'s successor where it is to be scored, else -1; None when nothing here is scored
     targets: array[int] | None
     score_top: int
     sample: bool  # the chunk ends the prompt and a token is to be drawn after it
+    source: int | None = None  # nothing is read: the logits are those kept at this place
 
 
 class DecodeRow(msgspec.Struct, frozen=True, gc=False):
@@ -78,7 +107,9 @@ class Plan:
     admit: list[Admission] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
-    after: list[Copy] = field(default_factory=list)  # snapshots of shared prefixes
+    before: list[Copy | Put] = field(default_factory=list)  # one after the other
+    after: list[Copy] = field(default_factory=list)  # snapshots; no two to one place
+    exports: list[Export] = field(default_factory=list)
     # Keys that ended since the last plan; after a step that failed some may be unknown.
     release: list[int] = field(default_factory=list)
     plain: bool = False
@@ -91,10 +122,17 @@ class Plan:
         keys += [chunk.key for chunk in self.prefill]
         return keys + [row.key for row in self.decode]
 
+    def keep_alive(self, running: Callable[[int], object | None]) -> None:
+        """Leaves out admissions whose keys are not `running` any more."""
+        dead = {one.key for one in self.admit if running(one.key) is None}
+        if dead:
+            self.admit = [one for one in self.admit if one.key not in dead]
+            self.prefill = [one for one in self.prefill if one.key not in dead]
+
     @property
     def empty(self) -> bool:
-        """No tokens to read; bookkeeping (`release`) may still be there."""
-        return not (self.prefill or self.decode)
+        """Nothing to do; bookkeeping (`release`) may still be there."""
+        return not (self.prefill or self.decode or self.before or self.exports)
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
@@ -138,6 +176,7 @@ class StepResult:
     # Keys whose grammars led to where no token goes on, and why. What was drawn for them means
     # nothing either.
     rejected: dict[int, str] = field(default_factory=dict)
+    exports: dict[int, bytes] = field(default_factory=dict)  # by ticket
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 

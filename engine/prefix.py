@@ -1,132 +1,236 @@
-"""SharedPrefixes: which token prefixes have their state kept, in which row.
+"""PrefixCache: which texts have a state kept, so that what begins with them need not read them.
 
-Requests that begin with the same tokens (samples of one prompt, continuations of one context)
-read them once. The first of them to be admitted is the prefix's reader; the prefix is *pending*
-until the reader has passed it and its state is copied to a row of the pool, from which every
-later sequence starts. Rows are few and reused, least recently used first.
+Every owner and salt has a trie of its own: whether a text has been read before would tell others
+of it. Rows are common to all, and go to whatever was used last.
 
-What an owner's requests have read serves that owner's requests alone: whether a text has been
-read before would tell others of it. Rows are common to all.
+A state is kept
+- at the end of a prompt, with its logits: the same prompt again is not read at all;
+- at the end of an answer, as far as it was read;
+- where a prompt leaves what is known, if that saves LEAST_GAIN tokens: to end a chunk there costs
+  the prompt a step;
+- where its request says so.
 
-A copy out of a row is planned in the step that looks it up, and a step copies out of rows before
-it copies into them, so that a row may be reused at any time.
+The first request that comes to such a place reads up to it, and is its *reader*; who would start
+from there waits for it. Where whole chunks are asked for, states are kept at their multiples and
+at prompts' ends, and from the latter only the very same prompt goes on: every bit is as without a
+cache.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine.messages import ID_BYTES
-from engine.sequence import Prefix, prefixes
-from engine.slots import SlotAllocator
+from engine.config import SCAN_CHUNK
+from engine.messages import ID_BYTES, pack_ids
+from engine.plan import Copy
+from engine.sequence import Sequence
+from engine.tiers import NOWHERE, Kept, Tiers
+from engine.trie import Node, Trie
+
+LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
+
+SPARE_SCOPES = 256  # tries that may be empty
+
+Place = Node[Kept]
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A kept state: the row it lies in and how many tokens it has read."""
+@dataclass(slots=True)
+class Found:
+    """What a prompt may start from, and what it is to leave behind."""
 
-    row: int
-    length: int
+    kept: Kept | None = None
+    length: int = 0  # prompt tokens that `kept` has read; all of them: its logits are used too
+    awaited: Place | None = None  # a longer one is being read just now
+    loading: Kept | None = None  # a file of it is being read
+    marks: list[int] = field(default_factory=list)  # where states should be kept, rising
+    ends: list[int] = field(default_factory=list)  # those of them where a chunk has to end
+    reason: str = ""  # why there is nothing to start from
 
 
-class SharedPrefixes:
-    """Which prefixes are kept, and who reads those that are not yet.
+class PrefixCache:
+    """Keeps states in `tiers`; `most_bytes` bounds what the tries take."""
 
-    A prefix goes through `claim` (pending), `reserve` (a row is chosen, the copy planned) and
-    `keep` (the copy stands); `drop_reader` withdraws all that a reader has not yet kept.
-    """
+    def __init__(self, tiers: Tiers, most_bytes: int, with_whole_chunks: bool = False) -> None:
+        self._tiers = tiers
+        self._most_bytes = most_bytes
+        self._align = SCAN_CHUNK if with_whole_chunks else 1
+        self._tries: dict[tuple[str, str], Trie[Kept]] = {}
+        self._bytes = 0
+        self._scopes = 0  # tries that were not empty when this was last looked at
+        self._claims: dict[int, dict[int, Place]] = {}  # by reader and length
+        self._written: dict[int, dict[int, Kept]] = {}  # likewise: a copy there is planned
 
-    def __init__(self, rows: int, first_row: int) -> None:
-        self._rows = SlotAllocator(rows, first_row)
-        self._kept: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
-        self._lengths: Counter[int] = Counter()  # of the kept prefixes
-        self._reserved: dict[Prefix, int] = {}
-        self._readers: dict[Prefix, int] = {}  # pending prefix -> its reader's key
-        self._claims: dict[int, set[Prefix]] = {}  # reader's key -> its pending prefixes
+    def look(self, sequence: Sequence) -> Found:
+        """What is known of its prompt."""
+        found, request = Found(), sequence.request
+        most, length = sequence.cacheable_tokens, sequence.prompt_tokens
+        if not self._tiers.rows:
+            found.ends = found.marks = self._aligned(request.cache_points)
+            return found
+        trie = self._tries.get((request.owner, request.cache_salt))
+        path, same = ([], 0) if trie is None else trie.walk(sequence.text)
+        known = False
+        for node in path:
+            if node.length > most and not (node.length == length and sequence.resumable):
+                continue
+            if node.length % self._align and node.length != length:
+                known = known or node.value is not None
+                continue
+            if node.value is not None and (node.length < length or node.value.logits):
+                found.kept, found.length = node.value, node.length
+            elif node.reader >= 0 and self._is_worth_it(node, found, sequence):
+                found.awaited = node
+        if found.awaited is not None and found.awaited.length <= found.length:
+            found.awaited = None
+        if found.kept is None:
+            if most == 0 and not sequence.resumable:
+                found.reason = "short"
+            elif known:
+                found.reason = "unaligned"
+            else:
+                found.reason = "unheld" if same else "new"
+        self._mark(found, sequence, same)
+        return found
 
-    @property
-    def rows_used(self) -> int:
-        """Rows that hold a state or are about to."""
-        return self._rows.used
+    def _is_worth_it(self, node: Place, found: Found, sequence: Sequence) -> bool:
+        return (
+            node.length - found.length >= LEAST_GAIN or node.length in sequence.request.cache_points
+        )
 
-    def find(self, prompt: bytes, limit: int, owner: str = "") -> Hit | None:
-        """The longest prefix of `prompt` of at most `limit` tokens that is kept for `owner`."""
-        limit = min(limit, len(prompt) // ID_BYTES)
-        lengths = [length for length in self._lengths if length <= limit]
-        for prefix in reversed(prefixes(prompt, lengths, owner).values()):
-            row = self._kept.get(prefix)
-            if row is not None:
-                self._kept.move_to_end(prefix)
-                return Hit(row, prefix.length)
-        return None
+    def _mark(self, found: Found, sequence: Sequence, same: int) -> None:
+        request, length, align = sequence.request, sequence.prompt_tokens, self._align
+        ends = set(self._aligned(request.cache_points))
+        leaves = same // align * align
+        if leaves < length and leaves - found.length >= LEAST_GAIN:
+            ends.add(leaves)
+        if align > 1:
+            ends.add((length - 1) // align * align)
+        found.ends = sorted(end for end in ends if end > found.length)
+        at_end = [length] if sequence.samples and found.length < length else []
+        found.marks = sorted({*found.ends, *at_end})
 
-    def is_known(self, prefix: Prefix) -> bool:
-        """Whether it is kept or pending, and so needs no further reader."""
-        return prefix in self._kept or prefix in self._readers
+    def _aligned(self, points: tuple[int, ...]) -> list[int]:
+        return sorted({point // self._align * self._align for point in points} - {0})
 
-    def awaited(self, prefixes: dict[int, Prefix], most: int) -> Prefix | None:
-        """The longest of these, shortest first, of up to `most` tokens that a sequence could start
-        from, were it not still being read."""
-        for length, prefix in reversed(prefixes.items()):
-            if length <= most and self.is_pending(prefix):
-                return prefix
-        return None
-
-    def is_pending(self, prefix: Prefix) -> bool:
-        """Whether a running sequence is reading it just now."""
-        return prefix in self._readers
-
-    def claim(self, prefix: Prefix, reader: int) -> None:
-        """Makes `reader` the one that reads a prefix that is not yet known."""
-        if self._rows.count:
-            self._readers[prefix] = reader
-            self._claims.setdefault(reader, set()).add(prefix)
-
-    def reserve(self, prefix: Prefix, reader: int) -> int | None:
-        """A row for the state of a prefix that `reader` claimed, now that it passes it.
-
-        None when the claim is another's, or every row is the target of a copy of this very step.
-        """
-        if self._readers.get(prefix) != reader:
-            return None
-        if self._rows.free == 0:
-            if not self._kept:
-                return None
-            oldest, row = self._kept.popitem(last=False)
-            self._forget_length(oldest)
-            self._rows.give_back(row)
-        self._reserved[prefix] = self._rows.take()
-        return self._reserved[prefix]
-
-    def keep(self, prefix: Prefix, reader: int) -> None:
-        """The reader has passed the prefix: it is kept if it had a row, else no longer pending."""
-        if self._readers.get(prefix) != reader:
+    def claim(self, sequence: Sequence, marks: list[int]) -> None:
+        """It reads up to those of `marks` that nobody has kept or reads to."""
+        if not self._tiers.rows or not marks:
             return
-        self._withdraw(prefix, reader)
-        row = self._reserved.pop(prefix, None)
-        if row is not None:
-            self._kept[prefix] = row
-            self._lengths[prefix.length] += 1
+        scope = sequence.request.owner, sequence.request.cache_salt
+        trie = self._tries.get(scope)
+        if trie is None:
+            trie = self._tries[scope] = Trie()
+        before = trie.bytes
+        mine: dict[int, Place] = {}
+        for mark in marks:
+            node = trie.insert(sequence.text, mark)
+            if node.reader < 0 and (node.value is None or self._lacks_logits(node, sequence)):
+                node.reader = sequence.key
+                mine[mark] = node
+        if mine:
+            self._claims[sequence.key] = mine
+        self._account(trie.bytes - before)
 
-    def drop_reader(self, reader: int) -> set[Prefix]:
-        """The reader has ended. Returns what is no longer pending: another has to read it."""
-        dropped = set(self._claims.get(reader, ()))
-        for prefix in dropped:
-            self._withdraw(prefix, reader)
-            row = self._reserved.pop(prefix, None)
-            if row is not None:
-                self._rows.give_back(row)
-        return dropped
+    def _lacks_logits(self, node: Place, sequence: Sequence) -> bool:
+        return (
+            node.value is not None
+            and not node.value.logits
+            and node.length == sequence.prompt_tokens
+        )
 
-    def _withdraw(self, prefix: Prefix, reader: int) -> None:
-        del self._readers[prefix]
-        claims = self._claims[reader]
-        claims.remove(prefix)
-        if not claims:
-            del self._claims[reader]
+    def claimed(self, key: int, length: int) -> bool:
+        """Whether the sequence is the reader of this place."""
+        return length in self._claims.get(key, ())
 
-    def _forget_length(self, prefix: Prefix) -> None:
-        self._lengths[prefix.length] -= 1
-        if not self._lengths[prefix.length]:
-            del self._lengths[prefix.length]
+    def reserve(self, sequence: Sequence, length: int) -> Kept | None:
+        """A place for the state of a prompt of which `length` tokens, a mark of its reader, are
+        read in the plan being made; None where there is no room."""
+        kept = Kept(length, logits=length == sequence.prompt_tokens and sequence.samples)
+        if not self._tiers.put(kept, for_cache=True):
+            return None
+        self._written.setdefault(sequence.key, {})[length] = self._tiers.hold(kept)
+        return kept
+
+    def landed(self, key: int, length: int) -> Place | None:
+        """The reader has passed a mark: what was planned to be kept stands. Returns the place,
+        for which others may wait."""
+        node = self._claims.get(key, {}).pop(length, None)
+        if node is None:
+            return None
+        node.reader = -1
+        kept = self._written.get(key, {}).pop(length, None)
+        if kept is not None:
+            self._set(node, kept)
+        else:
+            self._tidy(node)
+        if not self._claims[key]:
+            self._drop(key)
+        return node
+
+    def leave(self, key: int) -> list[Place]:
+        """The sequence has ended: the places that it does not read any more."""
+        nodes = list(self._claims.get(key, {}).values())
+        self._drop(key)
+        for node in nodes:
+            node.reader = -1
+            self._tidy(node)
+        return nodes
+
+    def keep_answer(self, sequence: Sequence, read: int) -> None:
+        """Keeps the state of a sequence that ends, whose slot's has read its text and `read` tokens
+        of its answer."""
+        if self._align > 1 or read <= 0 or not self._tiers.rows:
+            return
+        text = sequence.text + pack_ids(sequence.tokens[:read])
+        scope = sequence.request.owner, sequence.request.cache_salt
+        trie = self._tries.setdefault(scope, Trie())
+        path, _ = trie.walk(text)
+        last = path[-1] if path else trie.root
+        known = last.value is not None or last.reader >= 0
+        if known and last.length * ID_BYTES == len(text):
+            return
+        kept = Kept(len(text) // ID_BYTES)
+        if self._tiers.put(kept, for_cache=True):
+            self._tiers.moves.append(Copy(sequence.slot, kept.place))
+            before = trie.bytes
+            self._set(trie.insert(text, kept.position), self._tiers.hold(kept))
+            self._account(trie.bytes - before)
+
+    def forget(self, kept: Kept) -> None:
+        """Keeps a state no more."""
+        node: Place | None = kept.node
+        if node is None:
+            return
+        node.value = kept.node = None
+        self._tiers.release(kept)
+        self._tidy(node)
+
+    def _set(self, node: Place, kept: Kept) -> None:
+        if node.value is not None:
+            old, node.value = node.value, None
+            old.node = None
+            self._tiers.release(old)
+        node.value, kept.node = kept, node
+        if kept.place == NOWHERE:  # lost with the round that was to write it
+            self.forget(kept)
+        else:
+            self._tiers.stand(kept)
+
+    def _drop(self, key: int) -> None:
+        self._claims.pop(key, None)
+        for kept in self._written.pop(key, {}).values():
+            self._tiers.release(kept)
+
+    def _tidy(self, node: Place) -> None:
+        trie: Trie[Kept] = node.trie
+        before = trie.bytes
+        trie.tidy(node)
+        self._bytes += trie.bytes - before
+
+    def _account(self, more: int) -> None:
+        self._bytes += more
+        while self._bytes > self._most_bytes and self._tiers.make_room():
+            pass
+        if len(self._tries) > 2 * self._scopes + SPARE_SCOPES:
+            self._tries = {scope: trie for scope, trie in self._tries.items() if not trie.empty}
+            self._scopes = len(self._tries)

@@ -129,6 +129,8 @@ class Rounds:
             prefill_seconds=result.prefill_seconds,
             decode_steps=plan.steps if plan.decode else 0,
             decode_seconds=result.decode_seconds / plan.steps,
-            prefix_queries_tokens=sum(admission.request.prompt_tokens for admission in plan.admit),
-            prefix_hits_tokens=sum(admission.cached_tokens for admission in plan.admit),
+            prefix_queries_tokens=sum(
+                one.request.prompt_tokens for one in plan.admit if not one.text
+            ),
+            prefix_hits_tokens=sum(one.cached_tokens for one in plan.admit),
         )

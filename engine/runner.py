@@ -19,13 +19,14 @@ from torch import Tensor
 
 from engine import checkpoint, device, distribution
 from engine.columns import Parameters
-from engine.config import DtypeName, EngineConfig
+from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
 from engine.grammars import Grammars
 from engine.graphs import buckets
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
+from engine.places import Places, exported
 from engine.plan import (
     MOST_STEPS,
     Admission,
@@ -51,6 +52,7 @@ class _Results(NamedTuple):
     draws: Draws | None
     first: Tensor | None  # drawn on the device for the chunks with `sample`: PromptStep's `drawn`
     scores: Logprobs | None
+    exports: dict[int, Tensor]  # by ticket
 
 
 class Pending(NamedTuple):
@@ -97,6 +99,12 @@ class Runner:
             self._device,
             self._model.initial_state_rows(),
         )
+        self._places = Places(
+            self._pool,
+            self.config.max_slots,
+            host_rows(self.config, self.model_config),
+            self.model_config.vocab_size,
+        )
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
         self._sampler = Sampler(vocab_size, eos_token_id, self._device)
         self.grammars = Grammars(folder, vocab_size)
@@ -130,6 +138,8 @@ class Runner:
             dtype=self.config.dtype,
             quantization=self.model_config.quantization,
             deterministic=self.config.deterministic,
+            cell_shape=(self.model_config.n_layers, self.model_config.inner),
+            conv_shape=self.model_config.conv_shape,
         )
 
     @torch.inference_mode()
@@ -187,9 +197,13 @@ class Runner:
         for key in plan.release:
             self._sampler.release(key)
             self._constraints.release(key)
+        self._places.carry_out(plan.before)
         self._admit(plan.admit)
         begin = _Mark(self._device)
         hidden, logits, first = self._read(plan)
+        if plan.after:
+            # The sampler may change the logits.
+            self._places.keep(plan.after, _rows_by_key(plan), logits)
         scores = None
         if hidden is not None:
             scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
@@ -206,14 +220,14 @@ class Runner:
         else:
             middle = _Mark(self._device)
             draws = self._draw(plan, logits)
-        self._pool.copy([copy.source for copy in plan.after], [copy.target for copy in plan.after])
         end = _Mark(self._device)
-        results = self._fetch(_Results(draws, first, scores))
+        exports = self._places.export(plan.exports)
+        results = self._fetch(_Results(draws, first, scores, exports))
         return Pending(plan, results, round, begin, middle, end, _Mark(self._device))
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
-        plan, (draws, first, scores), round, begin, middle, end, done = pending
+        plan, (draws, first, scores, exports), round, begin, middle, end, done = pending
         done.wait()
         if first is not None:
             draws = Draws(first, first >= 0, None)
@@ -227,6 +241,7 @@ class Runner:
             drawn=drawn,
             scored=scored,
             non_finite=_non_finite(plan, draws, scored) + spoiled,
+            exports=exported(exports),
             prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
             decode_seconds=middle.seconds_until(end) if plan.decode else 0.0,
         )
@@ -237,18 +252,24 @@ class Runner:
                 self._sampler.admit(admission.key, admission.request)
                 self._constraints.admit(admission.key, admission.request.sampling)
         self._parameters.admit(admissions)
-        self._pool.reset([one.slot for one in admissions if one.source is None])
-        forked = [(one.source, one.slot) for one in admissions if one.source is not None]
-        self._pool.copy([source for source, _ in forked], [slot for _, slot in forked])
+        self._places.admit(admissions)
 
     def _read(self, plan: Plan) -> Read:
-        """Reads every chunk; the device draws for them where the host has no part in it."""
-        if not plan.prefill:
-            return Read(None, None, None)
-        slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
-        # In a plan that is not plain, chunks and rows go through the sampler together.
-        alone = plan.plain or not plan.decode
-        return self._prompts(plan.prefill, draw=alone and self._parameters.all_plain(slots))
+        """Reads every chunk; the device draws for them where the host has no part in it. Logits of
+        chunks that were read before come first."""
+        known = self._places.logits_at(plan.prefill)
+        reading = [chunk for chunk in plan.prefill if chunk.source is None]
+        if not reading:
+            return Read(None, known, None)
+        slots = [chunk.slot for chunk in reading if chunk.sample]
+        # In a plan that is not plain, chunks and rows go through the sampler together; so do those
+        # that are read and those that need not be.
+        alone = (plan.plain or not plan.decode) and known is None
+        read = self._prompts(reading, draw=alone and self._parameters.all_plain(slots))
+        if known is None:
+            return read
+        logits = known if read.logits is None else torch.cat([known, read.logits])
+        return Read(read.hidden, logits, None)
 
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         return self._model.step(tokens, self._pool.state, slots)
@@ -287,7 +308,7 @@ class Runner:
         """The results in host memory, once the device is done."""
         if self._device.type == "cpu":
             return results
-        draws, first, scores = results
+        draws, first, scores, exports = results
         if draws is not None:
             logprobs = None if draws.logprobs is None else _to_host(draws.logprobs)
             tokens = draws.tokens.to("cpu", non_blocking=True)
@@ -296,7 +317,7 @@ class Runner:
             scores = _to_host(scores)
         if first is not None:
             first = first.to("cpu", non_blocking=True)
-        return _Results(draws, first, scores)
+        return _Results(draws, first, scores, exports)
 
     def _sampled(self, plan: Plan, draws: Draws | None) -> list[Sampled]:
         if draws is None:
@@ -343,6 +364,12 @@ class _Mark:
 
 def _to_host(logprobs: Logprobs) -> Logprobs:
     return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
+
+
+def _rows_by_key(plan: Plan) -> dict[int, int]:
+    """Which row of the logits of a plan's prompts is whose."""
+    keys = [chunk.key for chunk in plan.prefill if chunk.sample]
+    return {key: row for row, key in enumerate(keys)}
 
 
 def _sampled_keys(plan: Plan) -> list[int]:

@@ -6,8 +6,8 @@ request is admitted as soon as a slot is free, in the order that `waiting` decid
 is being read and every request is plain (`Plan`), a round takes several decode steps, and the next
 one can be planned before its results are known.
 
-Prompt chunks (`budget`) end at the request's share_at marks, kept or not, so that a sequence
-computes the same bits on a hit as on a miss; with whole chunks, no mark changes a bit of any.
+Prompt chunks (`budget`) end where states are to be kept (`keeping`); with whole chunks, that
+changes no bit.
 """
 
 from __future__ import annotations
@@ -15,28 +15,38 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import msgspec
 
-from engine.budget import PromptBudget, whole_chunks
+from engine.budget import PromptBudget
 from engine.errors import EngineError
 from engine.grammars import Grammars
-from engine.messages import FinishReason, Request, Run, Scores, Stats, StepEvents, pack_ids
-from engine.outbox import Outbox
-from engine.plan import Admission, Copy, Plan, PrefillChunk, Sampled, StepResult
-from engine.prefix import SharedPrefixes
-from engine.ranking import Ranking
+from engine.keeping import Keeper
+from engine.lives import Lives
+from engine.messages import (
+    FinishReason,
+    Request,
+    Run,
+    Scores,
+    Stats,
+    StepEvents,
+    pack_ids,
+    unpack_ids,
+)
+from engine.plan import Plan, PrefillChunk, Sampled, StepResult
 from engine.rounds import Rounds
 from engine.sequence import Sequence
-from engine.slots import SlotAllocator
+from engine.tiers import Kept
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
 
+PREPARED_AT_ONCE = 32  # requests admitted while a round is under way: about half a millisecond
 
-class Scheduler:
+
+class Scheduler(Lives):
     """Turns requests into plans and step results into events.
 
     Call `plan`, carry it out, then `commit` (or `fail`, when that raised); `add` and `abort` may
@@ -61,32 +71,29 @@ class Scheduler:
         most_steps: int = 1,
         with_whole_chunks: bool = False,
         grammars: Grammars | None = None,
+        keeper: Keeper | None = None,
+        on_loaded: Callable[[Kept], None] = lambda kept: None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._budget = PromptBudget(max_step_tokens)
         self._state_bytes = state_bytes
-        self._with_whole_chunks = with_whole_chunks
         self._grammars = grammars or Grammars(None)
-        self._slots = SlotAllocator(slots)
-        self._prefixes = SharedPrefixes(share_slots, first_row=slots)
-        self._waiting = WaitingQueue(max_waiting, max_waiting_tokens)
-        self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
-        self._rounds = Rounds(most_steps)  # the others that run
-        self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
-        self._released: list[int] = []  # keys to be released with the next plan
+        keeper = keeper or Keeper(share_slots, slots, with_whole_chunks=with_whole_chunks)
+        super().__init__(
+            keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
+        )
+        self._on_loaded = on_loaded
+        self._prepared = Plan()  # what the next plan begins with
         self._refusal: EngineError | None = None  # of everything new
-        self._deadlines: Ranking[Sequence] = Ranking()
-        self._next_key = 0
         self._now = 0.0  # of the latest round's end
-        self._outbox = Outbox()
         self._awaiting: set[Hashable] = set()  # clients: that slots are free that were not
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
 
     @property
     def has_work(self) -> bool:
         """There is something to run or to report."""
-        return bool(self._clients or self._outbox)
+        return bool(self._clients or self._outbox or self._keeper.traffic.busy)
 
     # Requests in.
 
@@ -96,14 +103,13 @@ class Scheduler:
         if request.id in mine:
             log.warning("request id %d is in flight already; ignored", request.id)
             return
+        sequence = Sequence(self._next_key, client, request, self._eos_token_id, now)
         try:
             self._check(request, now)
+            self._keeper.accept(sequence)
         except EngineError as error:
             self.reject(client, request.id, error)
             return
-        sequence = Sequence(self._next_key, client, request, self._eos_token_id, now)
-        if self._with_whole_chunks:
-            sequence.marks = whole_chunks(sequence.marks)
         self._next_key += 1
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
@@ -115,12 +121,19 @@ class Scheduler:
         self._outbox.failed(client, request_id, error)
 
     def abort(
-        self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason, now: float
+        self,
+        client: Hashable,
+        ids: Iterable[int] | None,
+        reason: FinishReason,
+        now: float,
+        kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early (None: all of the client's), ignoring those ended or unknown."""
+        """Ends requests early (None: all of the client's), ignoring those ended or unknown; `kept`
+        as in Abort."""
+        lengths = iter(kept)
         for request_id in list(self._clients.get(client, ()) if ids is None else ids):
-            sequence = self._clients.get(client, {}).get(request_id)
-            if sequence is not None:
+            sequence, length = self._clients.get(client, {}).get(request_id), next(lengths, None)
+            if sequence is not None and self._keeper.may_end(sequence, reason, length):
                 self._finish(sequence, reason, now)
 
     def abort_all(self, now: float) -> None:
@@ -146,34 +159,50 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._look_around(now)
-        plan = Plan()
+        plan, self._prepared = self._prepared, Plan()
+        plan.keep_alive(self._running)
+        self._keeper.tiers.begin_plan(one.source for one in plan.admit)
+        for heir in self._rebuilding:
+            if not heir.over:
+                self._keeper.readmit(plan, heir)
+        self._rebuilding = []
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
         self._rounds.plan(plan, reading=bool(self._prefilling))
-        for sequence, length in self._budget.share(self._prefilling.values()):
+        reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
+        for sequence, length in self._budget.share(reading):
             self._read(plan, sequence, length, now)
+        if not plan.empty or self._keeper.traffic.fetching:
+            self._keeper.traffic.take_moves(plan)
         if not plan.empty:
             plan.release, self._released = self._released, []
             self._rounds.start(plan)
         return plan
 
     def plan_ahead(self, now: float) -> Plan | None:
-        """What follows the one round under way, whatever that brings.
-
-        None when that cannot be said: when it reads prompts, when the host has a part in its draws,
-        when somebody can be admitted after it or nobody may be left.
-        """
+        """What follows the one round under way, whatever that brings; None when that cannot be
+        said: when it reads prompts, when the host has a part in its draws, when somebody can be
+        admitted after it or nobody may be left."""
         self._look_around(now)
-        if self._prefilling or (self._can_admit() and not self._rounds.patient):
+        prompts = self._prefilling.values()
+        if any(sequence.started_at is not None for sequence in prompts):
+            return None
+        if not self._rounds.patient and (prompts or self._can_admit()):
             return None
         plan = self._rounds.plan_ahead()
         if plan is not None:
             self._rounds.start(plan)
         return plan
 
+    def prepare(self, now: float) -> None:
+        """While a round is under way: admits some of those who wait, with the next `plan`."""
+        self._admit(self._prepared, now, most=PREPARED_AT_ONCE)
+
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
         self._now = now
+        for ticket, state in result.exports.items():
+            self._keeper.traffic.arrived(ticket, state)
         batch, decoding = self._rounds.land(plan), len(self._rounds.sequences)
         if batch is not None and result.drawn is not None:
             batch.note_ended(result.drawn)
@@ -184,7 +213,8 @@ class Scheduler:
         for scored in result.scored:
             sequence = self._running(scored.key)
             if sequence is not None:
-                scores = Scores(sequence.request.id, scored.start, scored.tokens)
+                start = scored.start - sequence.lead
+                scores = Scores(sequence.request.id, start, scored.tokens)
                 self._outbox.scores(sequence.client, scores)
         for chunk in plan.prefill:
             sequence = self._running(chunk.key)
@@ -212,6 +242,7 @@ class Scheduler:
         So must every plan under way after it.
         """
         self._rounds.land(plan)
+        self._keeper.fail(plan)
         for key in plan.participants():
             sequence = self._running(key)
             if sequence is not None:
@@ -235,7 +266,8 @@ class Scheduler:
             pace=self._waiting.pace(self._now),
             slots_used=self._slots.used,
             slots_total=self._slots.count,
-            state_bytes=(self._slots.used + self._prefixes.rows_used) * self._state_bytes,
+            state_bytes=(self._slots.used + self._keeper.tiers.device_used) * self._state_bytes,
+            **self._keeper.stats(),
         )
         self._step = Stats()
         events = self._outbox.take(stats, self._clients.keys() | self._awaiting)
@@ -245,37 +277,45 @@ class Scheduler:
     # Planning.
 
     def _look_around(self, now: float) -> None:
-        """Whose grammar is compiled by now, and whose time is over?"""
+        """Whose grammar is compiled and whose state is read by now, and whose time is over?"""
         for grammar in self._grammars.collect():
             self._waiting.resume(grammar)
+        for kept in self._keeper.collect():
+            self._waiting.resume(kept)
+            self._on_loaded(kept)
         while (sequence := self._deadlines.first()) is not None:
             if sequence.deadline is None or sequence.deadline > now:
                 return
             self._finish(sequence, "timeout", now)
 
-    def _admit(self, plan: Plan, now: float) -> None:
-        while (sequence := self._next()) is not None and self._slots.free:
-            request = sequence.request
-            hit = self._prefixes.find(request.prompt, sequence.cacheable_tokens, request.owner)
-            cached = 0 if hit is None else hit.length
-            marks = [mark for mark in sequence.marks if mark > cached]
-            prefixes = {mark: sequence.prefix(mark) for mark in marks}
-            awaited = self._prefixes.awaited(prefixes, sequence.cacheable_tokens)
+    def _admit(self, plan: Plan, now: float, most: int = sys.maxsize) -> None:
+        admitted = 0
+        while (sequence := self._next()) is not None and self._slots.free and admitted < most:
+            if plan is self._prepared and sequence.begins_drawn:
+                break  # it would be in a batch before the plan that admits it
+            try:
+                found = self._keeper.find(sequence)
+            except EngineError as error:
+                self._fail(sequence, error)
+                continue
+            awaited = found.awaited or found.loading
             if awaited is not None:
                 self._waiting.hold(sequence, awaited)
                 continue
-            self._waiting.depart(sequence, sequence.unspent - cached)
-            self._outbox.started(sequence.client, request.id)
-            for prefix in prefixes.values():
-                if not self._prefixes.is_known(prefix):
-                    self._prefixes.claim(prefix, sequence.key)
-            sequence.marks = marks
-            sequence.cached_tokens = sequence.position = sequence.anchor = cached
+            self._waiting.depart(sequence, sequence.unspent - found.length)
+            self._outbox.started(sequence.client, sequence.request.id)
             sequence.slot = self._slots.take()
+            self._keeper.admit(plan, sequence, found)
+            admitted += 1
+            if sequence.begins_drawn:
+                sequence.started_at, sequence.position = now, sequence.prompt_tokens
+                (sequence.last_token,) = unpack_ids(sequence.text)
+                self._rounds.add(sequence)
+                continue
             self._prefilling[sequence.key] = sequence
-            source = None if hit is None else hit.row
-            plan.admit.append(Admission(request, sequence.key, sequence.slot, source, cached))
-        self._waiting.note_admitted(len(plan.admit), now)
+            if not sequence.remaining:
+                self._read(plan, sequence, 0, now, plan.admit[-1].source)
+        self._waiting.note_admitted(admitted, now)
 
     def _next(self) -> Sequence | None:
         """The first that waits and whose grammar is compiled; has those before it compiled, while
@@ -295,7 +335,9 @@ class Scheduler:
         """Whether somebody waits for nothing but the end of a round."""
         return self._next() is not None and bool(self._slots.free or self._rounds.leaving)
 
-    def _read(self, plan: Plan, sequence: Sequence, length: int, now: float) -> None:
+    def _read(
+        self, plan: Plan, sequence: Sequence, length: int, now: float, source: int | None = None
+    ) -> None:
         if sequence.started_at is None:
             sequence.started_at = now
         start, stop = sequence.position, sequence.position + length
@@ -307,32 +349,24 @@ class Scheduler:
                 tokens=sequence.prompt_slice(start, stop),
                 targets=sequence.targets(start, stop),
                 score_top=sequence.request.score_top,
-                sample=stop == sequence.prompt_tokens and sequence.max_tokens > 0,
+                sample=stop == sequence.prompt_tokens and sequence.samples,
+                source=source,
             )
         )
-        if stop in sequence.marks:
-            row = self._prefixes.reserve(sequence.prefix(stop), sequence.key)
-            if row is not None:
-                plan.after.append(Copy(sequence.slot, row))
+        self._keeper.passes(plan, sequence, stop)
 
     # Committing.
-
-    def _running(self, key: int) -> Sequence | None:
-        return self._rounds.sequences.get(key) or self._prefilling.get(key)
-
-    def _in_flight(self) -> list[Sequence]:
-        return [sequence for mine in self._clients.values() for sequence in mine.values()]
 
     def _advance(self, sequence: Sequence, position: int, now: float) -> None:
         sequence.position = position
         if position in sequence.marks:
             sequence.anchor = position
-            prefix = sequence.prefix(position)
-            self._prefixes.keep(prefix, sequence.key)
-            self._waiting.resume(prefix)
+        place = self._keeper.landed(sequence, position)
+        if place is not None:
+            self._waiting.resume(place)
         if position == sequence.prompt_tokens:
             if sequence.max_tokens == 0:
-                self._finish(sequence, "length", now)
+                self._finish(sequence, "length", now, read=0)
             else:
                 del self._prefilling[sequence.key]
                 self._rounds.add(sequence)
@@ -341,7 +375,7 @@ class Scheduler:
         """Delivers a drawn token; returns how many tokens that were, 0 or 1."""
         verdict = sequence.verdict(sampled.token)
         if verdict == "stop":
-            self._finish(sequence, "stop", now)
+            self._finish(sequence, "stop", now, read=sequence.drawn)
             return 0
         sequence.append(sampled.token, sampled.logprobs, now)
         request = sequence.request
@@ -350,7 +384,7 @@ class Scheduler:
         if sampled.complete:
             verdict = "stop"
         if verdict is not None:
-            self._finish(sequence, verdict, now)
+            self._finish(sequence, verdict, now, read=sequence.drawn - 1)
         return 1
 
     def _take_last(self, sequence: Sequence, ids: array[int], now: float) -> int:
@@ -360,40 +394,6 @@ class Scheduler:
         if request.stream and taken:
             self._outbox.run(sequence.client, Run([request.id], taken, pack_ids(ids[:taken])))
         if verdict is not None:
-            self._finish(sequence, verdict, now)
+            read = sequence.drawn - (verdict == "length")
+            self._finish(sequence, verdict, now, read)
         return taken
-
-    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        self._end(sequence)
-        self._outbox.finished(sequence.client, sequence.finished(reason, now))
-
-    def _fail(self, sequence: Sequence, error: EngineError) -> None:
-        self._end(sequence)
-        self._outbox.failed(sequence.client, sequence.request.id, error)
-
-    def _end(self, sequence: Sequence) -> None:
-        sequence.over = True
-        self._deadlines.discard(sequence)
-        mine = self._clients[sequence.client]
-        del mine[sequence.request.id]
-        if not mine:
-            del self._clients[sequence.client]
-        if sequence.slot < 0:
-            self._waiting.remove(sequence)
-            return
-        self._waiting.give_back(sequence, sequence.unspent)
-        self._prefilling.pop(sequence.key, None)
-        for prefix in self._prefixes.drop_reader(sequence.key):
-            self._waiting.resume(prefix)
-        if self._rounds.remove(sequence):
-            self._vacate(sequence)
-        else:
-            self._settle()
-
-    def _settle(self) -> None:
-        for sequence in self._rounds.settled():
-            self._vacate(sequence)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        self._slots.give_back(sequence.slot)
-        self._released.append(sequence.key)

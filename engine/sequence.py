@@ -7,9 +7,8 @@ is neither delivered nor counted, so that completion_tokens is the number of del
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
-from hashlib import blake2b
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 from engine.messages import (
     ID_BYTES,
@@ -17,34 +16,17 @@ from engine.messages import (
     FinishReason,
     Request,
     SamplingParams,
+    StateInfo,
     Timing,
     TokenLogprobs,
     unpack_ids,
 )
 
-MOST_OWNER_BYTES = blake2b.MAX_KEY_SIZE  # of Request.owner in UTF-8: 64
+if TYPE_CHECKING:
+    from engine.keeping import Keeping
+
+MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
-
-
-class Prefix(NamedTuple):
-    """The first `length` tokens of an owner's prompt, known by their digest: 32 bytes, however long
-    it is, and nobody finds two texts, or two owners' same text, of the same one."""
-
-    length: int
-    digest: bytes
-
-
-def prefixes(prompt: bytes, lengths: Iterable[int], owner: str = "") -> dict[int, Prefix]:
-    """The prefixes of a packed prompt by length, shortest first; reads the prompt once. `owner`
-    has at most MOST_OWNER_BYTES."""
-    text, read = memoryview(prompt), 0
-    sofar = blake2b(digest_size=32, key=owner.encode())
-    found = {}
-    for length in sorted(set(lengths)):
-        sofar.update(text[read : length * ID_BYTES])
-        read = length * ID_BYTES
-        found[length] = Prefix(length, sofar.copy().digest())
-    return found
 
 
 def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
@@ -77,7 +59,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "_prefixes",
         "anchor",
         "arrived_at",
         "cached_tokens",
@@ -85,9 +66,11 @@ class Sequence:
         "deadline",
         "drawn",
         "first_token_at",
+        "keeping",
         "key",
         "last_token",
         "last_token_at",
+        "lead",
         "logprobs",
         "marks",
         "max_tokens",
@@ -99,9 +82,11 @@ class Sequence:
         "priority",
         "prompt_tokens",
         "request",
+        "samples",
         "slot",
         "started_at",
         "stop_ids",
+        "text",
         "tokens",
     )
 
@@ -113,9 +98,12 @@ class Sequence:
         self.request = request
         self.owner = request.owner
         self.priority = request.priority
-        self.prompt_tokens = request.prompt_tokens
-        self.marks = sorted(set(request.share_at))  # prompt lengths at which a chunk has to end
-        self._prefixes: dict[int, Prefix] | None = None  # by mark, once they are needed
+        self.text = request.prompt  # what it reads, packed
+        self.prompt_tokens = request.prompt_tokens  # of `text`
+        self.lead = 0  # how many of them are the last ones of the state that it goes on from
+        self.samples = request.sampling.max_tokens > 0  # a token is drawn after the prompt
+        self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
+        self.keeping: Keeping | None = None  # what it does with kept states
         self.max_tokens = request.sampling.max_tokens
         self.min_tokens = request.sampling.min_tokens
         self.stop_ids = stop_ids(request.sampling, eos_token_id)
@@ -129,7 +117,7 @@ class Sequence:
         self.cached_tokens = 0
         self.drawn = 0  # tokens delivered so far
         self.last_token = -1  # the latest of them, not yet read
-        self.tokens: list[int] = []  # all of them, where the request is not streamed
+        self.tokens = array("i")  # all of them
         self.logprobs: list[TokenLogprobs] = []  # likewise
 
         self.arrived_at = now
@@ -157,22 +145,39 @@ class Sequence:
         limit = self.prompt_tokens - 1
         return min(limit, self.request.score_from - 1) if self.request.score else limit
 
-    def prefix(self, mark: int) -> Prefix:
-        """What the prompt holds before one of its marks."""
-        if self._prefixes is None:
-            self._prefixes = prefixes(self.request.prompt, self.marks, self.request.owner)
-        return self._prefixes[mark]
+    @property
+    def resumable(self) -> bool:
+        """Whether it may begin with the logits that a cached state of its whole prompt has."""
+        return self.samples and not self.request.score and self.keeping is None
+
+    @property
+    def begins_drawn(self) -> bool:
+        """It has nothing to read but a token that was generated: it goes on with the steps that
+        brought that."""
+        keeping = self.keeping
+        return (
+            self.samples
+            and not self.request.prompt
+            and keeping is not None
+            and keeping.source is not None
+            and keeping.source.drawn
+        )
+
+    def go_on_from(self, tail: bytes) -> None:
+        """Puts tokens that are to be read in front of its prompt."""
+        self.text, self.lead = tail + self.request.prompt, len(tail) // ID_BYTES
+        self.prompt_tokens = self.lead + self.request.prompt_tokens
 
     def prompt_slice(self, start: int, stop: int) -> array[int]:
-        """Prompt tokens `start` to `stop`, unpacked."""
-        return unpack_ids(self.request.prompt[start * ID_BYTES : stop * ID_BYTES])
+        """Tokens `start` to `stop` of its text, unpacked."""
+        return unpack_ids(self.text[start * ID_BYTES : stop * ID_BYTES])
 
     def targets(self, start: int, stop: int) -> array[int] | None:
         """For each prompt token its successor where that is to be scored, else -1.
 
         None when no token from `start` to `stop` has a successor to score.
         """
-        first = max(start + 1, self.request.score_from)
+        first = max(start + 1, self.request.score_from + self.lead)
         last = min(stop, self.prompt_tokens - 1)
         if not self.request.score or first > last:
             return None
@@ -204,10 +209,9 @@ class Sequence:
         self.last_token_at = now
         self.drawn += 1
         self.last_token = token
-        if not self.request.stream:
-            self.tokens.append(token)
-            if logprobs is not None:
-                self.logprobs.append(logprobs)
+        self.tokens.append(token)
+        if logprobs is not None and not self.request.stream:
+            self.logprobs.append(logprobs)
 
     def take_last(self, ids: array[int], now: float) -> tuple[int, FinishReason | None]:
         """Takes drawn tokens up to the one that ends the sequence: (how many, the verdict)."""
@@ -220,8 +224,14 @@ class Sequence:
                 return taken + 1, verdict
         return len(ids), None
 
-    def finished(self, reason: FinishReason, now: float) -> Finished:
-        """The terminal event."""
+    def finished(
+        self,
+        reason: FinishReason,
+        now: float,
+        state: StateInfo | None = None,
+        snapshot: bytes = b"",
+    ) -> Finished:
+        """The terminal event; `state` and `snapshot` say what is kept of it."""
         started = now if self.started_at is None else self.started_at
         prefill = decode = None
         if self.first_token_at is not None:
@@ -232,10 +242,12 @@ class Sequence:
         return Finished(
             request=self.request.id,
             reason=reason,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=self.request.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.drawn,
             timing=Timing(started - self.arrived_at, prefill, decode),
-            tokens=self.tokens,
+            tokens=[] if self.request.stream else self.tokens.tolist(),
             logprobs=self.logprobs,
+            state=state,
+            snapshot=snapshot,
         )

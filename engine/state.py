@@ -79,6 +79,34 @@ class StatePool:
         for tensor in self._tensors():
             tensor[:, target] = tensor[:, source]
 
+    @property
+    def width(self) -> int:
+        """Floats of one state, as `gather` packs it."""
+        return sum(tensor[:, 0].numel() for tensor in self._tensors())
+
+    def gather(self, rows: Sequence[int]) -> Tensor:
+        """[n, width]: each row's cell [layers, inner] and then its conv [layers, taps - 1,
+        d_model]."""
+        index = self._index(rows)
+        parts = [tensor[:, index].transpose(0, 1).flatten(1) for tensor in self._tensors()]
+        return torch.cat(parts, dim=1)
+
+    def scatter(self, states: Tensor, rows: Sequence[int]) -> None:
+        """Puts states [n, width], packed as `gather` does it, in their rows."""
+        index, start = self._index(rows), 0
+        for tensor in self._tensors():
+            shape = tensor[:, 0].shape
+            part = states[:, start : start + shape.numel()]
+            tensor[:, index] = part.reshape(len(rows), *shape).transpose(0, 1)
+            start += shape.numel()
+
+    def initial_row(self) -> Tensor:
+        """[width]: the initial state, packed."""
+        parts = [self._initial.flatten()]
+        if self.state.conv is not None:
+            parts.append(torch.zeros(self.state.conv[:, 0].numel(), device=self.device))
+        return torch.cat(parts)
+
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} of a state pool of {self.rows}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from engine.config import MOST_TTL
 from engine.errors import InvalidRequest
 from engine.messages import (
     ID_BYTES,
@@ -22,7 +23,8 @@ from engine.sequence import MOST_OWNER_BYTES
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
 MOST_GRAMMAR = 2**20  # characters
-MOST_MARKS = 64  # share_at; each costs a copy of a row and of that much of the prompt
+MOST_MARKS = 64  # cache_points; each costs a step and a copy of a row
+MOST_SALT_BYTES = 64
 
 
 def check_request(request: Request, vocab_size: int) -> None:
@@ -33,21 +35,30 @@ def check_request(request: Request, vocab_size: int) -> None:
             param="prompt",
         )
     length = request.prompt_tokens
-    if length == 0:
+    if length == 0 and (not request.state or request.score):
         raise InvalidRequest("prompt is empty; allowed: at least one token", param="prompt")
     ids = unpack_ids(request.prompt)
-    for worst in (min(ids), max(ids)):
+    for worst in (min(ids), max(ids)) if length else ():
         _check_id("prompt", worst, vocab_size)
     if request.score:
-        _check_range("score_from", request.score_from, 1, length)
-    _check_range("score_top", request.score_top, 0, vocab_size)
-    if len(request.share_at) > MOST_MARKS:
+        _check_range("score_from", request.score_from, 0 if request.state else 1, length)
+    if request.keep is not None and request.keep.ttl is not None:
+        check_ttl("keep", request.keep.ttl)
+    if request.keep is not None and not (request.keep.store or request.keep.export):
+        raise InvalidRequest("keep asks for nothing; allowed: store, export or both", param="keep")
+    if len(request.cache_salt.encode()) > MOST_SALT_BYTES:
         raise InvalidRequest(
-            f"share_at has {len(request.share_at)} marks; allowed: at most {MOST_MARKS}",
-            param="share_at",
+            f"cache_salt is too long; allowed: up to {MOST_SALT_BYTES} bytes of UTF-8",
+            param="cache_salt",
         )
-    for mark in request.share_at:
-        _check_range("share_at", mark, 1, length)
+    _check_range("score_top", request.score_top, 0, vocab_size)
+    if len(request.cache_points) > MOST_MARKS:
+        raise InvalidRequest(
+            f"cache_points has {len(request.cache_points)} marks; allowed: at most {MOST_MARKS}",
+            param="cache_points",
+        )
+    for mark in request.cache_points:
+        _check_range("cache_points", mark, 1, length)
     if len(request.owner.encode()) > MOST_OWNER_BYTES:
         raise InvalidRequest(
             f"owner is too long; allowed: up to {MOST_OWNER_BYTES} bytes of UTF-8", param="owner"
@@ -56,6 +67,11 @@ def check_request(request: Request, vocab_size: int) -> None:
     if request.timeout is not None:
         _check_number("timeout", request.timeout, above=0.0)
     _check_sampling(request.sampling, vocab_size)
+
+
+def check_ttl(param: str, seconds: float) -> None:
+    """Raises InvalidRequest."""
+    _check_number(param, seconds, above=0.0, most=MOST_TTL)
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:

@@ -9,8 +9,9 @@
   nothing but held requests, starts where the others are: that time saves nothing up.
 - An owner's requests keep the order of their arrival.
 
-A request whose prefix is being read by another just now, or whose grammar is being compiled, is
-*held*: it keeps its place but is passed over until `resume` says that this is over.
+A request whose prefix is being read by another just now, whose state comes from a file, or whose
+grammar is being compiled, is *held*: it keeps its place but is passed over until `resume` says that
+this is over.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
 from engine.messages import Grammar
 from engine.pace import Pace
+from engine.prefix import Place
 from engine.queued import Queued
 from engine.ranking import Ranking
-from engine.sequence import Prefix, Sequence
+from engine.sequence import Sequence
+from engine.tiers import Kept
 
-Awaited = Prefix | Grammar
+Awaited = Place | Kept | Grammar
 
 OTHERS_TURN = 8
 MOST_RETRY_SECONDS = 60.0

@@ -28,6 +28,7 @@ from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
 from engine.loop import EngineLoop, Undecodable
 from engine.messages import (
+    AskState,
     Failed,
     FromEngine,
     LoadFailed,
@@ -35,6 +36,7 @@ from engine.messages import (
     Pong,
     Request,
     Shutdown,
+    StateReply,
     StepEvents,
     ToEngine,
 )
@@ -131,10 +133,14 @@ class _LoadingDesk(threading.Thread):
     def _answer(self, client: Hashable, message: ToEngine | Undecodable) -> None:
         if isinstance(message, Ping):
             self._mailbox.send(client, Pong(message.nonce))
-        elif isinstance(message, Request):
+        elif isinstance(message, Request | AskState):
             error = EngineLoading("the model is still loading")
-            failed = Failed(message.id, error.code, error.message)
-            self._mailbox.send(client, StepEvents(failed=[failed]))
+            if isinstance(message, AskState):
+                failed = Failed(message.call, error.code, error.message)
+                self._mailbox.send(client, StateReply(message.call, failed))
+            else:
+                failed = Failed(message.id, error.code, error.message)
+                self._mailbox.send(client, StepEvents(failed=[failed]))
 
     def close(self, await_client: bool = False) -> None:
         """Ends the thread; with `await_client` not before a client is known."""

@@ -25,6 +25,10 @@ from engine.errors import (
     QueueFull,
     Refused,
     ReloadUnderWay,
+    StateBusy,
+    StateError,
+    StateNotFound,
+    StateQuota,
     StepFailed,
     TimedOut,
 )
@@ -42,6 +46,10 @@ TIMEOUT = "timeout_error"
 # The most derived class of an error that stands here decides its status and type.
 ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     InvalidRequest: (400, INVALID),
+    StateNotFound: (404, INVALID),
+    StateBusy: (409, INVALID),
+    StateQuota: (429, RATE_LIMIT),
+    StateError: (400, INVALID),
     TimedOut: (504, TIMEOUT),
     QueueFull: (429, RATE_LIMIT),
     ReloadUnderWay: (409, INVALID),

@@ -48,7 +48,7 @@ class Task:
             stream=stream or self.stop is not None,
             score=self.score_top is not None and several,
             score_top=self.score_top or 0,
-            share_at=(len(self.prompt) - 1,) if self.shared and several else (),
+            cache_points=(len(self.prompt),) if self.shared else (),
             timeout=self.timeout,
             priority=self.priority,
         )

@@ -16,10 +16,12 @@ from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.messages import (
+    AskState,
     Finished,
     FinishReason,
     ModelInfo,
     Request,
+    StateReply,
     Stats,
     StepEvents,
     Timing,
@@ -97,7 +99,22 @@ class MockEngine:
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
         raise error
 
-    def abort(self, client: Hashable, ids: Iterable[int] | None, reason: FinishReason) -> None:
+    def ask(self, client: Hashable, call: AskState) -> None:
+        """It keeps no states."""
+
+    def replies(self) -> list[tuple[Hashable, StateReply]]:
+        return []
+
+    def close(self) -> None:
+        """Nothing lies on disk."""
+
+    def abort(
+        self,
+        client: Hashable,
+        ids: Iterable[int] | None,
+        reason: FinishReason,
+        kept: Iterable[int] = (),
+    ) -> None:
         for request in list(self._live) if ids is None else ids:
             last = self._live.pop(request, None)
             if last is not None:

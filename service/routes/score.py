@@ -135,7 +135,7 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
             stream=False,
             score=True,
             score_from=task.start,
-            share_at=(task.start - 1,) if task.shared and task.start > 1 else (),
+            cache_points=(task.start - 1,) if task.shared and task.start > 1 else (),
             timeout=timeout,
             priority=priority,
         )

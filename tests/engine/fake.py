@@ -32,7 +32,17 @@ from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.grammars import Grammars
 from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
-from engine.plan import DecodeRow, Drawn, Plan, Sampled, Scored, StepResult
+from engine.plan import (
+    INITIAL,
+    Copy,
+    DecodeRow,
+    Drawn,
+    Plan,
+    Put,
+    Sampled,
+    Scored,
+    StepResult,
+)
 from engine.sequence import is_plain, stop_ids
 
 
@@ -114,7 +124,10 @@ class FakeRunner:
         most_steps: int = 1,
         overlaps: bool = False,
         folder: Path | None = None,
+        host_rows: int = 0,
+        **config: Any,
     ) -> None:
+        state_bytes = 1024
         self.config = EngineConfig(
             model="fake",
             device="cpu",
@@ -124,7 +137,9 @@ class FakeRunner:
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
+            host_state_bytes=host_rows * (state_bytes + 4 * vocab_size),
             threads=1,
+            **config,
         )
         self.info = ModelInfo(
             name="fake",
@@ -134,11 +149,12 @@ class FakeRunner:
             vocab_size=vocab_size,
             eos_token_id=eos,
             parameters=0,
-            state_bytes=1024,
+            state_bytes=state_bytes,
             slots=slots,
             device="cpu",
             device_name="fake",
             dtype="float32",
+            cell_shape=(1, state_bytes // 4),
         )
         self.grammars = Grammars(folder, vocab_size)
         self.constraints = Constraints(self.grammars, eos, threads=1)
@@ -152,7 +168,11 @@ class FakeRunner:
         self.steps = 0  # rounds that were begun
         self.begun: list[StepResult | Exception] = []  # and are not finished
         self.batch: list[FakeRow] = []  # of the latest plain plan
-        self.rows: list[list[int] | None] = [None] * (slots + share_slots)
+        # What has been read to the state at each place, and at those with logits, of which text.
+        self.rows: dict[int, list[int]] = {}
+        self.logits: dict[int, list[int]] = {}
+        self.outside: dict[bytes, list[int]] = {}  # exported states, by their bytes
+        self.texts: dict[int, list[int]] = {}  # by key: what is to be read, the state's text too
         self.requests: dict[int, Request] = {}  # by key
         self.answers: dict[int, list[int]] = {}  # by key: the tokens drawn so far
 
@@ -184,13 +204,15 @@ class FakeRunner:
         for key in plan.release:
             self.requests.pop(key, None)
             self.answers.pop(key, None)
+            self.texts.pop(key, None)
             self.constraints.release(key)
+        for move in plan.before:
+            self._move(move)
         for admission in plan.admit:
-            prefix: list[int] | None = []
-            if admission.source is not None:
-                prefix = self.rows[admission.source]
-            assert prefix is not None, f"row {admission.source} holds no snapshot"
-            assert len(prefix) == admission.cached_tokens
+            prefix = [] if admission.source is None else self._row(admission.source)
+            assert len(prefix) == admission.before + admission.cached_tokens
+            text = unpack_ids(admission.text or admission.request.prompt)
+            self.texts[admission.key] = [*prefix[: admission.before], *text]
             self.rows[admission.slot] = list(prefix)
             assert admission.key not in self.requests
             self.requests[admission.key] = admission.request
@@ -205,33 +227,53 @@ class FakeRunner:
         seconds = self.decode_seconds * plan.steps
         result = StepResult(prefill_seconds=1e-6, decode_seconds=seconds)
         for chunk in plan.prefill:
-            row = self._row(chunk.slot)
-            assert len(row) == chunk.start and len(chunk.tokens) > 0
+            row, text = self._row(chunk.slot), self.texts[chunk.key]
+            assert (len(chunk.tokens) > 0) == (chunk.source is None)
             row.extend(chunk.tokens)
-            prompt = unpack_ids(self.requests[chunk.key].prompt)
-            assert array("i", row) == prompt[: len(row)]
+            assert row == text[: len(row)]
+            if chunk.source is not None:
+                assert self.logits[chunk.source] == row == text and chunk.sample
             if chunk.targets is not None:
                 scored = self._score(chunk.start, chunk.tokens, chunk.targets, chunk.score_top)
                 if scored is not None:
                     result.scored.append(Scored(chunk.key, *scored))
             if chunk.sample:
-                assert len(row) == len(prompt)
+                assert len(row) == len(text)
                 result.sampled.append(self._draw(chunk.key, 0))
         if plan.plain:
             self._decode(plan, result)
         for decode in [] if plan.plain else plan.decode:
             row = self._row(decode.slot)
             row.append(decode.token)
-            expected = [*unpack_ids(self.requests[decode.key].prompt), *self.answers[decode.key]]
+            expected = [*self.texts[decode.key], *self.answers[decode.key]]
             assert row == expected, f"row {decode.slot} holds {row}, not {expected}"
             assert decode.position == len(self.answers[decode.key])
             result.sampled.append(self._draw(decode.key, decode.position))
+        assert len({copy.target for copy in plan.after}) == len(plan.after)
         for copy in plan.after:
-            self.rows[copy.target] = list(self._row(copy.source))
+            self._move(copy)
+            if copy.key >= 0:
+                assert self.rows[copy.target] == self.texts[copy.key]
+                self.logits[copy.target] = self.texts[copy.key]
+        for export in plan.exports:
+            row = self._row(export.source)
+            state = np.full(self.info.state_bytes // 4, len(self.outside), np.float32).tobytes()
+            self.outside[state] = list(row)
+            result.exports[export.ticket] = state
         keys = {sampled.key for sampled in result.sampled}
         result.rejected = self.constraints.rejected()
         result.non_finite += [key for key in keys if self.requests[key].id in self.spoiled]
         return result
+
+    def _move(self, move: Copy | Put) -> None:
+        if isinstance(move, Put):
+            row = self.outside[move.state]
+        else:
+            row = [] if move.source == INITIAL else self._row(move.source)
+        self.rows[move.target] = list(row)
+        self.logits.pop(move.target, None)
+        if isinstance(move, Copy) and move.source in self.logits:
+            self.logits[move.target] = self.logits[move.source]
 
     def _decode(self, plan: Plan, result: StepResult) -> None:
         """As the device does it."""
@@ -255,7 +297,9 @@ class FakeRunner:
         request = self.requests[key]
         params = request.sampling
         assert is_plain(params)
-        assert position == len(self.answers[key]) and token == self.answers[key][-1]
+        assert position == len(self.answers[key])
+        if position:
+            assert token == self.answers[key][-1]
         stops = stop_ids(params, self.info.eos_token_id)
         return FakeRow(key, slot, token, position, params.max_tokens - position, stops)
 
@@ -264,7 +308,7 @@ class FakeRunner:
         key = device_row.key
         row = self._row(device_row.slot)
         row.append(device_row.token)
-        expected = [*unpack_ids(self.requests[key].prompt), *self.answers[key]]
+        expected = [*self.texts[key], *self.answers[key]]
         assert row == expected, f"row {device_row.slot} holds {row}, not {expected}"
         token = -1
         if self.requests[key].id not in self.spoiled:
@@ -276,9 +320,8 @@ class FakeRunner:
         return token
 
     def _row(self, slot: int) -> list[int]:
-        row = self.rows[slot]
-        assert row is not None, f"row {slot} was never admitted"
-        return row
+        assert slot in self.rows, f"nothing was ever put at place {slot}"
+        return self.rows[slot]
 
     def _log_probabilities(self, token: int) -> tuple[float, ...]:
         return log_probabilities(token, self.info.vocab_size, self.info.eos_token_id)
@@ -308,7 +351,7 @@ class FakeRunner:
     def _draw(self, key: int, position: int) -> Sampled:
         request, answer = self.requests[key], self.answers[key]
         params = request.sampling
-        last = answer[-1] if answer else unpack_ids(request.prompt)[-1]
+        last = answer[-1] if answer else self.texts[key][-1]
         row = self._log_probabilities(last)
         logits = [value + params.logit_bias.get(token, 0.0) for token, value in enumerate(row)]
         constrained = bool(self.constraints.rows([key]))

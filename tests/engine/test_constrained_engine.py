@@ -96,7 +96,7 @@ def test_lives_of_all_kinds(
             )  # fmt: skip
             owner, priority = chance.choice(["", "A", "B"]), chance.choice([-1, 0, 0, 3])
             sent[id] = msgspec.structs.replace(
-                sent[id], owner=owner, priority=priority, share_at=chance.choice([(), (2,)])
+                sent[id], owner=owner, priority=priority, cache_points=chance.choice([(), (2,)])
             )
             engine.add("c", sent[id])
             for _ in range(chance.randrange(4)):

@@ -51,14 +51,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def ask(id: int, grammar: Grammar | None, **fields: Any) -> Request:
-    shared = fields.pop("share_at", ())
+    shared = fields.pop("cache_points", ())
     params = {"max_tokens": MOST_TOKENS, "temperature": 1.0, "seed": id, "grammar": grammar}
     return Request(
         id=id,
         prompt=pack_ids(fields.pop("prompt", b"KING RICHARD:\n")),
         sampling=SamplingParams(**{**params, **fields}),
         stream=False,
-        share_at=shared,
+        cache_points=shared,
     )
 
 
@@ -145,7 +145,7 @@ def test_with_every_other_parameter(engine: Engine, params: dict[str, Any]) -> N
 def test_samples_of_one_prompt_share_its_state(engine: Engine) -> None:
     prompt = b"To be, or not to be, that is the question:\n" * 6  # beyond two scan chunks
     requests = [
-        ask(id, JSON, prompt=prompt, seed=1, choice=id, share_at=(len(prompt) - 1,))
+        ask(id, JSON, prompt=prompt, seed=1, choice=id, cache_points=(len(prompt) - 1,))
         for id in range(8)
     ]
     shared = answers(engine, *requests)

@@ -131,7 +131,7 @@ def _random_request(chance: random.Random, id: int, stem: list[int]) -> Request:
         score=score,
         score_from=chance.choice([1, max(1, length // 2)]),
         score_top=chance.choice([0, 0, 4]),
-        share_at=tuple({chance.randint(1, length) for _ in range(chance.choice([0, 1, 3]))}),
+        cache_points=tuple({chance.randint(1, length) for _ in range(chance.choice([0, 1, 3]))}),
     )
 
 
@@ -156,7 +156,7 @@ def test_company_changes_no_bit(fields: dict[str, Any], tmp_path: Path) -> None:
     # Alone also means: with nothing shared, and the whole prompt at once.
     alone: dict[int, Answer] = {}
     for request in requests[::2]:
-        bare = msgspec.structs.replace(request, share_at=())
+        bare = msgspec.structs.replace(request, cache_points=())
         alone |= serve(runners[-1], [[bare]]).answers
     for runner in runners:
         company = serve(runner, list(in_waves(chance, requests)))

@@ -225,9 +225,9 @@ def test_abort_between_plan_and_commit_delivers_nothing_more() -> None:
         (ask(0, length=3, score=True, score_from=0), "score_from"),
         (ask(0, length=3, score=True, score_from=4), "score_from"),
         (ask(0, length=3, score_top=-1), "score_top"),
-        (ask(0, length=3, share_at=(0,)), "share_at"),
-        (ask(0, length=3, share_at=(2, 4)), "share_at"),
-        (ask(0, length=99, share_at=tuple(range(1, 99))), "share_at"),
+        (ask(0, length=3, cache_points=(0,)), "cache_points"),
+        (ask(0, length=3, cache_points=(2, 4)), "cache_points"),
+        (ask(0, length=99, cache_points=tuple(range(1, 99))), "cache_points"),
         (ask(0, owner="x" * 65), "owner"),
         (ask(0, timeout=0.0), "timeout"),
         (ask(0, timeout=float("nan")), "timeout"),
@@ -345,9 +345,9 @@ def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
     log = Log(scheduler)
     scheduler.add("c", ask(0, length=500, max_tokens=1), 0)
     run(scheduler)
-    scheduler.add("c", ask(1, length=200, max_tokens=1, share_at=(150,)), 0)
+    scheduler.add("c", ask(1, length=200, max_tokens=1, cache_points=(150,)), 0)
     run(scheduler)  # admits 1, which gets no part of the budget
-    scheduler.add("c", ask(2, length=200, max_tokens=1, share_at=(150,)), 0)
+    scheduler.add("c", ask(2, length=200, max_tokens=1, cache_points=(150,)), 0)
     plan = scheduler.plan(0)
     scheduler.fail(plan, StepFailed("boom"))
     assert log.read().reason(0) == "step_failed" and set(log.ends) == {0}
@@ -362,9 +362,9 @@ def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
 def test_what_one_owner_has_read_or_reads_just_now_is_nothing_to_another() -> None:
     scheduler = make(slots=4)
     log = Log(scheduler)
-    scheduler.add("c", ask(0, length=9, max_tokens=1, share_at=(8,), owner="a"), 0)
-    scheduler.add("c", ask(1, length=9, max_tokens=1, share_at=(8,), owner="b"), 0)
-    scheduler.add("c", ask(2, length=9, max_tokens=1, share_at=(8,), owner="a"), 0)
+    scheduler.add("c", ask(0, length=9, max_tokens=1, cache_points=(8,), owner="a"), 0)
+    scheduler.add("c", ask(1, length=9, max_tokens=1, cache_points=(8,), owner="b"), 0)
+    scheduler.add("c", ask(2, length=9, max_tokens=1, cache_points=(8,), owner="a"), 0)
     first = run(scheduler).admit
     assert [(admission.request.id, admission.cached_tokens) for admission in first] == [
         (0, 0),
@@ -376,13 +376,13 @@ def test_what_one_owner_has_read_or_reads_just_now_is_nothing_to_another() -> No
     scheduler.add("c", ask(3, length=9, max_tokens=1), 0)
     scheduler.add("c", ask(4, length=9, max_tokens=1, owner="c"), 0)
     scheduler.add("c", ask(5, length=9, max_tokens=1, owner="b"), 0)
-    assert [admission.cached_tokens for admission in run(scheduler).admit] == [0, 0, 8]
+    assert [admission.cached_tokens for admission in run(scheduler).admit] == [0, 0, 9]
 
 
 def test_sequences_with_infinite_logits_fail() -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=1, length=5, share_at=(5,)), 0)
+    scheduler.add("c", ask(0, max_tokens=1, length=5, cache_points=(5,)), 0)
     scheduler.add("c", ask(1, max_tokens=1), 0)
     plan = scheduler.plan(0)
     drawn = [Sampled(chunk.key, 2, None) for chunk in plan.prefill]
@@ -390,7 +390,7 @@ def test_sequences_with_infinite_logits_fail() -> None:
     assert log.read().reason(0) == "step_failed" and log.reason(1) == "length"
     assert log.tokens == {1: [2]}
     scheduler.add("c", ask(2, length=6), 0)
-    assert scheduler.plan(0).admit[0].source is None, "a spoiled state is not shared"
+    assert scheduler.plan(0).admit[0].cached_tokens == 1, "a spoiled state is not shared"
 
 
 # What a step reads.
@@ -409,7 +409,7 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
 
 @pytest.mark.parametrize("arrivals", [2, 5])
 def test_short_prompts_overtake_a_long_one_but_do_not_starve_it(arrivals: int) -> None:
-    scheduler = make(slots=50, max_waiting=1000)
+    scheduler = make(slots=50, max_waiting=1000, share_slots=0)
     log = Log(scheduler)
     scheduler.add("c", ask(0, length=10_000, max_tokens=1), 0)
     newest = steps = 0
@@ -468,7 +468,8 @@ def test_several_prompts_share_a_step() -> None:
 def test_one_reads_a_shared_prefix_and_the_others_start_from_it() -> None:
     scheduler = make(slots=4, share_slots=1)
     for id in range(3):
-        scheduler.add("c", ask(id, length=400, share_at=(300,)), 0)
+        prompt = pack_ids([1] * 300 + [id + 2] * 100)
+        scheduler.add("c", Request(id=id, prompt=prompt, cache_points=(300,)), 0)
     plan = run(scheduler)
     assert [one.key for one in plan.admit] == [0] and lengths(plan) == {0: 300}
     assert [(copy.source, copy.target) for copy in plan.after] == [(0, 4)]
@@ -485,12 +486,15 @@ def test_one_reads_a_shared_prefix_and_the_others_start_from_it() -> None:
     stats = scheduler.events()["c"].stats
     assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (800, 600)
     assert stats.state_bytes == 4 * 10
+    assert (stats.prefix_hits, stats.prefix_misses) == (2, {"new": 1})
 
 
 def test_chunks_count_from_the_mark_on_a_miss_and_on_a_hit() -> None:
     scheduler = make(slots=1, max_step_tokens=256)
     for id in range(2):
-        scheduler.add("c", ask(id, length=800, max_tokens=1, share_at=(300,)), 0)
+        prompt = pack_ids([1] * 300 + [id + 2] * 500)
+        sampling = SamplingParams(max_tokens=1)
+        scheduler.add("c", Request(id=id, prompt=prompt, cache_points=(300,), sampling=sampling), 0)
     read = [
         (chunk.key, chunk.start, len(chunk.tokens))
         for plan in finish(scheduler)
@@ -503,7 +507,7 @@ def test_chunks_count_from_the_mark_on_a_miss_and_on_a_hit() -> None:
 def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
     scheduler = make(max_step_tokens=SCAN_CHUNK)
     for id in range(3):
-        scheduler.add("c", ask(id, length=400, max_tokens=1, share_at=(300,)), 0)
+        scheduler.add("c", ask(id, length=400, max_tokens=1, cache_points=(300,)), 0)
     scheduler.add("c", ask(3, max_tokens=1, token=5), 0)
     plan = run(scheduler)
     assert [one.key for one in plan.admit] == [0, 3], "those who wait hold up nobody else"
@@ -523,7 +527,8 @@ def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
 )
 def test_how_much_a_hit_may_cover(fields: dict[str, int], cached: int | None) -> None:
     scheduler = make()
-    scheduler.add("c", ask(0, length=350, share_at=(300,), max_tokens=1), 0)
+    sampling = SamplingParams(max_tokens=0)
+    scheduler.add("c", ask(0, length=350, cache_points=(300,), sampling=sampling), 0)
     finish(scheduler)
     scheduler.add("c", ask(1, **fields), 0)  # type: ignore[arg-type]
     (admission,) = scheduler.plan(0).admit
@@ -540,22 +545,22 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
         finish(scheduler)
         return plan.admit[0].cached_tokens
 
-    assert serve(0, 100, share_at=(20, 40)) == 0
-    assert serve(1, 100) == 40
-    assert serve(2, 30) == 20  # now 40 is the least recently used
-    assert serve(3, 100, token=5, share_at=(60,)) == 0
-    assert serve(4, 100) == 20
-    assert serve(5, 100, token=5) == 60
+    assert serve(0, 100) == 0
+    assert serve(1, 120) == 100
+    assert serve(2, 100) == 100  # now 120 is the least recently used
+    assert serve(3, 100, token=5) == 0
+    assert serve(4, 130) == 100
+    assert serve(5, 100, token=5) == 0, "130 has taken its row"
 
 
 def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
     scheduler = make(with_whole_chunks=True, max_step_tokens=300)
     marks = (5, SCAN_CHUNK - 1, 2 * SCAN_CHUNK + 7, 3 * SCAN_CHUNK)
-    scheduler.add("c", ask(0, length=500, share_at=marks, max_tokens=1), 0)
+    scheduler.add("c", ask(0, length=500, cache_points=marks, max_tokens=1), 0)
     plans = finish(scheduler)
     ends = [chunk.start + len(chunk.tokens) for plan in plans for chunk in plan.prefill]
     assert ends == [2 * SCAN_CHUNK, 3 * SCAN_CHUNK, 500]
-    assert sum(len(plan.after) for plan in plans) == 2  # states kept
+    assert sum(len(plan.after) for plan in plans) == 3  # states kept: there, and at the end
     scheduler.add("c", ask(1, length=2 * SCAN_CHUNK + 7, max_tokens=1), 0)
     (admission,) = scheduler.plan(0).admit
     assert admission.cached_tokens == 2 * SCAN_CHUNK
@@ -564,7 +569,7 @@ def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
 def test_without_rows_nothing_is_shared_and_nobody_waits() -> None:
     scheduler = make(share_slots=0)
     for id in range(3):
-        scheduler.add("c", ask(id, length=100, share_at=(50,)), 0)
+        scheduler.add("c", ask(id, length=100, cache_points=(50,)), 0)
     plan = run(scheduler)
     assert len(plan.admit) == 3 and not plan.after
     assert all(chunk.start + len(chunk.tokens) == 50 for chunk in plan.prefill)
@@ -575,7 +580,7 @@ def test_more_marks_in_a_step_than_rows() -> None:
     log = Log(scheduler)
     for id in range(6):
         token = id % 3
-        scheduler.add("c", ask(id, length=60, token=token, share_at=(50,), max_tokens=1), 0)
+        scheduler.add("c", ask(id, length=60, token=token, cache_points=(50,), max_tokens=1), 0)
     for plan in finish(scheduler, log):
         assert len(plan.after) <= 1
     assert set(log.ends) == set(range(6))
@@ -584,7 +589,7 @@ def test_more_marks_in_a_step_than_rows() -> None:
 @pytest.mark.parametrize("how", ["fails", "is aborted"])
 def test_a_row_comes_back_when_its_snapshot_does_not_stand(how: str) -> None:
     scheduler = make(share_slots=1)
-    scheduler.add("c", ask(0, length=60, share_at=(50,)), 0)
+    scheduler.add("c", ask(0, length=60, cache_points=(50,)), 0)
     plan = scheduler.plan(0)
     assert [copy.target for copy in plan.after] == [4]
     if how == "fails":
@@ -592,7 +597,7 @@ def test_a_row_comes_back_when_its_snapshot_does_not_stand(how: str) -> None:
     else:
         scheduler.abort("c", [0], "abort", 0)
         scheduler.commit(plan, StepResult(), 0)
-    scheduler.add("c", ask(1, length=60, share_at=(50,)), 0)
+    scheduler.add("c", ask(1, length=60, cache_points=(50,)), 0)
     plan = scheduler.plan(0)
     assert plan.admit[0].source is None and [copy.target for copy in plan.after] == [4]
 

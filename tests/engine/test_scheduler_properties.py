@@ -47,7 +47,7 @@ def requests(draw: st.DrawFn) -> Request:
         stream=draw(st.booleans()),
         score=draw(st.booleans()),
         score_from=draw(marks),
-        share_at=tuple(draw(st.lists(marks, max_size=2))),
+        cache_points=tuple(draw(st.lists(marks, max_size=2))),
         owner=draw(st.sampled_from(["", "a", "b"])),
         priority=draw(st.integers(-1, 1)),
         timeout=draw(st.one_of(st.none(), st.none(), st.integers(1, 5))),

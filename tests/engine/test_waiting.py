@@ -14,7 +14,8 @@ from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.messages import Request, SamplingParams, pack_ids
 from engine.pace import MEMORY_SECONDS, Pace
 from engine.ranking import SPARE, Ranking
-from engine.sequence import Prefix, Sequence
+from engine.sequence import Sequence
+from engine.tiers import Kept
 from engine.waiting import OTHERS_TURN, WaitingQueue
 
 
@@ -93,7 +94,7 @@ def test_being_held_saves_nothing_up() -> None:
     queue = filled(*(sequence(key, "busy") for key in range(20)))
     held = sequence(20, "held")
     queue.add(held, 0.0)
-    queue.hold(held, prefix := Prefix(1, b""))
+    queue.hold(held, prefix := Kept(1))
     for _ in range(10):
         assert depart(queue).owner == "busy"
     for key in range(21, 30):
@@ -139,7 +140,7 @@ def test_an_urgent_arrival_overtakes() -> None:
 
 
 def test_held_ones_are_passed_over_and_come_back_to_their_place() -> None:
-    prefix = Prefix(1, b"")
+    prefix = Kept(1)
     mine = [sequence(key, "a") for key in range(4)]
     queue = filled(*mine)
     queue.hold(mine[0], prefix)
@@ -154,7 +155,7 @@ def test_held_ones_are_passed_over_and_come_back_to_their_place() -> None:
 def test_when_all_are_held_nobody_is_next() -> None:
     only = sequence(0)
     queue = filled(only)
-    queue.hold(only, Prefix(1, b""))
+    queue.hold(only, Kept(1))
     assert queue.first() is None and len(queue) == 1
     queue.remove(only)
     assert len(queue) == 0 and queue.tokens == 0

@@ -69,8 +69,8 @@ class StrictRunner(FakeRunner):
 
     def _check_end(self, request: Request, key: int, end: int) -> None:
         length = len(unpack_ids(request.prompt))
-        anchor = max([self._begun[key], *(mark for mark in request.share_at if mark < end)])
-        if end == length or end in request.share_at:
+        anchor = max([self._begun[key], *(mark for mark in request.cache_points if mark < end)])
+        if end == length or end in request.cache_points:
             return
         budget = self.config.max_step_tokens
         assert budget is not None

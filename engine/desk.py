@@ -1,0 +1,137 @@
+"""StateDesk: answers what clients ask of kept states beside their requests (`AskState`).
+
+Most answers are there at once. What needs a state's bytes has to wait for a round that exports
+them, and before that, where only a file has them, for that to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from engine import snapshot
+from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
+from engine.keeping import Keeper
+from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
+from engine.states import Named, Standing, check_id
+from engine.tiers import NOWHERE, Kept
+from engine.validation import check_ttl
+
+MOST_LISTED = 1000
+
+Answer = Callable[[], None]
+
+
+class StateDesk:
+    """`replies` are what there is to tell, until they are taken."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._states = keeper.states
+        self._traffic = keeper.traffic
+        self._shape = keeper.shape
+        self._waiting: dict[Kept, list[Answer]] = {}  # for a file
+        self.replies: list[tuple[Hashable, StateReply]] = []
+
+    def ask(self, client: Hashable, call: AskState) -> None:
+        """Answers, now or later, with one reply. Raises nothing."""
+        self._states.expire()
+        self._try(client, call, lambda: self._answer(client, call))
+
+    def loaded(self, kept: Kept) -> None:
+        """A file has been read."""
+        for answer in self._waiting.pop(kept, ()):
+            answer()
+
+    def refuse(self, client: Hashable, call: int, error: EngineError) -> None:
+        failed = Failed(call, error.code, error.message, error.param, error.retry_after)
+        self.replies.append((client, StateReply(call, failed)))
+
+    def _try(self, client: Hashable, call: AskState, answer: Answer) -> None:
+        try:
+            answer()
+        except EngineError as error:
+            self.refuse(client, call.call, error)
+
+    def _tell(self, client: Hashable, call: AskState, *states: StateInfo) -> None:
+        self.replies.append((client, StateReply(call.call, states=list(states))))
+
+    def _answer(self, client: Hashable, call: AskState) -> None:
+        if call.ttl is not None:
+            check_ttl("ttl", call.ttl)
+        match call.action:
+            case "get":
+                self._tell(client, call, self._states.info(self._states.find(call.owner, call.id)))
+            case "list":
+                self._list(client, call)
+            case "delete":
+                self._states.delete(call.owner, call.id)
+                self._tell(client, call)
+            case "fork":
+                self._with_row(client, call, self._fork)
+            case "export":
+                self._with_row(client, call, self._export)
+            case "import":
+                self._import(client, call)
+
+    def _list(self, client: Hashable, call: AskState) -> None:
+        if not 1 <= call.limit <= MOST_LISTED:
+            raise InvalidRequest(
+                f"limit is {call.limit}; allowed: 1 to {MOST_LISTED}", param="limit"
+            )
+        found, more = self._states.listed(call.owner, call.id, call.limit)
+        self.replies.append((client, StateReply(call.call, states=found, more=more)))
+
+    def _with_row(
+        self,
+        client: Hashable,
+        call: AskState,
+        then: Callable[[Hashable, AskState, Named], None],
+        tried: bool = False,
+    ) -> None:
+        """`then`, once the state is in a row."""
+        named = self._states.find(call.owner, call.id)
+        kept = named.standing.kept
+        if kept.place != NOWHERE:
+            then(client, call, named)
+            return
+        if not kept.files:
+            raise StateNotFound(f"state {call.id!r} is lost: its file cannot be read", param="id")
+        if tried:
+            raise StateQuota("no memory is left to bring the state back to")
+
+        def again() -> None:
+            self._try(client, call, lambda: self._with_row(client, call, then, tried=True))
+
+        self._waiting.setdefault(kept, []).append(again)
+        self._traffic.load(kept)
+
+    def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
+        id = self._states.begin(call.owner, call.target, "target")
+        self._states.end(call.owner, id)
+        forked = self._states.put(call.owner, id, named.standing, call.ttl)
+        self._tell(client, call, self._states.info(forked))
+
+    def _export(self, client: Hashable, call: AskState, named: Named) -> None:
+        info = self._states.info(named)
+        standing = named.standing
+
+        def fetched(state: bytes | None) -> None:
+            if state is None:
+                self.refuse(client, call.call, StepFailed("the round that was to export it failed"))
+                return
+            content = snapshot.write(standing.snapshot(state), self._shape)
+            self.replies.append((client, StateReply(call.call, states=[info], content=content)))
+
+        self._traffic.fetch(standing.kept, fetched)
+
+    def _import(self, client: Hashable, call: AskState) -> None:
+        if call.target:
+            check_id("target", call.target)
+        found = snapshot.read(call.content, self._shape)
+        id = self._states.begin(call.owner, call.target, "target")
+        self._states.end(call.owner, id)
+        kept = Kept(found.tokens - len(found.tail) // ID_BYTES)
+        if not self._traffic.bring_in(kept, found.state):
+            raise StateQuota("no memory is left for a state; delete some, or wait for others")
+        standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
+        named = self._states.put(call.owner, id, standing, call.ttl)
+        self._tell(client, call, self._states.info(named))

@@ -1,0 +1,95 @@
+"""HostRows: kept states in main memory, one row each, and their copies to and from the device.
+
+A row is [cell | conv | logits] in fp32. Memory is taken in slabs, as rows are used. On a GPU the
+slabs are pinned, and what leaves the device does so on a stream of its own, behind no round: rows
+are gathered on the device first, so that the next round may write to where they lay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 2**23
+
+
+class HostRows:
+    """`rows` rows of `width` floats."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.rows = rows
+        self._width = width
+        self._device = device
+        self._per_slab = max(1, min(rows, SLAB_BYTES // (4 * width))) if width else 1
+        self._slabs: dict[int, Tensor] = {}  # [per_slab, width]
+        self._stream = self._saved = self._loaded = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._saved = torch.cuda.Event()
+            self._loaded = torch.cuda.Event()
+
+    def save(self, states: Tensor, rows: Sequence[int]) -> None:
+        """states [n, width] on the device, a tensor that nobody else writes to, -> rows."""
+        if self._stream is None:
+            for state, row in zip(states, rows, strict=True):
+                self._row(row).copy_(state)
+            return
+        assert self._saved is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for first, there in self._runs(rows):
+                there.copy_(states[first : first + len(there)], non_blocking=True)
+            self._saved.record(self._stream)
+        states.record_stream(self._stream)
+
+    def load(self, rows: Sequence[int]) -> Tensor:
+        """[n, width] on the device."""
+        states = torch.empty(len(rows), self._width, device=self._device)
+        if self._saved is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._saved)
+        for first, there in self._runs(rows):
+            states[first : first + len(there)].copy_(there, non_blocking=True)
+        if self._loaded is not None:
+            self._loaded.record(torch.cuda.current_stream(self._device))
+        return states
+
+    def put(self, row: int, state: Tensor) -> None:
+        """state [<= width], on the host, -> the beginning of a row; waits for copies under way."""
+        for event in (self._saved, self._loaded):
+            if event is not None:
+                event.synchronize()
+        self._row(row)[: len(state)].copy_(state)
+
+    def get(self, row: int) -> Tensor:
+        """A row, [width]; waits for copies under way."""
+        if self._saved is not None:
+            self._saved.synchronize()
+        return self._row(row)
+
+    def _runs(self, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Neighbours in memory together: index of the first, [n, width]."""
+        first = 0
+        while first < len(rows):
+            end = first + 1
+            slab, index = self._slab(rows[first])
+            while end < len(rows) and rows[end] == rows[end - 1] + 1 and rows[end] % self._per_slab:
+                end += 1
+            yield first, slab[index : index + end - first]
+            first = end
+
+    def _row(self, row: int) -> Tensor:
+        slab, index = self._slab(row)
+        return slab[index]
+
+    def _slab(self, row: int) -> tuple[Tensor, int]:
+        if not 0 <= row < self.rows:
+            raise IndexError(f"row {row} of {self.rows} in main memory")
+        number, index = divmod(row, self._per_slab)
+        slab = self._slabs.get(number)
+        if slab is None:
+            slab = self._slabs[number] = torch.empty(
+                self._per_slab, self._width, pin_memory=self._stream is not None
+            )
+        return slab, index

@@ -1,0 +1,194 @@
+"""Places: carries out the moves of kept states that a plan asks for.
+
+A place is a row of the state pool (those of sequences first, then those of kept states, which have
+logits too) or, as ~row, one of main memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.device import upload
+from engine.host_rows import HostRows
+from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
+from engine.state import StatePool
+
+
+class Places:
+    """The rows of `pool` from `slots` on and `host_rows` rows of main memory are for kept states of
+    a model with `vocab_size` logits."""
+
+    def __init__(self, pool: StatePool, slots: int, host_rows: int, vocab_size: int) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._device = pool.device
+        self._logits = torch.zeros(pool.rows - slots, vocab_size, device=pool.device)
+        self._host = HostRows(host_rows, pool.width + vocab_size, pool.device)
+
+    def carry_out(self, moves: Sequence[Copy | Put]) -> None:
+        """One after the other, as far as one could tell: copies of a kind that do not touch each
+        other's rows are made at once."""
+        together = _Levels()
+        for move in moves:
+            if isinstance(move, Copy):
+                together.add(move)
+                continue
+            self._copy_all(together)
+            together = _Levels()
+            self._put(move)
+        self._copy_all(together)
+
+    def _copy_all(self, levels: _Levels) -> None:
+        for level in levels.levels:
+            for copies in level.values():
+                self._copy(copies)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Puts the state that each starts from in its slot."""
+        self._pool.reset([one.slot for one in admissions if one.source is None])
+        self.carry_out([Copy(one.source, one.slot) for one in admissions if one.source is not None])
+
+    def logits_at(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
+        """[n, vocab], what is kept at the chunks' sources; None without any."""
+        sources = [chunk.source for chunk in chunks if chunk.source is not None]
+        if not sources:
+            return None
+        found = torch.empty(len(sources), self._logits.shape[1], device=self._device)
+        on_host = [i for i, source in enumerate(sources) if source < 0]
+        on_device = [i for i, source in enumerate(sources) if source >= 0]
+        if on_device:
+            rows = upload([sources[i] - self._slots for i in on_device], torch.int64, self._device)
+            found[upload(on_device, torch.int64, self._device)] = self._logits[rows]
+        if on_host:
+            states = self._host.load([~sources[i] for i in on_host])
+            found[upload(on_host, torch.int64, self._device)] = states[:, self._pool.width :]
+        return found
+
+    def keep(self, copies: Sequence[Copy], rows: dict[int, int], logits: Tensor | None) -> None:
+        """Snapshots after a step; `rows` of `logits` [rows, vocab] by the keys of the copies that
+        have them."""
+        on_device = [copy for copy in copies if copy.target >= 0]
+        self._copy(on_device)
+        with_logits = [copy for copy in on_device if copy.key >= 0]
+        if with_logits:
+            assert logits is not None
+            targets = [copy.target - self._slots for copy in with_logits]
+            index = upload([rows[copy.key] for copy in with_logits], torch.int64, self._device)
+            self._logits[upload(targets, torch.int64, self._device)] = logits[index]
+        on_host = [copy for copy in copies if copy.target < 0]
+        if on_host:
+            states = self._gather([copy.source for copy in on_host])
+            for state, copy in zip(states, on_host, strict=True):
+                if copy.key >= 0:
+                    assert logits is not None
+                    state[self._pool.width :] = logits[rows[copy.key]]
+            self._host.save(states, [~copy.target for copy in on_host])
+
+    def export(self, exports: Sequence[Export]) -> dict[int, Tensor]:
+        """The states, by ticket, once the device is done: `exported` reads them."""
+        found = {}
+        for one in exports:
+            if one.source < 0:
+                found[one.ticket] = self._host.get(~one.source)[: self._pool.width].clone()
+                continue
+            state = self._pool.gather([one.source])[0]
+            if self._device.type == "cuda":
+                there = torch.empty(self._pool.width, pin_memory=True)
+                state = there.copy_(state, non_blocking=True)
+            found[one.ticket] = state
+        return found
+
+    def _gather(self, sources: Sequence[int]) -> Tensor:
+        """[n, width of a row of main memory]; of sequences' rows the logits are 0."""
+        states = torch.zeros(len(sources), self._host_width, device=self._device)
+        states[:, : self._pool.width] = self._pool.gather(sources)
+        kept = [i for i, source in enumerate(sources) if source >= self._slots]
+        if kept:
+            rows = upload([sources[i] - self._slots for i in kept], torch.int64, self._device)
+            index = upload(kept, torch.int64, self._device)
+            states[index, self._pool.width :] = self._logits[rows]
+        return states
+
+    @property
+    def _host_width(self) -> int:
+        return self._pool.width + self._logits.shape[1]
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """All of one kind, none of which reads what another one writes."""
+        if not copies:
+            return
+        sources = [copy.source for copy in copies]
+        targets = [copy.target for copy in copies]
+        if targets[0] < 0:
+            if sources[0] == INITIAL:
+                states = torch.zeros(len(targets), self._host_width, device=self._device)
+                states[:, : self._pool.width] = self._pool.initial_row()
+            elif sources[0] < 0:
+                states = self._host.load([~source for source in sources])
+            else:
+                states = self._gather(sources)
+            self._host.save(states, [~target for target in targets])
+        elif sources[0] == INITIAL:
+            self._pool.reset(targets)
+        elif sources[0] < 0:
+            states = self._host.load([~source for source in sources])
+            self._pool.scatter(states[:, : self._pool.width], targets)
+            self._put_logits(states[:, self._pool.width :], targets)
+        else:
+            self._pool.copy(sources, targets)
+            kept = [
+                (source, target)
+                for source, target in zip(sources, targets, strict=True)
+                if source >= self._slots and target >= self._slots
+            ]
+            if kept:
+                rows = upload([one - self._slots for one, _ in kept], torch.int64, self._device)
+                self._put_logits(self._logits[rows], [target for _, target in kept])
+
+    def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
+        """logits [n, vocab], for those of `targets` that have a place for them."""
+        kept = [i for i, target in enumerate(targets) if target >= self._slots]
+        if kept:
+            rows = upload([targets[i] - self._slots for i in kept], torch.int64, self._device)
+            self._logits[rows] = logits[upload(kept, torch.int64, self._device)]
+
+    def _put(self, move: Put) -> None:
+        state = torch.frombuffer(bytearray(move.state), dtype=torch.float32)
+        if move.target < 0:
+            self._host.put(~move.target, state)
+        else:
+            if self._device.type == "cuda":
+                state = state.pin_memory().to(self._device, non_blocking=True)
+            self._pool.scatter(state.unsqueeze(0), [move.target])
+
+
+class _Levels:
+    """Copies in groups: what a copy reads or overwrites has been written, or read, by a group of an
+    earlier level. Where rows make room for each other one by one, these are two levels."""
+
+    def __init__(self) -> None:
+        self.levels: list[dict[tuple[bool, bool, bool], list[Copy]]] = []  # by kind
+        self._read: dict[int, int] = {}  # by row: the last level that reads it
+        self._written: dict[int, int] = {}
+
+    def add(self, copy: Copy) -> None:
+        source, target = copy.source, copy.target
+        level = 1 + max(
+            self._written.get(source, -1),
+            self._written.get(target, -1),
+            self._read.get(target, -1),
+        )
+        self._read[source] = max(level, self._read.get(source, -1))
+        self._written[target] = level
+        if level == len(self.levels):
+            self.levels.append({})
+        kind = source == INITIAL, source < 0, target < 0
+        self.levels[level].setdefault(kind, []).append(copy)
+
+
+def exported(states: dict[int, Tensor]) -> dict[int, bytes]:
+    """Their bytes; the device is done."""
+    return {ticket: state.numpy().tobytes() for ticket, state in states.items()}

@@ -1,0 +1,233 @@
+"""A kept state as one safetensors file; nothing in it is ever unpickled or trusted.
+
+Tensors: `cell` F32 [layers, inner]; `conv` F32 [layers, taps - 1, d_model] where the model has
+convolutions; `tail` I32 [n], the last tokens of the text, 1 to MOST_TAIL of them. The state is the
+one before the tail, which is read when somebody goes on from it: so what follows has the logits
+that it would have had, and a snapshot needs none. Metadata, all strings: `format`; `fingerprint` of
+the model; `tokens`, how many the text has, the tail included; `drawn`, 1 where the tail was
+generated; `recent`, the last tokens of the text, which tell of an unfinished character.
+
+Every length is checked against the model before anything of that length is made.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.config import SCAN_CHUNK
+from engine.errors import StateMalformed, StateMismatch
+from engine.messages import ID_BYTES, unpack_ids
+
+FORMAT = "minserve.state.1"
+MOST_HEADER = 2**16  # bytes
+MOST_TAIL = SCAN_CHUNK  # tokens
+MOST_RECENT = 4  # tokens; a character of UTF-8 has up to four bytes
+MOST_TOKENS = 2**62  # that a text may be said to have
+MOST_EXTRA = 4096  # characters of one further entry of the metadata
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the states of a model look like."""
+
+    fingerprint: str
+    vocab_size: int
+    cell: tuple[int, int]
+    conv: tuple[int, int, int] | None
+
+    @property
+    def bytes(self) -> int:
+        """Of one state."""
+        return 4 * (int(np.prod(self.cell)) + int(np.prod(self.conv or 0)))
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a snapshot's file."""
+        return _LENGTH.size + MOST_HEADER + self.bytes + MOST_TAIL * ID_BYTES
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a file holds."""
+
+    state: bytes  # cell, then conv
+    tail: bytes  # packed ids
+    tokens: int
+    drawn: bool = False
+    recent: tuple[int, ...] = ()
+    extra: dict[str, str] = field(default_factory=dict)  # further metadata
+
+
+def write(snapshot: Snapshot, shape: Shape) -> bytes:
+    """The file."""
+    end = 4 * int(np.prod(shape.cell))
+    header: dict[str, Any] = {
+        "__metadata__": {
+            **snapshot.extra,
+            "format": FORMAT,
+            "fingerprint": shape.fingerprint,
+            "tokens": str(snapshot.tokens),
+            "drawn": str(int(snapshot.drawn)),
+            "recent": ",".join(map(str, snapshot.recent)),
+        },
+        "cell": {"dtype": "F32", "shape": shape.cell, "data_offsets": [0, end]},
+    }
+    if shape.conv is not None:
+        header["conv"] = {"dtype": "F32", "shape": shape.conv, "data_offsets": [end, shape.bytes]}
+    count, start = len(snapshot.tail) // ID_BYTES, shape.bytes
+    offsets = [start, start + len(snapshot.tail)]
+    header["tail"] = {"dtype": "I32", "shape": [count], "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((_LENGTH.pack(len(text)), text, snapshot.state, snapshot.tail))
+
+
+def read(content: bytes, shape: Shape) -> Snapshot:
+    """What the file holds, once all of it is known to be a state of this model.
+
+    Raises StateMalformed, which says what is wrong, or StateMismatch for another model's.
+    """
+    header, start = _header(content, shape)
+    metadata = _metadata(header)
+    kind, fingerprint = metadata.pop("format", None), metadata.pop("fingerprint", "")
+    if kind != FORMAT:
+        raise StateMalformed(f"the snapshot's format is {_short(kind)}; allowed: {FORMAT!r}")
+    if fingerprint != shape.fingerprint:
+        raise StateMismatch(
+            f"the snapshot is of another model: its fingerprint is {_short(fingerprint)}, and the "
+            f"model here has {shape.fingerprint!r}"
+        )
+    parts = {"cell": shape.cell} | ({} if shape.conv is None else {"conv": shape.conv})
+    wrong = sorted(set(header) ^ {*parts, "tail"})
+    if wrong:
+        names = ", ".join((*parts, "tail"))
+        raise StateMalformed(f"the tensor {_short(wrong[0])} is missing or unknown; it has {names}")
+    at = 0
+    for name, expected in parts.items():
+        at = _check_tensor(name, header[name], "F32", list(expected), at)
+    count = _tail_length(header["tail"])
+    at = _check_tensor("tail", header["tail"], "I32", [count], at)
+    if len(content) - start != at:
+        raise StateMalformed(
+            f"the snapshot has {len(content) - start} bytes of tensors; its header says {at}"
+        )
+    values = np.frombuffer(content, "<f4", shape.bytes // 4, start)
+    if not np.isfinite(values).all():
+        raise StateMalformed("the state has values that are not finite")
+    tail = content[start + shape.bytes :]
+    _check_ids("tail", unpack_ids(tail).tolist(), shape)
+    tokens = _integer("tokens", metadata.pop("tokens", None), MOST_TOKENS)
+    if tokens < count:
+        raise StateMalformed(f"tokens is {tokens}, but the tail alone has {count}")
+    drawn = _integer("drawn", metadata.pop("drawn", None), 1)
+    if drawn and count != 1:
+        raise StateMalformed(f"the tail has {count} tokens; of a drawn one it has 1")
+    recent = _recent(metadata.pop("recent", ""), shape)
+    state = content[start : start + shape.bytes]
+    return Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
+
+
+def _header(content: bytes, shape: Shape) -> tuple[dict[str, Any], int]:
+    """The header, and where it ends."""
+    if len(content) > shape.most_bytes:
+        raise StateMalformed(
+            f"the snapshot has {len(content)} bytes; those of this model have at most "
+            f"{shape.most_bytes}"
+        )
+    if len(content) < _LENGTH.size:
+        raise StateMalformed(f"the snapshot has {len(content)} bytes, which is no safetensors file")
+    (length,) = _LENGTH.unpack_from(content)
+    if not 2 <= length <= min(MOST_HEADER, len(content) - _LENGTH.size):
+        raise StateMalformed(
+            f"the header is said to have {length} bytes; allowed: 2 to {MOST_HEADER}, within the "
+            "file"
+        )
+    start = _LENGTH.size + length
+    try:
+        header = json.loads(content[_LENGTH.size : start].decode(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise StateMalformed(f"the header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise StateMalformed("the header is no JSON object")
+    return header, start
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return values
+
+
+def _metadata(header: dict[str, Any]) -> dict[str, str]:
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) and len(value) <= MOST_EXTRA for value in metadata.values()
+    ):
+        raise StateMalformed(
+            f"__metadata__ must be an object of strings of up to {MOST_EXTRA} characters"
+        )
+    return metadata
+
+
+def _check_tensor(name: str, given: Any, dtype: str, shape: list[int], start: int) -> int:
+    """Raises StateMalformed unless it is this one and lies at `start`; where it ends."""
+    end = start + 4 * int(np.prod(shape))
+    expected = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    if not isinstance(given, dict) or given != expected or not _all_int(given):
+        raise StateMalformed(f"{name} is {_short(given)}; this model's is {expected}")
+    return end
+
+
+def _all_int(given: dict[str, Any]) -> bool:
+    """1.0 and True equal 1 too."""
+    return all(type(number) is int for number in (*given["shape"], *given["data_offsets"]))
+
+
+def _tail_length(given: Any) -> int:
+    shape = given.get("shape") if isinstance(given, dict) else None
+    if isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int:
+        count: int = shape[0]
+        if 1 <= count <= MOST_TAIL:
+            return count
+    raise StateMalformed(
+        f"tail is {_short(given)}; its shape must be [n], with n from 1 to {MOST_TAIL}"
+    )
+
+
+def _integer(name: str, text: str | None, most: int) -> int:
+    if text is not None and text.isascii() and text.isdigit() and len(text) <= 20:
+        value = int(text)
+        if value <= most:
+            return value
+    raise StateMalformed(f"{name} is {_short(text)}; allowed: an integer from 0 to {most}")
+
+
+def _recent(text: str, shape: Shape) -> tuple[int, ...]:
+    parts = text.split(",") if text else []
+    if len(parts) > MOST_RECENT:
+        raise StateMalformed(f"recent has {len(parts)} tokens; allowed: up to {MOST_RECENT}")
+    return tuple(
+        _check_ids("recent", [_integer("recent", part, 2**31 - 1) for part in parts], shape)
+    )
+
+
+def _check_ids(name: str, ids: list[int], shape: Shape) -> list[int]:
+    for token in ids:
+        if not 0 <= token < shape.vocab_size:
+            raise StateMalformed(
+                f"{name} has token id {token}; allowed: 0 to {shape.vocab_size - 1}"
+            )
+    return ids
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,0 +1,237 @@
+"""Tiers: where kept states lie: rows of the device's pool, then rows of main memory, then files.
+
+A kept state never changes once it stands, so whoever needs it holds a reference: a node of the
+prefix cache, a name, a sequence that starts from it. What only the cache holds may go whenever room
+is needed, least recently used first; what has a name stays until its name goes, but needs no row
+while a file has it.
+
+Places are integers: a row of the device's pool, or ~row of main memory. Moves between them are
+`Copy`s, carried out in their order before a round admits anybody. A row that a round admits from is
+not given to another state within that round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.plan import Copy, Put
+from engine.slots import SlotAllocator
+
+NOWHERE = 2**62  # a place: in no row
+# Of states that only the prefix cache holds, those that a plan moves to main memory at most: under
+# a load of new prompts, of which each leaves two, moving takes longer than what it may save.
+MOST_TO_HOST = 16
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """One state, after `position` tokens."""
+
+    position: int
+    place: int = NOWHERE
+    references: int = 0
+    whole: bool = False  # read from the beginning in whole chunks: as a miss would read it
+    logits: bool = False  # its row holds those after its last token
+    node: Any = None  # of the prefix cache
+    files: set[str] = field(default_factory=set)  # that hold it, or will
+    written: int = 0  # of these
+
+    @property
+    def only_cached(self) -> bool:
+        """Nobody but the prefix cache holds it."""
+        return self.node is not None and self.references == 1
+
+
+class Tiers:
+    """`forget` is told of a cached state that has to go, and releases it."""
+
+    def __init__(
+        self, device_rows: int, first_row: int, host_rows: int, forget: Callable[[Kept], None]
+    ) -> None:
+        self._device = SlotAllocator(device_rows, first_row)
+        self._host = SlotAllocator(host_rows)
+        self._on_device: OrderedDict[Kept, None] = OrderedDict()  # least recently used first
+        self._on_host: OrderedDict[Kept, None] = OrderedDict()  # those that may lose their row
+        self._fixed: set[Kept] = set()  # the others in main memory
+        self._forget = forget
+        self._busy: set[int] = set()  # places that the plan being made reads or writes later
+        self._to_host = 0  # of MOST_TO_HOST, in the plan being made
+        self._late: list[int] = []  # those of them that nobody needs after it
+        self.moves: list[Copy | Put] = []  # that the next plan has to begin with
+        self.evictions: Counter[str] = Counter()
+
+    @property
+    def rows(self) -> int:
+        """Of both."""
+        return self._device.count + self._host.count
+
+    @property
+    def device_used(self) -> int:
+        return self._device.used
+
+    @property
+    def host_used(self) -> int:
+        return self._host.used
+
+    def begin_plan(self, sources: Iterable[int | None] = ()) -> None:
+        """What the plan before this one reads and writes is done by the time this one begins, which
+        starts with copies of these rows."""
+        self._to_host = 0
+        self._busy.clear()
+        self._busy.update(row for row in sources if row is not None)
+        late, self._late = self._late, []
+        for place in late:
+            self._give_back(place)
+
+    def put(self, kept: Kept, for_cache: bool = False) -> bool:
+        """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
+        It stands, for others to be moved, once `stand` says so. For the cache alone there may be
+        none at times when many are looked for."""
+        place = self._device_row()
+        if place is None and not (for_cache and self._device.count and self._enough_on_host()):
+            place = self._host_row()
+        if place is None:
+            return False
+        kept.place = place
+        self._busy.add(place)
+        return True
+
+    def stand(self, kept: Kept) -> None:
+        """Its row holds it, as far as later plans are concerned."""
+        if kept.place >= 0:
+            self._on_device[kept] = None
+        elif kept.node is not None or kept.written:
+            self._on_host[kept] = None
+        else:
+            self._fixed.add(kept)
+
+    def note_written(self, kept: Kept) -> None:
+        """A file has it."""
+        kept.written += 1
+        if kept in self._fixed:
+            self._fixed.discard(kept)
+            self._on_host[kept] = None
+
+    def use(self, kept: Kept) -> int:
+        """The place to admit from, in the plan being made. What is much used comes to the device.
+        Its state is in a row."""
+        self.touch(kept)
+        stands = kept in self._on_host or kept in self._fixed
+        if stands and self._device.count and kept.place not in self._busy:
+            self._busy.add(kept.place)  # it must not become the room for what makes room
+            row = self._device_row()
+            self._busy.discard(kept.place)
+            if row is not None:
+                self._move(kept, row)
+        self._busy.add(kept.place)
+        return kept.place
+
+    def touch(self, kept: Kept) -> None:
+        """It was used."""
+        for tier in (self._on_device, self._on_host):
+            if kept in tier:
+                tier.move_to_end(kept)
+
+    def hold(self, kept: Kept) -> Kept:
+        """One more holds it."""
+        kept.references += 1
+        return kept
+
+    def release(self, kept: Kept) -> None:
+        """One holds it no more; with the last one it goes."""
+        kept.references -= 1
+        if kept.references == 0:
+            self.vacate(kept)
+
+    def vacate(self, kept: Kept) -> None:
+        """It needs no row any more."""
+        self._on_device.pop(kept, None)
+        self._on_host.pop(kept, None)
+        self._fixed.discard(kept)
+        if kept.place != NOWHERE:
+            self._give_back(kept.place)
+            kept.place = NOWHERE
+
+    def make_room(self) -> bool:
+        """Forgets the cached state that was used the longest ago, if there is one."""
+        for tier in (self._on_host, self._on_device):
+            for kept in tier:
+                if kept.only_cached and kept.place not in self._busy:
+                    self.evictions["host" if kept.place < 0 else "device"] += 1
+                    self._forget(kept)
+                    return True
+        return False
+
+    def lost(self, places: set[int]) -> list[Kept]:
+        """The states in these rows, which hold nothing that can be relied on any more, and in
+        those that they are about to be moved to."""
+        for move in self.moves:
+            if isinstance(move, Copy) and move.source in places:
+                places = places | {move.target}
+        tiers = (*self._on_device, *self._on_host, *self._fixed) if places else ()
+        return [kept for kept in tiers if kept.place in places]
+
+    def _device_row(self) -> int | None:
+        if self._device.free:
+            return self._device.take()
+        for kept in self._on_device:
+            if kept.place in self._busy:
+                continue
+            row = None
+            if not (kept.only_cached and self._enough_on_host()):
+                row = self._host_row()
+            if row is not None:
+                self.evictions["device"] += 1
+                self._move(kept, row)
+            elif kept.only_cached:
+                self.evictions["device"] += 1
+                self._forget(kept)
+            elif kept.written:
+                self.evictions["device"] += 1
+                self.vacate(kept)
+            else:
+                continue
+            return self._device.take()
+        return None
+
+    def _enough_on_host(self) -> bool:
+        """Whether a plan has moved as many as it may; counts the one that is about to be."""
+        self._to_host += 1
+        return self._to_host > MOST_TO_HOST
+
+    def _host_row(self) -> int | None:
+        if not self._host.count:
+            return None
+        if not self._host.free:
+            for kept in self._on_host:
+                if kept.place in self._busy:
+                    continue
+                if kept.only_cached:
+                    self._forget(kept)
+                elif kept.written:
+                    self.vacate(kept)
+                else:
+                    continue
+                self.evictions["host"] += 1
+                break
+        return ~self._host.take() if self._host.free else None
+
+    def _move(self, kept: Kept, place: int) -> None:
+        self.moves.append(Copy(kept.place, place))
+        self._on_device.pop(kept, None)
+        self._on_host.pop(kept, None)
+        self._fixed.discard(kept)
+        self._give_back(kept.place)
+        kept.place = place
+        self.stand(kept)
+
+    def _give_back(self, place: int) -> None:
+        if place in self._busy:
+            self._late.append(place)
+        elif place >= 0:
+            self._device.give_back(place)
+        else:
+            self._host.give_back(~place)

@@ -1,0 +1,135 @@
+"""Trie: texts of token ids as a radix tree, whose edges are packed runs that are compared as bytes.
+
+A node ends where texts part or where something is kept of the text up to there. Nodes that stand
+for neither go, so the tree is as large as the texts that it tells apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from engine.messages import ID_BYTES
+
+NODE_BYTES = 400  # about what a node takes beside its run
+
+T = TypeVar("T")
+
+
+class Node(Generic[T]):
+    """The text from the root to here, of `length` tokens; `value` is what is kept of it."""
+
+    __slots__ = ("children", "length", "parent", "reader", "run", "trie", "value")
+
+    def __init__(self, trie: Trie[T], parent: Node[T] | None, run: bytes, length: int) -> None:
+        self.trie = trie
+        self.parent = parent
+        self.run = run  # the tokens after the parent's
+        self.length = length
+        self.children: dict[bytes, Node[T]] = {}  # by their first token
+        self.value: T | None = None
+        self.reader = -1  # the key of the sequence that reads this text just now; -1: none
+
+
+class Trie(Generic[T]):
+    """Texts are packed ids (`messages.pack_ids`)."""
+
+    def __init__(self) -> None:
+        self.root: Node[T] = Node(self, None, b"", 0)
+        self.bytes = 0  # that nodes take
+
+    @property
+    def empty(self) -> bool:
+        return not self.root.children
+
+    def walk(self, text: bytes) -> tuple[list[Node[T]], int]:
+        """The nodes whose whole text `text` begins with, shortest first and without the root; and
+        how many of its tokens are those of some text here."""
+        path: list[Node[T]] = []
+        node, at = self.root, 0
+        while (child := node.children.get(text[at : at + ID_BYTES])) is not None:
+            if not text.startswith(child.run, at):
+                return path, (at + _common(child.run, text, at)) // ID_BYTES
+            path.append(child)
+            node, at = child, at + len(child.run)
+        return path, at // ID_BYTES
+
+    def insert(self, text: bytes, length: int) -> Node[T]:
+        """The node of the first `length` tokens of `text`, made if need be; at least one."""
+        end = length * ID_BYTES
+        node, at = self.root, 0
+        while at < end:
+            first = text[at : at + ID_BYTES]
+            child = node.children.get(first)
+            if child is None:
+                child = self._add(node, text[at:end])
+            else:
+                same = len(child.run)
+                if at + same > end or not text.startswith(child.run, at):
+                    same = min(_common(child.run, text, at), end - at)
+                if same < len(child.run):
+                    child = self._split(child, same)
+            node, at = child, at + len(child.run)
+        return node
+
+    def tidy(self, node: Node[T]) -> None:
+        """Removes the node, and those above it, as far as they stand for nothing any more."""
+        while node.parent is not None and node.value is None and node.reader < 0:
+            parent = node.parent
+            if len(node.children) > 1:
+                return
+            if node.children:
+                self._merge(node)
+                return
+            del parent.children[node.run[:ID_BYTES]]
+            self.bytes -= len(node.run) + NODE_BYTES
+            node.parent = None
+            node = parent
+
+    def __iter__(self) -> Iterator[Node[T]]:
+        """All nodes but the root."""
+        left = list(self.root.children.values())
+        while left:
+            node = left.pop()
+            left.extend(node.children.values())
+            yield node
+
+    def _add(self, parent: Node[T], run: bytes) -> Node[T]:
+        node = Node(self, parent, run, parent.length + len(run) // ID_BYTES)
+        parent.children[run[:ID_BYTES]] = node
+        self.bytes += len(run) + NODE_BYTES
+        return node
+
+    def _split(self, node: Node[T], at: int) -> Node[T]:
+        """A new node `at` bytes into the run of `node`."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(self, parent, node.run[:at], parent.length + at // ID_BYTES)
+        parent.children[node.run[:ID_BYTES]] = upper
+        node.run, node.parent = node.run[at:], upper
+        upper.children[node.run[:ID_BYTES]] = node
+        self.bytes += NODE_BYTES
+        return upper
+
+    def _merge(self, node: Node[T]) -> None:
+        """Gives the run of a node with one child to that child."""
+        (child,) = node.children.values()
+        parent = node.parent
+        assert parent is not None
+        child.run, child.parent = node.run + child.run, parent
+        parent.children[child.run[:ID_BYTES]] = child
+        node.parent = None
+        self.bytes -= NODE_BYTES
+
+
+def _common(run: bytes, text: bytes, at: int) -> int:
+    """How many bytes of whole tokens `run` and `text` from `at` on have in common: by halves, each
+    of which is one comparison of memory."""
+    low, high = 0, min(len(run), len(text) - at) // ID_BYTES  # tokens: equal, perhaps equal
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(run[low * ID_BYTES : middle * ID_BYTES], at + low * ID_BYTES):
+            low = middle
+        else:
+            high = middle - 1
+    return low * ID_BYTES

@@ -1,0 +1,174 @@
+"""What share of the engine's tokens arrives over HTTP, with a model that is not small.
+
+    python -m loadtest.share --model 113m --device cuda                     # plain batches, 1,024 slots
+    python -m loadtest.share --model 113m --device cpu --slots 32 --batch 1 --stream \\
+        --prompt-length 64 --output-length 128 --peer
+
+The engine alone decodes in as many slots in this process; then a server of its own is kept full by
+a closed loop of requests whose answers are texts of a tokenizer of the model's size. With --peer
+PyTorch decodes 64 rows of the same model too (in a CUDA graph, or compiled with frozen weights),
+which is what other servers' figures can be set against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.runner import Runner
+from loadtest.grammars import make_tokenizer
+from loadtest.http.command import measure
+from loadtest.http.options import parser
+from loadtest.lm_driving import GREEDY, engine_config, engine_seconds, load
+from loadtest.lm_measure import typical
+from loadtest.lm_models import SIZES, subject
+from loadtest.peers.torch_lm import Decoder
+from loadtest.report import print_environment, print_table, save_json
+from loadtest.subject import Subject
+
+SHARE_BAR = 0.85  # of the engine's own tokens/s, plain answers of batches
+# llama-server on a Llama of the 113 M model's size, 32 streams of 64 in and 128 out on 4 cores of a
+# Zen 5 server: 727 tokens/s, where PyTorch's 64 rows of this model came to 4,429, and a median of
+# 632 ms until the first token.
+LLAMA_SERVER, LLAMA_TTFT = 727 / 4429, 632.0
+TIMES_LLAMA_SERVER, OF_LLAMA_TTFT = 3.0, 1 / 3
+PEER_ROWS = 64
+LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer with ids
+
+
+def tokens_of(args: argparse.Namespace) -> int:
+    """Of each request to the engine alone: about what an answer has."""
+    return max(4, int(args.output_length))
+
+
+def engine_alone(runner: Runner, args: argparse.Namespace) -> float:
+    """Tokens per second of all slots."""
+    tokens = tokens_of(args)
+    seconds = typical(lambda: engine_seconds(runner, args.slots, tokens, GREEDY), args.seconds / 4)
+    return float(args.slots / seconds)
+
+
+def peer_alone(model: Any, args: argparse.Namespace) -> float:
+    """Tokens per second of PyTorch."""
+    decoder = Decoder(model, PEER_ROWS, "compile" if args.device == "cpu" else "graph")
+
+    def steps() -> float:
+        start = time.perf_counter()
+        for _ in range(10):
+            decoder.step()
+        decoder.tokens.tolist()  # waits for the device
+        return (time.perf_counter() - start) / 10
+
+    steps()
+    return float(PEER_ROWS / typical(steps, args.seconds / 4))
+
+
+def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The load test's summary."""
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "device": args.device,
+        "max_slots": args.slots,
+        "max_waiting": 4 * args.slots,
+    }
+    if args.threads:
+        settings["threads"] = args.threads
+    at_once = -(-args.slots // args.batch)
+    if not args.stream:
+        at_once += -(-at_once // 4)  # so that slots that come free find a prompt
+    asked = [
+        *("--arrivals", "closed", "--max-concurrency", str(at_once)),
+        *("--batch", str(args.batch), "--temperature", "0", "--timeout", "600"),
+        *("--prompt-length", args.prompt_length, "--output-length", args.output_length),
+        *("--processes", str(args.processes), "--ids", str(SIZES[args.model]["vocab_size"] - 1)),
+        *([] if args.stream else ["--no-stream"]),
+    ]
+    with Subject(**settings) as server:
+        asyncio.run(server.started())
+        warm = ["--url", server.url, *asked, "--seconds", "2"]
+        measure(parser().parse_args(warm))
+        full = ["--url", server.url, *asked, "--seconds", str(args.seconds)]
+        summary, _ = measure(parser().parse_args(full))
+    return dict(summary)
+
+
+def checks(
+    args: argparse.Namespace, summary: dict[str, Any], engine: float, peer: float | None
+) -> list[list[str]]:
+    """Rows of what was measured, bar and result."""
+    rate = float(summary["tokens_per_second"])
+    rows = []
+
+    def row(what: str, value: float, bar: float, passes: bool, unit: str) -> None:
+        rows.append([what, unit.format(value), unit.format(bar), "pass" if passes else "short"])
+
+    share = rate / engine
+    if not args.stream:
+        row("of the engine's tokens/s", share, SHARE_BAR, share >= SHARE_BAR, "{:.0%}")
+    if peer is not None and args.stream:
+        bar = TIMES_LLAMA_SERVER * LLAMA_SERVER
+        row("of PyTorch's 64 rows", rate / peer, bar, rate / peer >= bar, "{:.0%}")
+        first, most = float(summary["latency_ms"]["ttft"]["p50"]), OF_LLAMA_TTFT * LLAMA_TTFT
+        row("first token, p50, ms", first, most, first <= most, "{:.0f}")
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 where every request was answered: the bars are of this machine's time."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--model", choices=list(SIZES), default="113m", help="random weights")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--slots", type=int, default=1024)
+    options.add_argument("--batch", type=int, default=64, help="prompts per request")
+    options.add_argument("--stream", action="store_true", help="an event per token")
+    options.add_argument("--prompt-length", default="16", help="tokens")
+    options.add_argument("--output-length", default="128", help="tokens")
+    options.add_argument("--seconds", type=float, default=20.0)
+    options.add_argument("--threads", type=int, help="of the engine on a CPU")
+    options.add_argument("--processes", type=int, default=1, help="client processes")
+    options.add_argument("--peer", action="store_true", help="measure PyTorch as well")
+    options.add_argument("--json", type=Path)
+    args = options.parse_args(argv)
+    print_environment()
+    device = torch.device(args.device)
+    with subject(args.model, "mingru", device, "bfloat16") as made:
+        folder = made.folder
+        if SIZES[args.model]["vocab_size"] >= LEAST_TOKENIZER:
+            make_tokenizer(folder, SIZES[args.model]["vocab_size"])
+        peer = peer_alone(made.model, args) if args.peer else None
+        del made
+        values = {"threads": args.threads} if args.threads else {}
+        config = engine_config(
+            None, model=str(folder), device=args.device, max_slots=args.slots, **values
+        )
+        runner = load(config, [args.slots])
+        engine = engine_alone(runner, args)
+        del runner
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        summary = over_http(folder, args)
+    rate = float(summary["tokens_per_second"])
+    latency = summary["latency_ms"]["e2e"]
+    print(
+        f"engine alone {engine:,.0f} tokens/s in {args.slots} slots; over HTTP {rate:,.0f} "
+        f"({rate / engine:.0%}), a request in {latency['p50']:.0f} ms at p50, "
+        f"{latency['p99']:.0f} at p99"
+        + (f"; PyTorch {peer:,.0f}" if peer else "")
+        + "; "
+        + "; ".join(summary["client"]["bottleneck"])
+    )
+    what = "streams" if args.stream else f"plain batches of {args.batch} prompts"
+    print_table(what, ["", "measured", "bar", ""], checks(args, summary, engine, peer))
+    save_json(args.json, {"engine": engine, "peer": peer, "summary": summary})
+    return 0 if set(summary["outcomes"]) == {"ok"} else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
