@@ -1,6 +1,6 @@
 """What share of the engine's tokens arrives over HTTP, with a model that is not small.
 
-    python -m loadtest.share --model 113m --device cuda                     # plain batches, 1,024 slots
+    python -m loadtest.share --model 113m --device cuda     # plain batches, 1,024 slots
     python -m loadtest.share --model 113m --device cpu --slots 32 --batch 1 --stream \\
         --prompt-length 64 --output-length 128 --peer
 
