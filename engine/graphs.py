@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 # Rises by a half or less from 16 on, so that at most a third of a batch is padding.
-_BUCKETS = tuple(
-    [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]
-    + [1024, 1536, 2048, 3072, 4096]
+_BUCKETS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
+    *(1024, 1536, 2048, 3072, 4096),
 )
 
 # From 1,024 on, the kernels of a model of 1.3 billion weights take as long as their launches, 4 ms
