@@ -14,6 +14,7 @@ from engine.messages import SamplingParams
 from service.answer import Answer, Piece
 from service.flight import Flight
 from service.runtime import Runtime
+from service.states import NO_STATES, StateUse
 from service.stop import StopStrings
 from service.streaming import ends_all, event_chunks
 from service.template import Template
@@ -34,23 +35,36 @@ class Task:
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see Answer
+    use: StateUse = NO_STATES
 
     def answer(self, runtime: Runtime) -> Answer:
-        return Answer(runtime.tokenizer, self.prompt, self.stop, self.ends)
+        return Answer(
+            runtime.tokenizer,
+            self.prompt,
+            self.stop,
+            self.ends,
+            before=self.use.recent,
+            keeps=self.use.keep is not None,
+        )
+
+    @property
+    def scored(self) -> int:
+        """Tokens of the prompt that have log-probabilities."""
+        return max(len(self.prompt) - self.use.first_scored, 0)
 
     def submit(self, flight: Flight, *, stream: bool) -> None:
-        several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share
         flight.submit(
             self.packed,
             interval=self.interval if stream else 1,
             sampling=self.params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,
-            score=self.score_top is not None and several,
+            score=self.score_top is not None and self.scored > 0,
+            score_from=self.use.first_scored,
             score_top=self.score_top or 0,
-            cache_points=(len(self.prompt),) if self.shared else (),
             timeout=self.timeout,
             priority=self.priority,
+            **self.use.fields((len(self.prompt),) if self.shared else ()),
         )
 
 
@@ -158,4 +172,4 @@ def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:
     """Tells the engine where a stop string ended the answer that took the update."""
     if answer.stopped and update.finished is None:
-        flight.abort([which], "stop")
+        flight.stop(which, answer.kept_tokens())

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from service.answer import LogprobArrays
-from tests.service.harness import Service, fake_runner, running
+from tests.service.harness import Service, fake_runner, running, usage_of
 
 PATH = "/v1/completions"
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -27,7 +27,7 @@ async def test_plain(service: Service) -> None:
     assert body["choices"] == [
         {"index": 0, "text": "def", "logprobs": None, "finish_reason": "length"}
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == usage_of(3, 3)
 
 
 async def test_sixteen_tokens_unless_told(service: Service) -> None:
@@ -183,7 +183,7 @@ async def test_stream_and_usage_chunk(service: Service) -> None:
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2]]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert last["usage"] == usage_of(2, 3)
     assert {frame["id"] for frame in frames} == {last["id"]}
 
 
