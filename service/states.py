@@ -183,7 +183,9 @@ def kept_state(finished: Finished | None) -> dict[str, Any] | None:
     if finished.state is not None:
         told = state_object(finished.state)
     elif finished.snapshot:
-        told = {"id": None, "object": "state", **_described(finished.snapshot)}
+        nowhere = dict.fromkeys(("tier", "created", "expires"))
+        told = {"id": None, "object": "state", **_described(finished.snapshot), **nowhere}
+        told["busy"] = False
     else:
         return None
     if finished.snapshot:

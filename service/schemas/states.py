@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from engine.config import MOST_TTL
 from service.schemas.common import (
@@ -21,6 +21,7 @@ from service.schemas.common import (
 SESSION = "session:"  # how the id of a session's state begins
 CHARACTERS = r"[A-Za-z0-9._:-]"
 MOST_ID = 128  # characters
+MOST_LISTED = 1000  # states on a page
 MOST_SALT = 64  # bytes of UTF-8
 
 StateId = Annotated[
@@ -140,6 +141,31 @@ class ForkRequest(RequestModel):
 
     id: StateId | None = None
     ttl: Ttl | None = None
+
+
+class StateQuery(BaseModel):
+    """How a state that comes from outside is kept."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: StateId | None = Field(default=None, description="null: a new one")
+    ttl: Ttl | None = None
+
+
+class TextQuery(StateQuery):
+    """Where a text that is sent as it is goes on from."""
+
+    state: StateId | None = Field(default=None, description="after which it is read")
+    priority: Priority | None = None
+
+
+class ListQuery(BaseModel):
+    """Which states are listed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: StateId | None = Field(default=None, description="the last id of the page before")
+    limit: Annotated[int, Field(ge=1, le=MOST_LISTED)] = 100
 
 
 class StateList(BaseModel):

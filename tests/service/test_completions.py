@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from engine.messages import Request
 from service.answer import LogprobArrays
 from tests.service.harness import Service, fake_runner, running, usage_of
 
@@ -66,9 +67,18 @@ async def test_samples_of_one_prompt_share_its_reading(service: Service) -> None
     assert float(hits) >= 99
 
 
-async def test_samples_of_one_prompt_share_its_bytes(service: Service) -> None:
+async def test_samples_of_one_prompt_share_its_bytes(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+    add = service.engine.add
+
+    def note(client: Any, request: Request) -> None:
+        prompts.append(request.prompt)
+        add(client, request)
+
+    monkeypatch.setattr(service.engine, "add", note)
     await service.post(PATH, {"prompt": "a" * 100, "n": 3, "max_tokens": 1})
-    prompts = [request.prompt for request in service.runner.requests.values()]
     assert len(prompts) == 3
     assert prompts[0] is prompts[1] is prompts[2]
 
