@@ -25,8 +25,9 @@ class StateDesk:
     """`replies` are what there is to tell, until they are taken."""
 
     def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
         self._states = keeper.states
+        self._traffic = keeper.traffic
+        self._shape = keeper.shape
         self._waiting: dict[Kept, list[Answer]] = {}  # for a file
         self.replies: list[tuple[Hashable, StateReply]] = []
 
@@ -101,7 +102,7 @@ class StateDesk:
             self._try(client, call, lambda: self._with_row(client, call, then, tried=True))
 
         self._waiting.setdefault(kept, []).append(again)
-        self._keeper.load(kept)
+        self._traffic.load(kept)
 
     def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
         id = self._states.begin(call.owner, call.target, "target")
@@ -117,19 +118,19 @@ class StateDesk:
             if state is None:
                 self.refuse(client, call.call, StepFailed("the round that was to export it failed"))
                 return
-            content = snapshot.write(standing.snapshot(state), self._keeper.shape)
+            content = snapshot.write(standing.snapshot(state), self._shape)
             self.replies.append((client, StateReply(call.call, states=[info], content=content)))
 
-        self._keeper.fetch(standing.kept, fetched)
+        self._traffic.fetch(standing.kept, fetched)
 
     def _import(self, client: Hashable, call: AskState) -> None:
         if call.target:
             check_id("target", call.target)
-        found = snapshot.read(call.content, self._keeper.shape)
+        found = snapshot.read(call.content, self._shape)
         id = self._states.begin(call.owner, call.target, "target")
         self._states.end(call.owner, id)
         kept = Kept(found.tokens - len(found.tail) // ID_BYTES)
-        if not self._keeper.bring_in(kept, found.state):
+        if not self._traffic.bring_in(kept, found.state):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
         standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
         named = self._states.put(call.owner, id, standing, call.ttl)

@@ -158,7 +158,7 @@ class Engine:
 
     def close(self) -> None:
         """Returns when what is to lie on disk does; the last call."""
-        self._keeper.close()
+        self._keeper.traffic.close()
 
     def abort_all(self) -> None:
         """Ends every request early."""
@@ -201,8 +201,8 @@ class Engine:
         that there is to do."""
         if self._grammars is not None and self._grammars.pending:
             self._grammars.wait(GRAMMAR_SECONDS)
-        elif self._keeper.waiting_for_disk:
-            self._keeper.wait(GRAMMAR_SECONDS)
+        elif self._keeper.traffic.loading:
+            self._keeper.traffic.wait(GRAMMAR_SECONDS)
         else:
             return
         if take_in is not None:

@@ -11,7 +11,6 @@ state is copied there, and is its *base*. At its end there are three cases:
 
 from __future__ import annotations
 
-import logging
 import time
 from array import array
 from collections import Counter
@@ -24,7 +23,6 @@ from engine.config import SCAN_CHUNK
 from engine.errors import (
     EngineError,
     InvalidRequest,
-    StateMalformed,
     StateNotFound,
     StateQuota,
     StepFailed,
@@ -36,22 +34,19 @@ from engine.messages import (
     Keep,
     Request,
     SamplingParams,
+    StateInfo,
     pack_ids,
     unpack_ids,
 )
-from engine.plan import INITIAL, Admission, Copy, Export, Plan, Put
+from engine.plan import INITIAL, Admission, Copy, Plan
 from engine.prefix import Found, Place, PrefixCache
 from engine.sequence import Sequence
 from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
 from engine.states import Standing, States
 from engine.tiers import NOWHERE, Kept, Tiers
+from engine.traffic import Traffic
 
-log = logging.getLogger(__name__)
-
-MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
-
-Fetched = Callable[[bytes | None], None]
 Tell = Callable[[Finished | EngineError], None]
 
 
@@ -93,9 +88,9 @@ class Keeper:
         """What is on the shelf is there; `clock` is the time of day."""
         self.shape = shape or Shape("", 2**31, (1, 1), None)
         self.row_bytes = self.shape.bytes + 4 * self.shape.vocab_size  # of main memory
-        self.shelf = shelf
         self.tiers = Tiers(device_rows, first_row, host_rows, lambda kept: self.cache.forget(kept))
         self.cache = PrefixCache(self.tiers, trie_bytes, with_whole_chunks)
+        self.traffic = Traffic(self.tiers, self.shape, shelf)
         self.states = States(
             self.tiers,
             self.shape,
@@ -103,52 +98,20 @@ class Keeper:
             most=most_states,
             shelf=shelf,
             disk_bytes=disk_bytes,
-            fetch=self.fetch,
+            fetch=self.traffic.fetch,
             clock=clock,
         )
         if shelf is not None:
             self.states.load(shelf)
         self._with_whole_chunks = with_whole_chunks
-        self._loading: set[Kept] = set()
-        self._loaded: list[Kept] = []
-        self._tickets: dict[int, tuple[Kept, Fetched]] = {}
         self._hits = 0
         self._misses: Counter[str] = Counter()
-        self._next_ticket = 0
-        self._asked: list[int] = []  # tickets that no plan has yet
-
-    @property
-    def fetching(self) -> bool:
-        """Somebody waits for a state to be exported."""
-        return bool(self._tickets)
-
-    @property
-    def has_work(self) -> bool:
-        """Somebody waits for a state to be exported or read."""
-        return bool(self._tickets or self._loading)
-
-    @property
-    def waiting_for_disk(self) -> bool:
-        """Somebody waits for a file."""
-        return bool(self._loading)
-
-    def wait(self, seconds: float) -> None:
-        """For the disk."""
-        if self.shelf is not None:
-            self.shelf.wait(seconds)
-
-    def close(self) -> None:
-        """Returns when what is to be written is."""
-        if self.shelf is not None:
-            self.shelf.close()
 
     def collect(self) -> list[Kept]:
-        """What has been loaded since this was last called; also forgets what is out of date."""
-        if self.shelf is not None and self.shelf.pending:
-            self.shelf.collect()
+        """What has been read from files since this was last called; also forgets what is out of
+        date."""
         self.states.expire()
-        loaded, self._loaded = self._loaded, []
-        return loaded
+        return self.traffic.collect()
 
     # A sequence's life.
 
@@ -188,7 +151,7 @@ class Keeper:
             if kept.place == NOWHERE:
                 if not kept.files:
                     raise StateNotFound("the state has been replaced meanwhile", param="state")
-                self.load(kept)
+                self.traffic.load(kept)
                 found.loading = kept
                 return found
             found.kept = kept
@@ -224,11 +187,9 @@ class Keeper:
         sequence.marks = found.ends
         sequence.cached_tokens = sequence.position = sequence.anchor = cached
         before = self._before(sequence)
-        if keeping is not None and keeping.spare is not None:
-            if keeping.spare.position == before + cached:
-                source = INITIAL if place is None else place
-                self.tiers.moves.append(Copy(source, keeping.spare.place))
-                self._based(keeping, cached)
+        if (spare := self._base_due(sequence, cached)) is not None:
+            self.tiers.moves.append(Copy(INITIAL if place is None else place, spare.place))
+            self._based(sequence, cached)
         text = sequence.text if sequence.text is not request.prompt else b""
         plan.admit.append(
             Admission(request, sequence.key, sequence.slot, place, cached, text, before)
@@ -238,22 +199,18 @@ class Keeper:
 
     def passes(self, plan: Plan, sequence: Sequence, length: int) -> None:
         """The plan reads its text up to `length`: plans the snapshots that are due there."""
-        keeping = sequence.keeping
         if self.cache.claimed(sequence.key, length):
             kept = self.cache.reserve(sequence, length)
             if kept is not None:
                 key = sequence.key if kept.logits else -1
                 plan.after.append(Copy(sequence.slot, kept.place, key))
-        if keeping is not None and keeping.spare is not None and keeping.base < 0:
-            if keeping.spare.position == self._before(sequence) + length:
-                plan.after.append(Copy(sequence.slot, keeping.spare.place))
+        if (spare := self._base_due(sequence, length)) is not None:
+            plan.after.append(Copy(sequence.slot, spare.place))
 
     def landed(self, sequence: Sequence, length: int) -> Place | None:
         """It has read its text up to `length`. Returns what others may have waited for."""
-        keeping = sequence.keeping
-        if keeping is not None and keeping.spare is not None and keeping.base < 0:
-            if keeping.spare.position == self._before(sequence) + length:
-                self._based(keeping, length)
+        if self._base_due(sequence, length) is not None:
+            self._based(sequence, length)
         return self.cache.landed(sequence.key, length)
 
     def may_end(self, sequence: Sequence, reason: FinishReason, kept: int | None) -> bool:
@@ -321,7 +278,7 @@ class Keeper:
         keeping = sequence.keeping
         if keeping is None:
             if read is not None and reason in ("stop", "length"):
-                self._cache_answer(sequence, read)
+                self.cache.keep_answer(sequence, read)
             tell(told.finished(reason, now))
             return
         keep = keeping.keep
@@ -331,23 +288,29 @@ class Keeper:
         if not self._has_base(keeping):
             tell(StepFailed("the state that was to be kept is lost"))
             return
-        standing, info = self._standing(sequence, told, keeping), None
-        if keep.store:
-            id, keeping.id, owner = keeping.id, "", sequence.request.owner
+        standing = self._standing(sequence, told, keeping)
+        id, keeping.id, owner = keeping.id, "", sequence.request.owner
+
+        def name() -> StateInfo | None:
+            if not keep.store:
+                return None
             self.states.end(owner, id)
-            info = self.states.info(self.states.put(owner, id, standing, keep.ttl))
+            return self.states.info(self.states.put(owner, id, standing, keep.ttl))
+
         if not keep.export:
-            tell(told.finished(reason, now, info))
+            tell(told.finished(reason, now, name()))
             return
 
         def fetched(state: bytes | None) -> None:
             if state is None:
+                if keep.store:
+                    self.states.end(owner, id)
                 tell(StepFailed("the round that was to export the state failed"))
             else:
                 content = snapshot.write(standing.snapshot(state), self.shape)
-                tell(told.finished(reason, now, info, content))
+                tell(told.finished(reason, now, name(), content))
 
-        self.fetch(standing.kept, fetched)
+        self.traffic.fetch(standing.kept, fetched)
 
     def _standing(self, sequence: Sequence, told: Sequence, keeping: Keeping) -> Standing:
         """What is kept; plans the copy to where it is to lie."""
@@ -364,19 +327,6 @@ class Keeper:
             return Standing(spare, pack_ids(answer[-1:]), tokens, True, recent)
         drawn = source is not None and source.drawn and not told.request.prompt
         return Standing(spare, told.text[keeping.base * ID_BYTES :], tokens, drawn, recent)
-
-    def _cache_answer(self, sequence: Sequence, read: int) -> None:
-        """Keeps the state of an answer's end for prompts that go on from it."""
-        request = sequence.request
-        if self._with_whole_chunks or read <= 0 or not self.tiers.rows:
-            return
-        text = sequence.text + pack_ids(sequence.tokens[:read])
-        if self.cache.holds(request.owner, request.cache_salt, text):
-            return
-        kept = Kept(len(text) // ID_BYTES)
-        if self.tiers.put(kept):
-            self.tiers.moves.append(Copy(sequence.slot, kept.place))
-            self.cache.add(request.owner, request.cache_salt, text, kept)
 
     def leave(self, sequence: Sequence) -> list[Place]:
         """It reads no more: what others need wait for no longer."""
@@ -397,96 +347,41 @@ class Keeper:
 
     def stats(self) -> dict[str, Any]:
         """Of Stats: the load, and what happened since the last call."""
-        told: dict[str, Any] = {
+        hits, misses, evictions = self._hits, self._misses, self.tiers.evictions
+        self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
+        return {
             "host_state_bytes": self.tiers.host_used * self.row_bytes,
             "disk_state_bytes": self.states.files * self.shape.bytes,
             "states": len(self.states),
-            "prefix_hits": self._hits,
-            "prefix_misses": dict(self._misses),
-            "evictions": dict(self.tiers.evictions),
+            "prefix_hits": hits,
+            "prefix_misses": dict(misses),
+            "evictions": dict(evictions),
         }
-        self._hits = 0
-        self._misses.clear()
-        self.tiers.evictions.clear()
-        return told
-
-    # States on their way out.
-
-    def fetch(self, kept: Kept, then: Fetched) -> None:
-        """Calls `then` with the bytes of a state that lies in a row; with None if it is lost."""
-        self._next_ticket += 1
-        self._tickets[self._next_ticket] = self.tiers.hold(kept), then
-        self._asked.append(self._next_ticket)
-
-    def bring_in(self, kept: Kept, state: bytes) -> bool:
-        """Puts a state that comes from outside in a row; whether there is one."""
-        if not self.tiers.put(kept):
-            return False
-        self.tiers.moves.append(Put(kept.place, state))
-        self.tiers.stand(kept)
-        return True
-
-    def load(self, kept: Kept) -> None:
-        """Brings a state that lies in no row back from its file; `collect` tells when that is
-        done. Where it cannot be read it loses its files."""
-        if kept in self._loading or self.shelf is None:
-            return
-
-        def read(content: bytes | None) -> None:
-            self._loading.discard(kept)
-            self._loaded.append(kept)
-            try:
-                if content is None:
-                    raise StateMalformed("the file cannot be read")
-                state = snapshot.read(content, self.shape).state
-            except EngineError as error:
-                log.error("a state is lost: %s", error.message)
-                kept.files.clear()
-            else:
-                if kept.references and kept.place == NOWHERE:
-                    self.bring_in(kept, state)
-
-        self._loading.add(kept)
-        self.shelf.read(next(iter(kept.files)), self.shape.most_bytes + MORE_BYTES, read)
-
-    def take_moves(self, plan: Plan) -> None:
-        """What was to be copied before the plan's round, and what it is to export."""
-        plan.before, tickets = self.tiers.moves, self._asked
-        self.tiers.moves, self._asked = [], []
-        for ticket in tickets:
-            place = self._tickets[ticket][0].place
-            if place == NOWHERE:
-                self.arrived(ticket, None)
-            else:
-                plan.exports.append(Export(ticket, place))
-
-    def arrived(self, ticket: int, state: bytes | None) -> None:
-        """What was exported is here; None: it was lost."""
-        found = self._tickets.pop(ticket, None)
-        if found is not None:
-            kept, then = found
-            then(state)
-            self.tiers.release(kept)
 
     def fail(self, plan: Plan) -> None:
         """The plan was not carried out, or who knows how much of it: what it copied to is lost."""
-        targets = {copy.target for copy in plan.before} | {copy.target for copy in plan.after}
-        for move in self.tiers.moves:  # which are still to come
-            if isinstance(move, Copy) and move.source in targets:
-                targets.add(move.target)
-        lost = self.tiers.lost(targets)
+        lost = self.tiers.lost({move.target for move in (*plan.before, *plan.after)})
         self.states.drop(set(lost))
         for kept in lost:
             self.cache.forget(kept)
             self.tiers.vacate(kept)
         for one in plan.exports:
-            self.arrived(one.ticket, None)
+            self.traffic.arrived(one.ticket, None)
 
     def _answer(self, sequence: Sequence, keeping: Keeping) -> array[int]:
         return sequence.tokens[: keeping.kept_tokens]
 
-    def _based(self, keeping: Keeping, length: int) -> None:
-        assert keeping.spare is not None
+    def _base_due(self, sequence: Sequence, length: int) -> Kept | None:
+        """Its spare, where that is to become its base when `length` tokens are read."""
+        keeping = sequence.keeping
+        if keeping is None or keeping.spare is None or keeping.base >= 0:
+            return None
+        due = keeping.spare.position == self._before(sequence) + length
+        return keeping.spare if due else None
+
+    def _based(self, sequence: Sequence, length: int) -> None:
+        keeping = sequence.keeping
+        assert keeping is not None and keeping.spare is not None
         keeping.base = length
         self.tiers.stand(keeping.spare)
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.config import SCAN_CHUNK
-from engine.messages import ID_BYTES
+from engine.messages import ID_BYTES, pack_ids
+from engine.plan import Copy
 from engine.sequence import Sequence
 from engine.tiers import NOWHERE, Kept, Tiers
 from engine.trie import Node, Trie
@@ -175,21 +176,25 @@ class PrefixCache:
             self._tidy(node)
         return nodes
 
-    def add(self, owner: str, salt: str, text: bytes, kept: Kept) -> None:
-        """Keeps a state after all of `text`; one that stands there already goes."""
-        trie = self._tries.setdefault((owner, salt), Trie())
-        before = trie.bytes
-        node = trie.insert(text, len(text) // ID_BYTES)
-        self._set(node, self._tiers.hold(kept))
-        self._account(trie.bytes - before)
-
-    def holds(self, owner: str, salt: str, text: bytes) -> bool:
-        """Whether a state after all of `text` is kept, or about to be."""
-        trie = self._tries.get((owner, salt))
-        path = [] if trie is None else trie.walk(text)[0]
-        if not path or path[-1].length * ID_BYTES != len(text):
-            return False
-        return path[-1].value is not None or path[-1].reader >= 0
+    def keep_answer(self, sequence: Sequence, read: int) -> None:
+        """Keeps the state of a sequence that ends, whose slot's has read its text and `read` tokens
+        of its answer."""
+        if self._align > 1 or read <= 0 or not self._tiers.rows:
+            return
+        text = sequence.text + pack_ids(sequence.tokens[:read])
+        scope = sequence.request.owner, sequence.request.cache_salt
+        trie = self._tries.setdefault(scope, Trie())
+        path, _ = trie.walk(text)
+        last = path[-1] if path else trie.root
+        known = last.value is not None or last.reader >= 0
+        if known and last.length * ID_BYTES == len(text):
+            return
+        kept = Kept(len(text) // ID_BYTES)
+        if self._tiers.put(kept):
+            self._tiers.moves.append(Copy(sequence.slot, kept.place))
+            before = trie.bytes
+            self._set(trie.insert(text, kept.position), self._tiers.hold(kept))
+            self._account(trie.bytes - before)
 
     def forget(self, kept: Kept) -> None:
         """Keeps a state no more."""

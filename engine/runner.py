@@ -370,7 +370,9 @@ def _logits_by_key(plan: Plan, logits: Tensor | None) -> dict[int, Tensor]:
     """logits [rows, vocab] of the chunks with `sample`, of those that are kept."""
     wanted = {copy.key for copy in plan.after}
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
-    return {} if logits is None else {key: row for key, row in zip(keys, logits) if key in wanted}
+    if logits is None:
+        return {}
+    return {key: row for key, row in zip(keys, logits, strict=True) if key in wanted}
 
 
 def _sampled_keys(plan: Plan) -> list[int]:

@@ -23,8 +23,8 @@ from engine.budget import PromptBudget
 from engine.errors import EngineError
 from engine.grammars import Grammars
 from engine.keeping import Keeper
+from engine.lives import Lives
 from engine.messages import (
-    Finished,
     FinishReason,
     Request,
     Run,
@@ -34,12 +34,9 @@ from engine.messages import (
     pack_ids,
     unpack_ids,
 )
-from engine.outbox import Outbox
 from engine.plan import Plan, PrefillChunk, Sampled, StepResult
-from engine.ranking import Ranking
 from engine.rounds import Rounds
 from engine.sequence import Sequence
-from engine.slots import SlotAllocator
 from engine.tiers import Kept
 from engine.validation import check_request
 from engine.waiting import WaitingQueue
@@ -47,7 +44,7 @@ from engine.waiting import WaitingQueue
 log = logging.getLogger(__name__)
 
 
-class Scheduler:
+class Scheduler(Lives):
     """Turns requests into plans and step results into events.
 
     Call `plan`, carry it out, then `commit` (or `fail`, when that raised); `add` and `abort` may
@@ -80,28 +77,20 @@ class Scheduler:
         self._budget = PromptBudget(max_step_tokens)
         self._state_bytes = state_bytes
         self._grammars = grammars or Grammars(None)
-        self._slots = SlotAllocator(slots)
-        self._keeper = keeper or Keeper(share_slots, slots, with_whole_chunks=with_whole_chunks)
-        self._waiting = WaitingQueue(max_waiting, max_waiting_tokens)
+        keeper = keeper or Keeper(share_slots, slots, with_whole_chunks=with_whole_chunks)
+        super().__init__(
+            keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
+        )
         self._on_loaded = on_loaded
-        self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
-        self._rebuilding: list[Sequence] = []  # those of them whose slots are not theirs yet
-        self._heirs: dict[int, Sequence] = {}  # rebuilds that wait for the slot of one that leaves
-        self._rounds = Rounds(most_steps)  # the others that run
-        self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
-        self._released: list[int] = []  # keys to be released with the next plan
         self._refusal: EngineError | None = None  # of everything new
-        self._deadlines: Ranking[Sequence] = Ranking()
-        self._next_key = 0
         self._now = 0.0  # of the latest round's end
-        self._outbox = Outbox()
         self._awaiting: set[Hashable] = set()  # clients: that slots are free that were not
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
 
     @property
     def has_work(self) -> bool:
         """There is something to run or to report."""
-        return bool(self._clients or self._outbox or self._keeper.has_work)
+        return bool(self._clients or self._outbox or self._keeper.traffic.busy)
 
     # Requests in.
 
@@ -179,8 +168,8 @@ class Scheduler:
         reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
         for sequence, length in self._budget.share(reading):
             self._read(plan, sequence, length, now)
-        if not plan.empty or self._keeper.fetching:
-            self._keeper.take_moves(plan)
+        if not plan.empty or self._keeper.traffic.fetching:
+            self._keeper.traffic.take_moves(plan)
         if not plan.empty:
             plan.release, self._released = self._released, []
             self._rounds.start(plan)
@@ -204,7 +193,7 @@ class Scheduler:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
         self._now = now
         for ticket, state in result.exports.items():
-            self._keeper.arrived(ticket, state)
+            self._keeper.traffic.arrived(ticket, state)
         batch, decoding = self._rounds.land(plan), len(self._rounds.sequences)
         if batch is not None and result.drawn is not None:
             batch.note_ended(result.drawn)
@@ -362,12 +351,6 @@ class Scheduler:
 
     # Committing.
 
-    def _running(self, key: int) -> Sequence | None:
-        return self._rounds.sequences.get(key) or self._prefilling.get(key)
-
-    def _in_flight(self) -> list[Sequence]:
-        return [sequence for mine in self._clients.values() for sequence in mine.values()]
-
     def _advance(self, sequence: Sequence, position: int, now: float) -> None:
         sequence.position = position
         if position in sequence.marks:
@@ -408,80 +391,3 @@ class Scheduler:
             read = sequence.drawn - (verdict == "length")
             self._finish(sequence, verdict, now, read)
         return taken
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, now: float, read: int | None = None
-    ) -> None:
-        """`read`: how many of the answer's tokens its slot's state has read, where that is known
-        (the device may have gone on)."""
-        if self._keeper.needs_rebuild(sequence, reason, read):
-            self._rebuild(sequence, reason, now)
-            return
-        told = sequence if sequence.keeping is None else sequence.keeping.rebuilds or sequence
-        if told is not sequence and reason == "length":
-            assert sequence.keeping is not None
-            reason = sequence.keeping.reason
-
-        def tell(finished: Finished | EngineError) -> None:
-            if isinstance(finished, EngineError):
-                self._outbox.failed(sequence.client, sequence.request.id, finished)
-            else:
-                self._outbox.finished(sequence.client, finished)
-
-        self._keeper.conclude(sequence, told, reason, now, read, tell)
-        self._end(sequence)
-
-    def _rebuild(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Another sequence takes its place, which ends when the state is what is to be kept."""
-        heir = self._keeper.rebuild(sequence, self._next_key, reason, now)
-        self._next_key += 1
-        heir.slot, sequence.over = sequence.slot, True
-        self._deadlines.discard(sequence)
-        self._clients[sequence.client][sequence.request.id] = heir
-        self._heirs[sequence.key] = heir
-        self._leave_slot(sequence)
-
-    def _fail(self, sequence: Sequence, error: EngineError) -> None:
-        self._end(sequence)
-        self._outbox.failed(sequence.client, sequence.request.id, error)
-
-    def _end(self, sequence: Sequence) -> None:
-        sequence.over = True
-        self._deadlines.discard(sequence)
-        mine = self._clients[sequence.client]
-        del mine[sequence.request.id]
-        if not mine:
-            del self._clients[sequence.client]
-        if sequence.slot < 0:
-            self._waiting.remove(sequence)
-            self._keeper.end(sequence)
-            return
-        told = sequence
-        if sequence.keeping is not None and sequence.keeping.rebuilds is not None:
-            told = sequence.keeping.rebuilds
-        self._waiting.give_back(sequence, told.unspent)
-        self._keeper.end(sequence)
-        if told is sequence or self._heirs.pop(told.key, None) is None:
-            self._leave_slot(sequence)
-
-    def _leave_slot(self, sequence: Sequence) -> None:
-        self._prefilling.pop(sequence.key, None)
-        for place in self._keeper.leave(sequence):
-            self._waiting.resume(place)
-        if self._rounds.remove(sequence):
-            self._vacate(sequence)
-        else:
-            self._settle()
-
-    def _settle(self) -> None:
-        for sequence in self._rounds.settled():
-            self._vacate(sequence)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        self._released.append(sequence.key)
-        heir = self._heirs.pop(sequence.key, None)
-        if heir is None:
-            self._slots.give_back(sequence.slot)
-        else:
-            self._prefilling[heir.key] = heir
-            self._rebuilding.append(heir)

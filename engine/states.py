@@ -58,7 +58,8 @@ def check_id(param: str, id: str) -> None:
     """Raises InvalidRequest."""
     if not id or len(id) > MOST_ID or not ID_CHARACTERS.issuperset(id):
         raise InvalidRequest(
-            f"{param} is {id[: MOST_ID + 1]!r}; allowed: 1 to {MOST_ID} letters, digits, . _ : and -",
+            f"{param} is {id[: MOST_ID + 1]!r}; allowed: 1 to {MOST_ID} letters, digits and . _ : "
+            "or -",
             param=param,
         )
 

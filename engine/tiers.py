@@ -55,6 +55,7 @@ class Tiers:
         self._fixed: set[Kept] = set()  # the others in main memory
         self._forget = forget
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
+        self._late: list[int] = []  # those of them that nobody needs after it
         self.moves: list[Copy | Put] = []  # that the next plan has to begin with
         self.evictions: Counter[str] = Counter()
 
@@ -74,6 +75,9 @@ class Tiers:
     def begin_plan(self) -> None:
         """What the plan before this one reads and writes is done by the time this one begins."""
         self._busy.clear()
+        late, self._late = self._late, []
+        for place in late:
+            self._give_back(place)
 
     def put(self, kept: Kept) -> bool:
         """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
@@ -154,7 +158,11 @@ class Tiers:
         return False
 
     def lost(self, places: set[int]) -> list[Kept]:
-        """The states in these rows, which hold nothing that can be relied on any more."""
+        """The states in these rows, which hold nothing that can be relied on any more, and in
+        those that they are about to be moved to."""
+        for move in self.moves:
+            if isinstance(move, Copy) and move.source in places:
+                places = places | {move.target}
         tiers = (*self._on_device, *self._on_host, *self._fixed) if places else ()
         return [kept for kept in tiers if kept.place in places]
 
@@ -206,7 +214,9 @@ class Tiers:
         self.stand(kept)
 
     def _give_back(self, place: int) -> None:
-        if place >= 0:
+        if place in self._busy:
+            self._late.append(place)
+        elif place >= 0:
             self._device.give_back(place)
         else:
             self._host.give_back(~place)

@@ -9,9 +9,9 @@
   nothing but held requests, starts where the others are: that time saves nothing up.
 - An owner's requests keep the order of their arrival.
 
-A request whose prefix is being read by another just now, whose state is being read from a file, or
-whose grammar is being compiled, is *held*: it keeps its place but is passed over until `resume` says
-that this is over.
+A request whose prefix is being read by another just now, whose state comes from a file, or whose
+grammar is being compiled, is *held*: it keeps its place but is passed over until `resume` says that
+this is over.
 """
 
 from __future__ import annotations

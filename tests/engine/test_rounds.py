@@ -187,7 +187,9 @@ def test_prompts_are_gathered_for_a_large_and_quick_batch(
     batch: int, seconds: float, gathered: list[int]
 ) -> None:
     """One comes in every round, the first one after many without; how many are read together."""
-    runner = FakeRunner(slots=600, max_waiting=600, most_steps=4, max_step_tokens=600)
+    runner = FakeRunner(
+        slots=600, max_waiting=600, most_steps=4, max_step_tokens=600, share_slots=0
+    )
     runner.decode_seconds = seconds
     engine = Engine(runner)
     for id in range(batch):
@@ -250,7 +252,7 @@ def test_an_aborted_sequence_keeps_its_slot_while_the_device_writes_to_it() -> N
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_every_token_is_counted_once(overlaps: bool) -> None:
     """In the stats, whatever else the engine has begun when they are told."""
-    engine = Engine(FakeRunner(slots=2, most_steps=4, overlaps=overlaps))
+    engine = Engine(FakeRunner(slots=2, most_steps=4, overlaps=overlaps, share_slots=0))
     for id in range(5):
         sampling = SamplingParams(temperature=0, max_tokens=10 + id, ignore_eos=True)
         engine.add("c", Request(id=id, prompt=pack_ids([1, 2, 3]), sampling=sampling))

@@ -376,7 +376,7 @@ def test_what_one_owner_has_read_or_reads_just_now_is_nothing_to_another() -> No
     scheduler.add("c", ask(3, length=9, max_tokens=1), 0)
     scheduler.add("c", ask(4, length=9, max_tokens=1, owner="c"), 0)
     scheduler.add("c", ask(5, length=9, max_tokens=1, owner="b"), 0)
-    assert [admission.cached_tokens for admission in run(scheduler).admit] == [0, 0, 8]
+    assert [admission.cached_tokens for admission in run(scheduler).admit] == [0, 0, 9]
 
 
 def test_sequences_with_infinite_logits_fail() -> None:
@@ -390,7 +390,7 @@ def test_sequences_with_infinite_logits_fail() -> None:
     assert log.read().reason(0) == "step_failed" and log.reason(1) == "length"
     assert log.tokens == {1: [2]}
     scheduler.add("c", ask(2, length=6), 0)
-    assert scheduler.plan(0).admit[0].source is None, "a spoiled state is not shared"
+    assert scheduler.plan(0).admit[0].cached_tokens == 1, "a spoiled state is not shared"
 
 
 # What a step reads.
@@ -409,7 +409,7 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
 
 @pytest.mark.parametrize("arrivals", [2, 5])
 def test_short_prompts_overtake_a_long_one_but_do_not_starve_it(arrivals: int) -> None:
-    scheduler = make(slots=50, max_waiting=1000)
+    scheduler = make(slots=50, max_waiting=1000, share_slots=0)
     log = Log(scheduler)
     scheduler.add("c", ask(0, length=10_000, max_tokens=1), 0)
     newest = steps = 0
@@ -468,7 +468,8 @@ def test_several_prompts_share_a_step() -> None:
 def test_one_reads_a_shared_prefix_and_the_others_start_from_it() -> None:
     scheduler = make(slots=4, share_slots=1)
     for id in range(3):
-        scheduler.add("c", ask(id, length=400, cache_points=(300,)), 0)
+        prompt = pack_ids([1] * 300 + [id + 2] * 100)
+        scheduler.add("c", Request(id=id, prompt=prompt, cache_points=(300,)), 0)
     plan = run(scheduler)
     assert [one.key for one in plan.admit] == [0] and lengths(plan) == {0: 300}
     assert [(copy.source, copy.target) for copy in plan.after] == [(0, 4)]
@@ -485,12 +486,15 @@ def test_one_reads_a_shared_prefix_and_the_others_start_from_it() -> None:
     stats = scheduler.events()["c"].stats
     assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (800, 600)
     assert stats.state_bytes == 4 * 10
+    assert (stats.prefix_hits, stats.prefix_misses) == (2, {"new": 1})
 
 
 def test_chunks_count_from_the_mark_on_a_miss_and_on_a_hit() -> None:
     scheduler = make(slots=1, max_step_tokens=256)
     for id in range(2):
-        scheduler.add("c", ask(id, length=800, max_tokens=1, cache_points=(300,)), 0)
+        prompt = pack_ids([1] * 300 + [id + 2] * 500)
+        sampling = SamplingParams(max_tokens=1)
+        scheduler.add("c", Request(id=id, prompt=prompt, cache_points=(300,), sampling=sampling), 0)
     read = [
         (chunk.key, chunk.start, len(chunk.tokens))
         for plan in finish(scheduler)
@@ -523,7 +527,8 @@ def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
 )
 def test_how_much_a_hit_may_cover(fields: dict[str, int], cached: int | None) -> None:
     scheduler = make()
-    scheduler.add("c", ask(0, length=350, cache_points=(300,), max_tokens=1), 0)
+    sampling = SamplingParams(max_tokens=0)
+    scheduler.add("c", ask(0, length=350, cache_points=(300,), sampling=sampling), 0)
     finish(scheduler)
     scheduler.add("c", ask(1, **fields), 0)  # type: ignore[arg-type]
     (admission,) = scheduler.plan(0).admit
@@ -540,12 +545,12 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
         finish(scheduler)
         return plan.admit[0].cached_tokens
 
-    assert serve(0, 100, cache_points=(20, 40)) == 0
-    assert serve(1, 100) == 40
-    assert serve(2, 30) == 20  # now 40 is the least recently used
-    assert serve(3, 100, token=5, cache_points=(60,)) == 0
-    assert serve(4, 100) == 20
-    assert serve(5, 100, token=5) == 60
+    assert serve(0, 100) == 0
+    assert serve(1, 120) == 100
+    assert serve(2, 100) == 100  # now 120 is the least recently used
+    assert serve(3, 100, token=5) == 0
+    assert serve(4, 130) == 100
+    assert serve(5, 100, token=5) == 0, "130 has taken its row"
 
 
 def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
@@ -555,7 +560,7 @@ def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
     plans = finish(scheduler)
     ends = [chunk.start + len(chunk.tokens) for plan in plans for chunk in plan.prefill]
     assert ends == [2 * SCAN_CHUNK, 3 * SCAN_CHUNK, 500]
-    assert sum(len(plan.after) for plan in plans) == 2  # states kept
+    assert sum(len(plan.after) for plan in plans) == 3  # states kept: there, and at the end
     scheduler.add("c", ask(1, length=2 * SCAN_CHUNK + 7, max_tokens=1), 0)
     (admission,) = scheduler.plan(0).admit
     assert admission.cached_tokens == 2 * SCAN_CHUNK

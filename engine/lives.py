@@ -1,0 +1,121 @@
+"""Lives: the sequences in flight, where each of them is, and how they end.
+
+A sequence waits, reads its prompt, decodes, and ends once: finished, or failed. Then its slot is
+free, at once or, where the device may still write to it, when the rounds under way are over. One
+whose kept state has to be made anew leaves its slot to a rebuild (`keeping`), which ends for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from engine.errors import EngineError
+from engine.keeping import Keeper
+from engine.messages import Finished, FinishReason
+from engine.outbox import Outbox
+from engine.ranking import Ranking
+from engine.rounds import Rounds
+from engine.sequence import Sequence
+from engine.slots import SlotAllocator
+from engine.waiting import WaitingQueue
+
+
+class Lives:
+    """The scheduler's other half: that one moves sequences on."""
+
+    def __init__(self, keeper: Keeper, slots: int, waiting: WaitingQueue, rounds: Rounds) -> None:
+        self._keeper = keeper
+        self._slots = SlotAllocator(slots)
+        self._waiting = waiting
+        self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
+        self._rebuilding: list[Sequence] = []  # those of them whose slots are not theirs yet
+        self._heirs: dict[int, Sequence] = {}  # rebuilds that wait for the slot of one that leaves
+        self._rounds = rounds  # the others that run
+        self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
+        self._deadlines: Ranking[Sequence] = Ranking()
+        self._released: list[int] = []  # keys to be released with the next plan
+        self._next_key = 0
+        self._outbox = Outbox()
+
+    def _running(self, key: int) -> Sequence | None:
+        return self._rounds.sequences.get(key) or self._prefilling.get(key)
+
+    def _in_flight(self) -> list[Sequence]:
+        return [sequence for mine in self._clients.values() for sequence in mine.values()]
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, now: float, read: int | None = None
+    ) -> None:
+        """`read`: how many of the answer's tokens its slot's state has read, where that is known
+        (the device may have gone on)."""
+        if self._keeper.needs_rebuild(sequence, reason, read):
+            self._rebuild(sequence, reason, now)
+            return
+        told = sequence if sequence.keeping is None else sequence.keeping.rebuilds or sequence
+        if told is not sequence and reason == "length":
+            assert sequence.keeping is not None
+            reason = sequence.keeping.reason
+
+        def tell(finished: Finished | EngineError) -> None:
+            if isinstance(finished, EngineError):
+                self._outbox.failed(sequence.client, sequence.request.id, finished)
+            else:
+                self._outbox.finished(sequence.client, finished)
+
+        self._keeper.conclude(sequence, told, reason, now, read, tell)
+        self._end(sequence)
+
+    def _rebuild(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """Another sequence takes its place, which ends when the state is what is to be kept."""
+        heir = self._keeper.rebuild(sequence, self._next_key, reason, now)
+        self._next_key += 1
+        heir.slot, sequence.over = sequence.slot, True
+        self._deadlines.discard(sequence)
+        self._clients[sequence.client][sequence.request.id] = heir
+        self._heirs[sequence.key] = heir
+        self._leave_slot(sequence)
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        self._end(sequence)
+        self._outbox.failed(sequence.client, sequence.request.id, error)
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.over = True
+        self._deadlines.discard(sequence)
+        mine = self._clients[sequence.client]
+        del mine[sequence.request.id]
+        if not mine:
+            del self._clients[sequence.client]
+        if sequence.slot < 0:
+            self._waiting.remove(sequence)
+            self._keeper.end(sequence)
+            return
+        told = sequence
+        if sequence.keeping is not None and sequence.keeping.rebuilds is not None:
+            told = sequence.keeping.rebuilds
+        self._waiting.give_back(sequence, told.unspent)
+        self._keeper.end(sequence)
+        if told is sequence or self._heirs.pop(told.key, None) is None:
+            self._leave_slot(sequence)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self._prefilling.pop(sequence.key, None)
+        for place in self._keeper.leave(sequence):
+            self._waiting.resume(place)
+        if self._rounds.remove(sequence):
+            self._vacate(sequence)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        for sequence in self._rounds.settled():
+            self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._released.append(sequence.key)
+        heir = self._heirs.pop(sequence.key, None)
+        if heir is None:
+            self._slots.give_back(sequence.slot)
+        else:
+            self._prefilling[heir.key] = heir
+            self._rebuilding.append(heir)

@@ -1,0 +1,125 @@
+"""Traffic: states on their way out of rows, as bytes, and from outside into them.
+
+A state's bytes come with the results of the round whose plan exports it; those of a state that lies
+in no row any more are read from its file, and put in a row by the next plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine import snapshot
+from engine.errors import EngineError, StateMalformed
+from engine.plan import Export, Plan, Put
+from engine.shelf import Shelf
+from engine.snapshot import Shape
+from engine.tiers import NOWHERE, Kept, Tiers
+
+log = logging.getLogger(__name__)
+
+MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
+
+Fetched = Callable[[bytes | None], None]
+
+
+class Traffic:
+    """`shelf` has the files, if there are any."""
+
+    def __init__(self, tiers: Tiers, shape: Shape, shelf: Shelf | None) -> None:
+        self._tiers = tiers
+        self._shape = shape
+        self._shelf = shelf
+        self._tickets: dict[int, tuple[Kept, Fetched]] = {}
+        self._next_ticket = 0
+        self._asked: list[int] = []  # tickets that no plan has yet
+        self._loading: set[Kept] = set()
+        self._loaded: list[Kept] = []
+
+    @property
+    def fetching(self) -> bool:
+        """Somebody waits for a state to be exported."""
+        return bool(self._tickets)
+
+    @property
+    def loading(self) -> bool:
+        """Somebody waits for a file."""
+        return bool(self._loading)
+
+    @property
+    def busy(self) -> bool:
+        """Either of them."""
+        return bool(self._tickets or self._loading)
+
+    def wait(self, seconds: float) -> None:
+        """For the disk."""
+        if self._shelf is not None:
+            self._shelf.wait(seconds)
+
+    def close(self) -> None:
+        """Returns when what is to be written is."""
+        if self._shelf is not None:
+            self._shelf.close()
+
+    def collect(self) -> list[Kept]:
+        """What has been read from files, or could not be, since this was last called."""
+        if self._shelf is not None and self._shelf.pending:
+            self._shelf.collect()
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def fetch(self, kept: Kept, then: Fetched) -> None:
+        """Calls `then` with the bytes of a state that lies in a row; with None if it is lost."""
+        self._next_ticket += 1
+        self._tickets[self._next_ticket] = self._tiers.hold(kept), then
+        self._asked.append(self._next_ticket)
+
+    def bring_in(self, kept: Kept, state: bytes) -> bool:
+        """Puts a state that comes from outside in a row; whether there is one."""
+        if not self._tiers.put(kept):
+            return False
+        self._tiers.moves.append(Put(kept.place, state))
+        self._tiers.stand(kept)
+        return True
+
+    def load(self, kept: Kept) -> None:
+        """Brings a state that lies in no row back from its file; `collect` tells when that is
+        done. Where it cannot be read it loses its files."""
+        if kept in self._loading or self._shelf is None:
+            return
+
+        def read(content: bytes | None) -> None:
+            self._loading.discard(kept)
+            self._loaded.append(kept)
+            try:
+                if content is None:
+                    raise StateMalformed("the file cannot be read")
+                state = snapshot.read(content, self._shape).state
+            except EngineError as error:
+                log.error("a state is lost: %s", error.message)
+                kept.files.clear()
+            else:
+                if kept.references and kept.place == NOWHERE:
+                    self.bring_in(kept, state)
+
+        self._loading.add(kept)
+        self._shelf.read(next(iter(kept.files)), self._shape.most_bytes + MORE_BYTES, read)
+
+    def take_moves(self, plan: Plan) -> None:
+        """What was to be copied before the plan's round, and what it is to export."""
+        plan.before, tickets = self._tiers.moves, self._asked
+        self._tiers.moves, self._asked = [], []
+        for ticket in tickets:
+            place = self._tickets[ticket][0].place
+            if place == NOWHERE:
+                self.arrived(ticket, None)
+            else:
+                plan.exports.append(Export(ticket, place))
+
+    def arrived(self, ticket: int, state: bytes | None) -> None:
+        """What was exported is here; None: it was lost."""
+        found = self._tickets.pop(ticket, None)
+        if found is not None:
+            kept, then = found
+            then(state)
+            self._tiers.release(kept)
