@@ -188,9 +188,8 @@ def kept_state(finished: Finished | None) -> dict[str, Any] | None:
         told["busy"] = False
     else:
         return None
-    if finished.snapshot:
-        told["snapshot"] = base64.b64encode(finished.snapshot).decode()
-    return told
+    snapshot = base64.b64encode(finished.snapshot).decode() if finished.snapshot else None
+    return {**told, "snapshot": snapshot}
 
 
 def state_object(info: StateInfo) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
 from service.schemas.states import (
     CREATE_EXAMPLES,
-    FORK_EXAMPLES,
     DeletedState,
     ForkRequest,
     KeptState,
@@ -105,7 +104,7 @@ async def create_of_text(
     been read."""
     priority = read_priority(query.priority, flight.least_priority)
     info, tokens, cached = await read_text(request, runtime, flight, query, priority)
-    told = {**state_object(info), "model": runtime.model_name}
+    told = {**state_object(info), "snapshot": None, "model": runtime.model_name}
     return JSONResponse({**told, "usage": usage(tokens, 0, cached)})
 
 
@@ -155,7 +154,7 @@ async def delete_state(id: StatePath, flight: CurrentFlight) -> Response:
 async def fork_state(
     id: StatePath,
     flight: CurrentFlight,
-    body: Annotated[ForkRequest, Body(openapi_examples=FORK_EXAMPLES)] = ForkRequest(),  # noqa: B008
+    body: Annotated[ForkRequest, Body()] = ForkRequest(),  # noqa: B008
 ) -> Response:
     """The same state under another id, whatever becomes of the first one. It costs no work and no
     memory for the state itself."""

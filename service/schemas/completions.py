@@ -15,7 +15,7 @@ from service.schemas.common import (
     Usage,
 )
 from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
-from service.schemas.states import KeptState, ReturnState, SessionId, StateSource, Ttl
+from service.schemas.states import LeftState, ReturnState, SessionId, StateSource, Ttl
 
 
 def _one_or_many(value: Any) -> str | None:
@@ -69,7 +69,7 @@ class CompletionRequest(OpenAIRequest):
 class Choice(OpenAIChoice):
     text: str | None = Field(description="null without a tokenizer")
     logprobs: Logprobs | None
-    state: KeptState | None = Field(default=None, description="with return_state or session_id")
+    state: LeftState | None = Field(default=None, description="with return_state or session_id")
 
 
 class CompletionResponse(OpenAIResponse):

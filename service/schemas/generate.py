@@ -36,7 +36,7 @@ from service.schemas.common import (
 from service.schemas.states import (
     CachePoints,
     CacheSalt,
-    KeptState,
+    LeftState,
     ReturnState,
     SessionId,
     StateSource,
@@ -89,7 +89,7 @@ class GenerateResult(BaseModel):
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     usage: Usage | None = None
-    state: KeptState | None = Field(default=None, description="with return_state or session_id")
+    state: LeftState | None = Field(default=None, description="with return_state or session_id")
     error: ErrorDetail | None = None
 
 

@@ -19,7 +19,7 @@ from service.schemas.common import (
 from service.schemas.states import (
     CachePoints,
     CacheSalt,
-    KeptState,
+    LeftState,
     ReturnState,
     StateSource,
     Ttl,
@@ -68,7 +68,7 @@ class TextScore(BaseModel):
     num_scored_tokens: int | None = None
     perplexity: float | None = None
     bits_per_byte: float | None = None
-    state: KeptState | None = Field(default=None, description="with return_state")
+    state: LeftState | None = Field(default=None, description="with return_state")
     error: ErrorDetail | None = None
 
 

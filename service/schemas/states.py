@@ -109,6 +109,11 @@ class KeptState(BaseModel):
     created: float | None = None
     expires: float | None = Field(default=None, description="unless it is used before")
     busy: bool = Field(default=False, description="a request will take its place when it ends")
+
+
+class LeftState(KeptState):
+    """A state that a request has left."""
+
     snapshot: str | None = Field(default=None, description="base64, with return_state: snapshot")
 
 
@@ -129,7 +134,7 @@ class StateRequest(RequestModel):
     priority: Priority | None = None
 
 
-class StateResponse(KeptState):
+class StateResponse(LeftState):
     """The state that was kept, and what was read for it."""
 
     model: str
@@ -187,8 +192,4 @@ class DeletedState(BaseModel):
 CREATE_EXAMPLES: dict[str, Any] = {
     "a text": {"value": {"prompt": "ROMEO:\nWhat light through yonder window"}},
     "ids, kept for an hour": {"value": {"prompt": [74, 85, 76], "id": "juliet", "ttl": 3600}},
-}
-FORK_EXAMPLES: dict[str, Any] = {
-    "a new id": {"value": {}},
-    "one's own": {"value": {"id": "juliet-2", "ttl": 60}},
 }
