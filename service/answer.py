@@ -33,6 +33,14 @@ class Piece:
     finish_reason: FinishReason | None = None  # on the last piece
 
 
+@dataclass(frozen=True, slots=True)
+class EndRule:
+    """Where an answer ends that the engine is not to end by itself."""
+
+    most: int  # tokens
+    stop_ids: frozenset[int]  # tokens that end it and are no part of it
+
+
 def grouped(pieces: list[Piece], interval: int) -> list[list[Piece]]:
     """Pieces by the event of a stream that tells them: up to `interval` in one."""
     return [pieces[i : i + interval] for i in range(0, len(pieces), interval)]
@@ -50,12 +58,13 @@ class Answer:
         *,
         before: Sequence[int] = (),
         keeps: bool = False,
+        rule: EndRule | None = None,
     ) -> None:
         """`ends`: tokens that end the text although the engine takes them for others. They belong
         to the answer, have no text, and make its finish_reason "stop"; they come last, for the
         engine is asked for one token only. `before`: the last tokens of the state that the prompt
         is read after. With `keeps` a state is kept of what the answer says, and its end waits for
-        that."""
+        that; so that the state has read no more, an answer with stop strings has a `rule`."""
         self._ends = ends
         self._ended = False  # by one of them
         self._tokenizer = tokenizer
@@ -67,6 +76,8 @@ class Answer:
         self._emitted = 0  # characters: those without what a stop string cut off
         # All tokens that came, where a part of them may have to be kept.
         self._given = array("i") if keeps and stop else None
+        self._rule = rule
+        self._over: FinishReason | None = None  # by the rule or a stop string
         self._awaits_state = False  # the answer is at its end, but for what is kept of it
         self._keeps = keeps
         self.finished: Finished | None = None  # the engine's last word
@@ -77,8 +88,8 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has ended the answer; the engine may not know it yet."""
-        return self._stop is not None and self._stop.stopped
+        """A stop string or the rule has ended the answer; the engine may not know it yet."""
+        return self._over is not None
 
     def take(self, update: Update) -> list[Piece]:
         """The pieces of an update. What comes after the answer's end is dropped."""
@@ -90,6 +101,9 @@ class Answer:
             return []
         pieces: list[Piece] = []
         for i, token in enumerate(update.tokens):
+            if self._rule is not None and token in self._rule.stop_ids:
+                self._over = "stop"
+                break
             logprobs = update.logprobs[i] if update.logprobs else None
             self._ended = token in self._ends
             if self._given is not None:
@@ -103,19 +117,28 @@ class Answer:
                 piece.text = self._stop.feed(text)
                 self._emitted += len(piece.text)
                 if self._stop.stopped:
-                    self._awaits_state = self._keeps and update.finished is None
-                    if not self._awaits_state:
-                        self.finish_reason = piece.finish_reason = "stop"
-                    return pieces
-        if update.finished is not None:
+                    self._over = "stop"
+                    break
+            if self._rule is not None and self.completion_tokens == self._rule.most:
+                self._over = "length"
+                break
+        if self._over is not None and self._keeps and update.finished is None:
+            self._awaits_state = True
+        elif self._cut:
+            self.finish_reason = pieces[-1].finish_reason = "stop"
+        elif update.finished is not None:
             last = pieces[-1] if pieces else Piece("", self._decoded, self.completion_tokens)
             last.text += self._end()
             if not pieces:
                 pieces.append(last)
-            ended = self.stopped or self._ended
-            reason: FinishReason = "stop" if ended else update.finished.reason
+            reason = "stop" if self._ended else self._over or update.finished.reason
             self.finish_reason = last.finish_reason = reason
         return pieces
+
+    @property
+    def _cut(self) -> bool:
+        """By a stop string."""
+        return self._stop is not None and self._stop.stopped
 
     def take_plain(self, tokens: Sequence[int]) -> bool:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
@@ -124,7 +147,7 @@ class Answer:
         plain, decoder = self._plain, self._decoder
         if plain is None or decoder is None or self._ends or self.finish_reason is not None:
             return False
-        if decoder.holds:
+        if decoder.holds or self._rule is not None:
             return False
         texts = [plain[token] for token in tokens]
         if None in texts:
@@ -156,17 +179,21 @@ class Answer:
         return text, update.tokens
 
     def _end_kept(self, update: Update) -> list[Piece]:
-        """The last piece of an answer that a stop string has ended, once its state is kept."""
+        """The last piece of an answer that is over, once its state is kept."""
         if update.finished is None:
             return []
-        self._awaits_state, self.finish_reason = False, "stop"
-        return [Piece("", self._decoded, self.completion_tokens, finish_reason="stop")]
+        self._awaits_state, self.finish_reason = False, self._over
+        text = "" if self._cut else self._end()
+        return [Piece(text, self._decoded, self.completion_tokens, finish_reason=self._over)]
 
     def kept_tokens(self) -> int | None:
-        """How many of the tokens are whole before the stop string that ended the answer, and stand
-        in the state that is kept; None where all do."""
-        if self._given is None or not self.stopped:
+        """How many of the answer's tokens stand in the state that is kept, where it is over: those
+        that are whole before the stop string, or all that belong to it. None where no state is
+        kept."""
+        if self._given is None:
             return None
+        if not self._cut:
+            return len(self._given)
         assert self._tokenizer is not None  # there are stop strings
         decoder = self._tokenizer.decoder(after=self._context)
         characters, kept = 0, 0

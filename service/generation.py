@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.client import Update
 from engine.errors import EngineError
 from engine.messages import SamplingParams
-from service.answer import Answer, Piece
+from service.answer import Answer, EndRule, Piece
 from service.flight import Flight
 from service.runtime import Runtime
 from service.states import NO_STATES, StateUse
@@ -19,6 +21,8 @@ from service.stop import StopStrings
 from service.streaming import ends_all, event_chunks
 from service.template import Template
 from service.wire import TOKENS_AT_ONCE
+
+RUN_ON = 2**16  # tokens that an answer may have until its end is found here
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,23 @@ class Task:
             self.ends,
             before=self.use.recent,
             keeps=self.use.keep is not None,
+            rule=self._rule(runtime.info.eos_token_id) if self._runs_on else None,
         )
+
+    @property
+    def _runs_on(self) -> bool:
+        """Whether the engine leaves the answer's end to us. It runs ahead of us: had it ended the
+        answer, and kept its state, before a stop string is found, the state would have read that
+        too. (What a grammar or min_tokens say of the end only the engine can know.)"""
+        params = self.params
+        ruled = params.grammar is not None or params.min_tokens > 0
+        return self.use.keep is not None and self.stop is not None and not ruled
+
+    def _rule(self, eos: int | None) -> EndRule:
+        stops = set(self.params.stop_token_ids)
+        if eos is not None and not self.params.ignore_eos:
+            stops.add(eos)
+        return EndRule(self.params.max_tokens, frozenset(stops))
 
     @property
     def scored(self) -> int:
@@ -53,10 +73,15 @@ class Task:
         return max(len(self.prompt) - self.use.first_scored, 0)
 
     def submit(self, flight: Flight, *, stream: bool) -> None:
+        params = self.params
+        if self._runs_on:
+            params = msgspec.structs.replace(
+                params, max_tokens=params.max_tokens + RUN_ON, ignore_eos=True, stop_token_ids=()
+            )
         flight.submit(
             self.packed,
             interval=self.interval if stream else 1,
-            sampling=self.params,
+            sampling=params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,
             score=self.score_top is not None and self.scored > 0,
