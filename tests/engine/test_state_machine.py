@@ -260,6 +260,7 @@ class StateMachine(RuleBasedStateMachine):
             self.engine.abort("c", [one.request.id], "stop", [one.kept])
         else:
             self.engine.abort("c", [one.request.id], "abort")
+        self._step()  # what it has kept is named already, and told with this
 
     @rule(target=names, name=names, new=st.sampled_from(["e", "f", "g"]))
     def fork(self, name: str, new: str) -> str:
