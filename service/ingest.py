@@ -24,8 +24,9 @@ from service.runtime import Runtime
 from service.schemas.states import TextQuery
 from service.states import NO_STATES, StateUse, read_use
 from service.streaming import ClientGone
-from service.terminal_text import PIECE_BYTES, last_cut
+from service.terminal_text import last_cut
 
+PIECE = 2**16  # characters, at least
 PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
 
 
@@ -92,8 +93,7 @@ async def _read_piece(
 
 
 async def text_pieces(request: Request, patience: float) -> AsyncGenerator[str, None]:
-    """The body's text in pieces of at least a quarter of a million bytes, but for the last, while
-    it comes. Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience`
+    """The body's text in pieces of PIECE characters and more, but for the last, while it comes. Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience`
     seconds (408); ClientGone."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, offset = "", 0
@@ -118,10 +118,10 @@ async def text_pieces(request: Request, patience: float) -> AsyncGenerator[str, 
             at = offset - pending + error.start
             raise invalid("text", f"is not UTF-8: {error.reason} at byte {at}") from error
         offset += len(data or b"")
-        if not ended and len(rest) < PIECE_BYTES:
+        if not ended and len(rest) < PIECE:
             continue
         cut = len(rest) if ended else last_cut(rest)
-        if not ended and cut == 0 and len(rest) >= 2 * PIECE_BYTES:
+        if not ended and cut == 0 and len(rest) >= 2 * PIECE:
             cut = len(rest)
         if cut:
             yield rest[:cut]
