@@ -93,8 +93,9 @@ async def _read_piece(
 
 
 async def text_pieces(request: Request, patience: float) -> AsyncGenerator[str, None]:
-    """The body's text in pieces of PIECE characters and more, but for the last, while it comes. Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience`
-    seconds (408); ClientGone."""
+    """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
+    Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds (408);
+    ClientGone."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, offset = "", 0
     body = request.stream()

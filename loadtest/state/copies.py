@@ -59,10 +59,8 @@ async def copies(asker: Asker, texts: Texts, asks: int, url: str) -> dict[str, A
         while forget:
             await asker.ask("DELETE", f"/v1/states/{forget.pop()}")
     after = sums(url)
-    phase = 'engine_step_seconds_{}phase="decode"'
-    spent, count = (
-        after[phase.format(x)] - before.get(phase.format(x), 0) for x in ("sum", "count")
-    )
+    names = [f'engine_step_seconds_{part}phase="decode"' for part in ("sum", "count")]
+    spent, count = (after[name] - before.get(name, 0.0) for name in names)
     await asker.ask("DELETE", path)
     return {
         "times": times,

@@ -1,4 +1,4 @@
-"""Kept states and sessions with a real server and a real model: exact, and there after a restart."""
+"""Kept states and sessions with a real server and model: exact, and there after a restart."""
 
 from __future__ import annotations
 
