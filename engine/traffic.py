@@ -48,8 +48,8 @@ class Traffic:
 
     @property
     def busy(self) -> bool:
-        """Either of them."""
-        return bool(self._tickets or self._loading)
+        """Somebody waits for one or the other, or is to be told."""
+        return bool(self._tickets or self._loading or self._loaded)
 
     def wait(self, seconds: float) -> None:
         """For the disk."""

@@ -260,6 +260,7 @@ def _run(
         dtype=figures.dtype,
         max_slots=max(batches),
         share_slots=0,
+        host_state_bytes=0,
         threads=args.threads,
         deterministic=figures.deterministic,
     )

@@ -80,7 +80,7 @@ def generate(
     asked = EngineConfig(
         device=device, dtype=dtype, quantize=quantize, deterministic=deterministic, threads=threads
     )
-    config = replace(asked, model=model, max_slots=1, share_slots=0)
+    config = replace(asked, model=model, max_slots=1, share_slots=0, host_state_bytes=0)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

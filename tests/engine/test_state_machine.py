@@ -53,12 +53,22 @@ CLOSE = 2e-4  # log-probabilities of a text that was read in other pieces
 STEPS = int(os.environ.get("MINSERVE_STATE_STEPS", "60"))
 
 
-def _model() -> str:
-    folder = Path(_FOLDER.name)
+WIDTH = {"cpu": 16, "cuda": 384}  # on a GPU: one whose kernels give the same bits in any company
+CLOSE_ON = {"cpu": CLOSE, "cuda": 0.3}  # there in bfloat16
+
+
+def _model(device: str) -> str:
+    folder = Path(_FOLDER.name) / device
     if not (folder / "config.json").exists():
+        folder.mkdir(exist_ok=True)
         torch.manual_seed(5)
         config = ModelConfig(
-            cell="minlstm", vocab_size=VOCAB, d_model=16, n_layers=2, conv_kernel=3, dtype="float32"
+            cell="minlstm",
+            vocab_size=VOCAB,
+            d_model=WIDTH[device],
+            n_layers=2,
+            conv_kernel=3,
+            dtype="float32",
         )
         model = LM(config)
         with torch.no_grad():
@@ -72,13 +82,13 @@ _FOLDER = TemporaryDirectory(prefix="minserve-test-")
 
 
 @lru_cache(maxsize=4)
-def _runner(deterministic: bool, solo: bool) -> Runner:
-    one = 4 * (2 * 32 + 2 * 2 * 16 + VOCAB)
+def _runner(deterministic: bool, solo: bool, device: str) -> Runner:
+    one = 4 * (2 * 2 * WIDTH[device] + 2 * 2 * WIDTH[device] + VOCAB)
     runner = Runner(
         EngineConfig(
-            model=_model(),
-            device="cpu",
-            dtype="float32",
+            model=_model(device),
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
             threads=1,
             max_slots=1 if solo else 5,
             share_slots=0 if solo else 3,
@@ -114,9 +124,9 @@ class Asked:
 
 
 @lru_cache(maxsize=4096)
-def _solo_encoded(deterministic: bool, raw: bytes) -> Finished:
+def _solo_encoded(deterministic: bool, raw: bytes, device: str) -> Finished:
     request = msgspec.msgpack.decode(raw, type=Request)
-    runner = _runner(deterministic, solo=True)
+    runner = _runner(deterministic, True, device)
     engine = Engine(runner)
     engine.add("solo", request)
     scores: list[TokenLogprobs] = []
@@ -132,21 +142,22 @@ def _solo_encoded(deterministic: bool, raw: bytes) -> Finished:
     raise AssertionError("a solo run failed")
 
 
-def _solo(deterministic: bool, request: Request) -> Finished:
+def _solo(deterministic: bool, request: Request, device: str) -> Finished:
     """What the request gives on an engine that serves and caches nothing else."""
-    return _solo_encoded(deterministic, msgspec.msgpack.encode(request))
+    return _solo_encoded(deterministic, msgspec.msgpack.encode(request), device)
 
 
 class StateMachine(RuleBasedStateMachine):
     """Bundles: requests under way, and names of states."""
 
+    device = "cpu"
     asked = Bundle("asked")
     names = Bundle("names")
 
     @initialize(deterministic=st.booleans())
     def start(self, deterministic: bool) -> None:
         self.deterministic = deterministic
-        self.runner = _runner(deterministic, solo=False)
+        self.runner = _runner(deterministic, False, self.device)
         self.engine = Engine(self.runner)
         self.all: dict[int, Asked] = {}
         self.texts: dict[str, Text] = {}
@@ -389,7 +400,9 @@ class StateMachine(RuleBasedStateMachine):
                 logprobs=0,
             )
             prompt = pack_ids(text[: len(text) - drawn])
-            solo = _solo(True, Request(id=0, prompt=prompt, sampling=sampling, stream=False))
+            solo = _solo(
+                True, Request(id=0, prompt=prompt, sampling=sampling, stream=False), self.device
+            )
             assert one.tokens == list(solo.tokens[drawn:]), one.request
             self.seen["exact"] += 1
             if one.logprobs:
@@ -404,15 +417,18 @@ class StateMachine(RuleBasedStateMachine):
             score_top=1,
             stream=False,
         )
-        told = _solo(self.deterministic, scored).logprobs
+        told = _solo(self.deterministic, scored, self.device).logprobs
+        close = CLOSE_ON[self.device]
         for index, score in enumerate(told):
             if one.request.sampling.temperature == 0:
-                assert score.logprob >= score.top_logprobs[0] - CLOSE, one.request
+                assert score.logprob >= score.top_logprobs[0] - close, one.request
             if one.logprobs:
-                assert abs(score.logprob - one.logprobs[index].logprob) < CLOSE, one.request
+                assert abs(score.logprob - one.logprobs[index].logprob) < close, one.request
 
     def _poison(self) -> None:
         """NaN wherever nothing is."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # a row of main memory may be on its way
         scheduler, tiers = self.engine._scheduler, self.engine._keeper.tiers
         needed = {move.source for move in tiers.moves if isinstance(move, Copy)}
         state = self.runner._pool.state
@@ -472,9 +488,12 @@ TestStates.settings = settings(
 )
 
 
-def drive(chance: random.Random, steps: int, deterministic: bool) -> StateMachine:
+def drive(
+    chance: random.Random, steps: int, deterministic: bool, device: str = "cpu"
+) -> StateMachine:
     """The same machine for longer than hypothesis goes on: `steps` rules at random."""
     machine = StateMachine()
+    machine.device = device
     machine.start(deterministic)
     under_way: list[Asked] = []
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
@@ -532,4 +551,13 @@ def test_long_lives(seed: int, deterministic: bool) -> None:
     # It came to all that it is meant to come to.
     assert machine.seen["hits"] and machine.seen["rebuilds"]
     assert machine.seen["exact"] or not deterministic
+    assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2))
+def test_long_lives_on_a_gpu(seed: int) -> None:
+    """Of a bfloat16 model, in the same bits; rounds are started before others end."""
+    machine = drive(random.Random(seed), STEPS if STEPS != 60 else 400, True, "cuda")
+    assert machine.seen["hits"] and machine.seen["rebuilds"] and machine.seen["exact"]
     assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
