@@ -155,7 +155,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--resumes", type=int, default=20_000)
     options.add_argument("--clients", type=int, default=4, help="that hold the sessions")
     options.add_argument("--share-slots", type=int, default=EngineConfig.share_slots)
-    options.add_argument("--host-state-bytes", type=int, default=int(MOST_BYTES))
+    options.add_argument("--host-state-bytes", type=int, default=3 * 10**9)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--json", type=Path)
     return options
