@@ -101,3 +101,23 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
         assert [state["id"] for state in listed] == ["session:talk"]
     finally:
         second.stop()
+
+
+def test_sessions_survive_a_reload(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("an-admin-key-of-its-own")
+    key.chmod(0o600)
+    folder = str(tmp_path / "states")
+    server = Server(
+        "--device", "cpu", "--threads", "2", "--state-folder", folder, "--admin-key-file", str(key)
+    )
+    try:
+        begun = generate(server.url, PROMPT, session_id="talk")
+        headers = {"x-api-key": key.read_text()}
+        reload = httpx.post(f"{server.url}/admin/reload", json={}, headers=headers, timeout=120)
+        assert reload.status_code == 200, reload.text
+        turn = generate(server.url, "\n", session_id="talk")
+        assert turn["state"]["tokens"] == len(PROMPT) + 24 + 1 + 24
+        assert turn["text"] == generate(server.url, PROMPT + begun["text"] + "\n")["text"]
+    finally:
+        server.stop()
