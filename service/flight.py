@@ -47,10 +47,12 @@ class Flight:
         self._reserved = 0  # places that are not used yet
         self._aloft = aloft
         self._open: set[int] = set()  # ids of requests that have not ended
+        self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self._inbox = Inbox()
         self._deliveries: list[Delivery] = []
         self._latest: list[float | None] = []  # when tokens of each came last
+        self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
         self._arrived = arrived
         self.owner = owner
         self.least_priority = least_priority
@@ -135,6 +137,7 @@ class Flight:
         place = len(self._deliveries)
         self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
         self._latest.append(None)
+        self._chosen.append(request.keep is not None and bool(request.keep.id))
         if self.trace is not None:
             self.trace.sent(request)
         if request.sampling.choice == 0:
@@ -183,9 +186,16 @@ class Flight:
                 elif delivery.error is not None:
                     self._open.discard(delivery.id)
                     left -= 1
-                    batch.append((delivery.which, delivery.error))
+                    batch.append((delivery.which, self._named(delivery.error, delivery.which)))
             if batch:
                 yield batch
+
+    def _named(self, error: EngineError, which: int) -> EngineError:
+        """An error with the name that the client knows its parameter by."""
+        if error.param == "keep":
+            field = "session_id" if self._chosen[which] else "return_state"
+            error.param = self.keep_field or field
+        return error
 
     def _observe(self, update: Update, which: int, now: float) -> None:
         """Times a request's tokens."""

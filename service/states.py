@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import StateNotFound
+from engine.errors import StateError, StateNotFound
 from engine.messages import Finished, Keep, StateInfo
 from service.errors import invalid
 from service.flight import Flight
@@ -99,7 +99,7 @@ async def read_use(
     elif session is not None:
         use = replace(use, source=SESSION + session, optional=True)
     if use.source:
-        use = await _look(use, runtime, flight, prompt, name("state"))
+        use = await _look(use, runtime, flight, prompt)
     return use
 
 
@@ -138,7 +138,7 @@ def _check_salt(salt: str, name: Name) -> None:
 
 
 async def _look(
-    use: StateUse, runtime: Runtime, flight: Flight, prompt: str | list[int], param: str
+    use: StateUse, runtime: Runtime, flight: Flight, prompt: str | list[int]
 ) -> StateUse:
     """Looks at the state before it is used, where its last tokens or its being there matter."""
     tokenizer = runtime.tokenizer
@@ -149,11 +149,8 @@ async def _look(
         return use
     try:
         reply = await flight.ask_state("get", id=use.source)
-    except StateNotFound as error:
-        if use.optional:
-            return use
-        error.param = param
-        raise
+    except StateNotFound:
+        return use  # a session begins, or the engine says it again, of this prompt alone
     return replace(use, recent=tuple(reply.states[0].recent), begins=False)
 
 
@@ -162,7 +159,11 @@ async def _bring_in(
 ) -> StateInfo:
     """A client's own state as one that the engine has while the request lasts."""
     content = read_base64(source.snapshot, param)
-    reply = await flight.ask_state("import", content=content, ttl=timeout + BORROWED_SECONDS)
+    try:
+        reply = await flight.ask_state("import", content=content, ttl=timeout + BORROWED_SECONDS)
+    except StateError as error:
+        error.param = param
+        raise
     (info,) = reply.states
     flight.borrow(info.id)
     return info

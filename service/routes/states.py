@@ -79,6 +79,7 @@ async def create(
     if export and body.ttl is not None and body.id is None:
         raise invalid("ttl", "allowed with an id only, where return_state is snapshot")
     keep = Keep(id=body.id or "", ttl=body.ttl, export=export, store=bool(body.id) or not export)
+    flight.keep_field = "id"
     flight.submit(
         pack_ids(ids),
         sampling=SamplingParams(max_tokens=0),

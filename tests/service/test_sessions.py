@@ -75,7 +75,10 @@ async def test_one_turn_at_a_time(service: Service, stream: bool) -> None:
     for request in (body, {**body, "stream": True}):
         answer = await service.post(COMPLETIONS, request, 409)
         assert answer["error"]["code"] == "state_busy"
+        assert answer["error"]["param"] == "session_id"
     assert (await service.http.delete(f"{STATES}/session:talk")).status_code == 409
+    answer = await service.post(STATES, {"prompt": "a", "id": "session:talk"}, 409)
+    assert answer["error"]["param"] == "id"
     assert (await state(service))["busy"] is True
     # Others are not held up, not even those that go on from where the session stood.
     body = {"prompt": "", "state": "session:talk", "max_tokens": 3, "temperature": 0}

@@ -50,6 +50,8 @@ async def test_each_prompt_has_its_own(service: Service) -> None:
 
 async def test_a_state_that_is_not_there_spoils_no_other(service: Service) -> None:
     body = {"prompts": ["x", "x"], "state": ["nobody", "abc"], "max_tokens": 1, "temperature": 0}
+    (missing, _) = (await service.post(GENERATE, {**body, "prompts": ["", "x"]}))["results"]
+    assert missing["error"]["code"] == "state_not_found"
     first, second = (await service.post(GENERATE, body))["results"]
     assert (first["error"]["code"], first["error"]["param"]) == ("state_not_found", "state")
     assert second["text"] == "y"
@@ -206,7 +208,7 @@ async def test_a_bad_snapshot_is_told(service: Service) -> None:
     body = {"prompts": ["a"], "state": {"snapshot": "YWJj"}}
     answer = await service.post(GENERATE, body, 400)
     assert answer["error"]["code"] == "state_malformed"
-    error_message(answer, answer["error"]["param"])
+    assert "3 bytes" in error_message(answer, "state.snapshot")
 
 
 async def test_a_character_may_be_cut_by_a_state(service: Service) -> None:
