@@ -264,9 +264,9 @@ async def test_a_key_has_so_many_states(byte_folder: Path) -> None:
         assert answer["error"]["code"] == "state_quota"
         await service.post(f"{PATH}/a/fork", {}, 429)
         body = {"prompts": ["x"], "max_tokens": 1, "return_state": True}
-        await service.refused("/v1/generate", body, "return_state", 429)
+        await service.refused("/v1/generate", body, None, 429)
         body = {"prompts": ["x"], "max_tokens": 1, "session_id": "new"}
-        await service.refused("/v1/generate", body, "session_id", 429)
+        await service.refused("/v1/generate", body, None, 429)
         await service.post(PATH, {"prompt": "y", "id": "b"})  # in the place of another
         await delete(service, f"{PATH}/a")
         await service.post(PATH, {"prompt": "x", "id": "c"})
