@@ -561,3 +561,35 @@ def test_long_lives_on_a_gpu(seed: int) -> None:
     machine = drive(random.Random(seed), STEPS if STEPS != 60 else 400, True, "cuda")
     assert machine.seen["hits"] and machine.seen["rebuilds"] and machine.seen["exact"]
     assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
+
+
+def test_scores_and_penalties_after_a_state() -> None:
+    """The first token of a prompt can be scored too; penalties count the request's own tokens."""
+    engine = Engine(_runner(True, False, "cpu"))
+    ends: dict[int, Finished] = {}
+    scores: dict[int, list[TokenLogprobs]] = {}
+
+    def run(id: int, prompt: list[int], count: int = 0, **fields: Any) -> None:
+        penalty = fields.pop("penalty", 1.0)
+        sampling = SamplingParams(max_tokens=count, temperature=0, repetition_penalty=penalty)
+        engine.add(
+            "c", Request(id=id, prompt=pack_ids(prompt), sampling=sampling, stream=False, **fields)
+        )
+        while engine.has_work:
+            for events in engine.step().values():
+                assert not events.failed
+                ends.update({end.request: end for end in events.finished})
+                for part in events.scores:
+                    told = scores.setdefault(part.request, [])
+                    assert part.start == (0 if "state" in fields else 1) + len(told)
+                    told.extend(part.tokens)
+
+    text = [(3 * i * i) % VOCAB for i in range(260)]
+    run(1, text, score=True)
+    run(2, text[:200], keep=Keep(id="s"))
+    run(3, text[200:], score=True, score_from=0, state="s")
+    assert scores[3] == scores[1][199:]
+    run(4, [], 5, state="s", penalty=1.3)
+    run(5, [text[200]], 5, state="s", penalty=1.3, keep=Keep(id="s"))
+    assert len(ends[4].tokens) == len(ends[5].tokens) == 5
+    engine._runner.run(Plan(release=list(range(9))))  # type: ignore[attr-defined]

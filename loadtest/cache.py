@@ -1,0 +1,159 @@
+"""python -m loadtest.cache: what kept states cost a request, and what they save, in the engine.
+
+Without HTTP, on one thread: prompts that nothing is known of with the cache on and off, in turn;
+then a long context: read, found in the cache, gone on from by name; and what it takes to fork,
+export and import a state. Medians; processor time for the first table, for its ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.messages import AskState, Keep, Request, SamplingParams, StateReply, pack_ids
+from engine.plan import Plan
+from engine.runner import Runner
+
+CLIENT = "loadtest"
+IN_FLIGHT = 128
+# Tokens of a prompt, tokens of its answer, requests.
+LOADS = ((8, 1, 600), (32, 8, 400), (200, 4, 200))
+
+
+class Served:
+    """An engine of its own over a runner, with ids that the runner has not seen."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.engine = Engine(runner)
+        self.requests = 0
+
+    def ask(self, prompt: list[int], count: int, **fields: Any) -> Request:
+        self.requests += 1
+        sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        return Request(id=self.requests, prompt=pack_ids(prompt), sampling=sampling, **fields)
+
+    def run(self, requests: Iterator[Request]) -> None:
+        """Serves all of them, up to IN_FLIGHT at a time."""
+        in_flight, left = 0, True
+        while left or self.engine.has_work:
+            while left and in_flight < IN_FLIGHT:
+                request = next(requests, None)
+                left = request is not None
+                if request is not None:
+                    self.engine.add(CLIENT, request)
+                    in_flight += 1
+            for events in self.engine.step().values():
+                in_flight -= len(events.finished) + len(events.failed)
+                for failed in events.failed:
+                    raise RuntimeError(failed.message)
+
+    def call(self, action: Any, **fields: Any) -> StateReply:
+        self.engine.ask(CLIENT, AskState(call=0, action=action, **fields))
+        while not (replies := self.engine.replies()):
+            self.engine.step()
+        ((_, reply),) = replies
+        if reply.failed is not None:
+            raise RuntimeError(reply.failed.message)
+        return reply
+
+    def close(self) -> None:
+        """What ended last is released with the next plan, which the next engine makes."""
+        self._runner.run(Plan(release=list(range(2 * self.requests + 2))))
+
+
+def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begun = clock()
+    work()
+    return clock() - begun
+
+
+def _load(runner: Runner, length: int, count: int, number: int, seed: int) -> float:
+    """Seconds of processor time for requests that have nothing in common."""
+    chance, served = random.Random(seed), Served(runner)
+    vocabulary = range(runner.info.vocab_size)
+    prompts = [chance.choices(vocabulary, k=length) for _ in range(number)]
+    requests = (served.ask(prompt, count) for prompt in prompts)
+    seconds = _seconds(lambda: served.run(requests), time.process_time)
+    served.close()
+    return seconds / number
+
+
+def measure_cost(on: Runner, off: Runner, repeats: int) -> None:
+    """Prints the first table."""
+    print("prompt  answer   without     with  (us a request)  ratio")
+    for length, count, number in LOADS:
+        pairs = [
+            (_load(off, length, count, number, seed), _load(on, length, count, number, seed))
+            for seed in range(repeats)
+        ]
+        ratio = statistics.median(with_ / without for without, with_ in pairs)
+        without, with_ = (statistics.median(times) * 1e6 for times in zip(*pairs, strict=True))
+        print(f"{length:6}  {count:6}  {without:8.0f} {with_:8.0f}  {'':14}  {ratio:.3f}")
+
+
+def measure_gain(runner: Runner, context: int, repeats: int) -> None:
+    """Prints what a long context costs each way: milliseconds until the first token."""
+    served, chance = Served(runner), random.Random(1)
+    vocabulary = range(runner.info.vocab_size)
+    stem = chance.choices(vocabulary, k=context)
+
+    def first_token(prompt: list[int], **fields: Any) -> float:
+        request = served.ask(prompt, 1, **fields)
+        return 1000 * _seconds(lambda: served.run(iter([request])))
+
+    print(f"\ncontext of {context:,} tokens, ms until the first token after it")
+    print(f"  read:                    {first_token(stem, keep=Keep(id='context')):10.2f}")
+    one = statistics.median(first_token([token]) for token in vocabulary[:repeats])
+    again = statistics.median(first_token(stem) for _ in range(repeats))
+    ends = [chance.choices(vocabulary, k=4) for _ in range(repeats)]
+    more = statistics.median(first_token([*stem, *end]) for end in ends)
+    named = statistics.median(first_token(end, state="context") for end in ends)
+    print(f"  a prompt of one token:   {one:10.2f}")
+    print(f"  the same prompt again:   {again:10.2f}")
+    print(f"  four tokens after it:    {more:10.2f}")
+    print(f"  the same by name:        {named:10.2f}")
+    fork = statistics.median(
+        _seconds(lambda: served.call("fork", id="context")) for _ in range(50 * repeats)
+    )
+    exported = served.call("export", id="context")
+    out = statistics.median(
+        _seconds(lambda: served.call("export", id="context")) for _ in range(10 * repeats)
+    )
+    back = statistics.median(
+        _seconds(lambda: served.call("import", content=exported.content))
+        for _ in range(10 * repeats)
+    )
+    print(f"\nus: fork {fork * 1e6:.0f}, export {out * 1e6:.0f}, import {back * 1e6:.0f}; ", end="")
+    print(f"state {exported.states[0].bytes:,} bytes, snapshot {len(exported.content):,} bytes")
+    served.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="loadtest.cache", description=__doc__)
+    parser.add_argument("--model", default="shakespeare-mingru")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--context", type=int, default=20_000, help="tokens")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    config = EngineConfig(model=args.model, device=args.device, threads=args.threads, max_slots=64)
+    on = Runner(config)
+    off = Runner(dataclasses.replace(config, share_slots=0, host_state_bytes=0))
+    on.warm_up()
+    off.warm_up()
+    info = on.info
+    print(f"{info.name} on {info.device_name}, {info.dtype}, {args.threads} threads\n")
+    measure_cost(on, off, args.repeats)
+    measure_gain(on, args.context, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
