@@ -37,13 +37,12 @@ async def first_tokens(
     for _ in range(asks):
         times["prompt of one token"].append(await asker.first_token("a", cache_salt=texts.salt()))
         times["cached"].append(await asker.first_token(context + texts.draw(8)))
+        times["state"].append(await asker.first_token("a", state=made["id"]))
         times["session"].append(await asker.first_token("a", session_id="long"))
         times["uploaded with it"].append(await asker.first_token("a", state={"snapshot": snapshot}))
     for turn in range(asks):
         state = others[turn % len(others)]["id"]
         times["state out on the host"].append(await asker.first_token("a", state=state))
-    for _ in range(asks):
-        times["state"].append(await asker.first_token("a", state=made["id"]))
     for state in [*(other["id"] for other in others), made["id"], "session:long"]:
         await asker.ask("DELETE", f"/v1/states/{state}")
     return times
