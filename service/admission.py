@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeVar, get_type_hints
 
 import pydantic_core
@@ -60,6 +60,13 @@ class StrictRequest(Request):
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from error
 
+    def queried(self, model: type[Model]) -> Model:
+        """The query string as `model`. Raises ApiError 400."""
+        try:
+            return model.model_validate_strings(dict(self.query_params))
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False)) from error
+
     def _is_json(self) -> bool:
         kind = (header(self.scope, b"content-type") or "application/json").partition(";")[0]
         kind = kind.strip().lower()
@@ -83,8 +90,9 @@ def get_flight(request: Request) -> Flight:
     return flight
 
 
-# What endpoints of the routes below may ask for beside their body.
+# What endpoints of the routes below may ask for beside their body and query.
 ARGUMENTS: dict[str, Callable[[Request], Any]] = {
+    "id": lambda request: request.path_params["id"],
     "request": lambda request: request,
     "runtime": get_runtime,
     "flight": get_flight,
@@ -96,14 +104,18 @@ class ReadyRoute(APIRoute):
     """A route of a ready server, whose requests must be JSON to the letter.
 
     FastAPI routes to it and describes it. The endpoint's arguments are filled in here: its `body`
-    by one validation, and what else it may ask for by name. FastAPI's own way, by any number of
-    dependencies, takes longer than all the rest of a request.
+    (JSON; where it has a default nothing may be sent) and its `query` by one validation each, its
+    `content`, which is a body of bytes, and what else it may ask for by name. FastAPI's own way, by
+    any number of dependencies, takes longer than all the rest of a request.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
-        names = set(signature(endpoint).parameters) - {"body"}
-        model: type[BaseModel] = get_type_hints(endpoint)["body"]
+        parameters, hints = signature(endpoint).parameters, get_type_hints(endpoint)
+        names = set(parameters) - {"body", "query", "content"}
+        model: type[BaseModel] | None = hints.get("body")
+        query: type[BaseModel] | None = hints.get("query")
+        optional = model is not None and parameters["body"].default is not Parameter.empty
         unknown = names - ARGUMENTS.keys()
         assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
         providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
@@ -113,10 +125,17 @@ class ReadyRoute(APIRoute):
             runtime = get_runtime(request)
             self.check_room(request)
             strict = StrictRequest(request.scope, request.receive)
-            await strict.read_body(runtime.settings.receive_timeout)
-            body = await strict.validated(model)
-            given = {name: provide(strict) for name, provide in providers}
-            response: Response = await endpoint(body=body, **given)
+            given: dict[str, Any] = {}
+            if query is not None:
+                given["query"] = strict.queried(query)
+            if model is not None or "content" in parameters:
+                await strict.read_body(runtime.settings.receive_timeout)
+            if model is not None and not (optional and not await strict.body()):
+                given["body"] = await strict.validated(model)
+            if "content" in parameters:
+                given["content"] = await strict.body()
+            given |= {name: provide(strict) for name, provide in providers}
+            response: Response = await endpoint(**given)
             return response
 
         return admitted
@@ -145,8 +164,9 @@ class ReadyRoute(APIRoute):
         """Raises the error that says why no more can be taken."""
 
 
-class InferenceRoute(ReadyRoute):
-    """A route whose requests are work for the model: flights, until the answer's last byte."""
+class FlightRoute(ReadyRoute):
+    """A route whose requests ask the engine for something: flights, until the answer's last
+    byte."""
 
     def entered(self, scope: Scope) -> AbstractContextManager[object]:
         within = super().entered(scope)
@@ -159,6 +179,10 @@ class InferenceRoute(ReadyRoute):
         if flight.trace is not None:
             flight.trace.model = runtime.model_name
         return flight
+
+
+class InferenceRoute(FlightRoute):
+    """A route whose requests are work for the model, which has a queue."""
 
     def check_room(self, request: Request) -> None:
         get_flight(request).check_room()

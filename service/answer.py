@@ -5,13 +5,14 @@ Each token becomes one `Piece`: its share of the text, after decoding, after sto
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from engine.client import Update
-from engine.messages import FinishReason, TokenLogprobs
+from engine.messages import Finished, FinishReason, TokenLogprobs
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Tokenizer
 
@@ -32,6 +33,14 @@ class Piece:
     finish_reason: FinishReason | None = None  # on the last piece
 
 
+@dataclass(frozen=True, slots=True)
+class EndRule:
+    """Where an answer ends that the engine is not to end by itself."""
+
+    most: int  # tokens
+    stop_ids: frozenset[int]  # tokens that end it and are no part of it
+
+
 def grouped(pieces: list[Piece], interval: int) -> list[list[Piece]]:
     """Pieces by the event of a stream that tells them: up to `interval` in one."""
     return [pieces[i : i + interval] for i in range(0, len(pieces), interval)]
@@ -46,16 +55,32 @@ class Answer:
         prompt: Sequence[int],
         stop: StopStrings | None = None,
         ends: frozenset[int] = frozenset(),
+        *,
+        before: Sequence[int] = (),
+        keeps: bool = False,
+        rule: EndRule | None = None,
     ) -> None:
         """`ends`: tokens that end the text although the engine takes them for others. They belong
         to the answer, have no text, and make its finish_reason "stop"; they come last, for the
-        engine is asked for one token only."""
+        engine is asked for one token only. `before`: the last tokens of the state that the prompt
+        is read after. With `keeps` a state is kept of what the answer says, and its end waits for
+        that; so that the state has read no more, an answer with stop strings has a `rule`."""
         self._ends = ends
         self._ended = False  # by one of them
-        self._decoder = tokenizer.decoder(after=prompt) if tokenizer else None
+        self._tokenizer = tokenizer
+        self._context = [*before, *prompt] if before else prompt
+        self._decoder = tokenizer.decoder(after=self._context) if tokenizer else None
         self._plain = tokenizer.plain_texts if tokenizer else None
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
+        self._emitted = 0  # characters: those without what a stop string cut off
+        # All tokens that came, where a part of them may have to be kept.
+        self._given = array("i") if keeps and stop else None
+        self._rule = rule
+        self._over: FinishReason | None = None  # by the rule or a stop string
+        self._awaits_state = False  # the answer is at its end, but for what is kept of it
+        self._keeps = keeps
+        self.finished: Finished | None = None  # the engine's last word
         self.prompt_tokens = len(prompt)
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -63,18 +88,26 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has ended the answer; the engine may not know it yet."""
-        return self._stop is not None and self._stop.stopped
+        """A stop string or the rule has ended the answer; the engine may not know it yet."""
+        return self._over is not None
 
     def take(self, update: Update) -> list[Piece]:
         """The pieces of an update. What comes after the answer's end is dropped."""
         self.scores += update.scores
+        self.finished = update.finished or self.finished
+        if self._awaits_state:
+            return self._end_kept(update)
         if self.finish_reason is not None:
             return []
         pieces: list[Piece] = []
         for i, token in enumerate(update.tokens):
+            if self._rule is not None and token in self._rule.stop_ids:
+                self._over = "stop"
+                break
             logprobs = update.logprobs[i] if update.logprobs else None
             self._ended = token in self._ends
+            if self._given is not None:
+                self._given.append(token)
             text = self._decoder.feed(token) if self._decoder and not self._ended else ""
             self.completion_tokens += 1
             piece = Piece(text, self._decoded, self.completion_tokens, token, logprobs)
@@ -82,18 +115,30 @@ class Answer:
             pieces.append(piece)
             if self._stop is not None:
                 piece.text = self._stop.feed(text)
+                self._emitted += len(piece.text)
                 if self._stop.stopped:
-                    self.finish_reason = piece.finish_reason = "stop"
-                    return pieces
-        if update.finished is not None:
+                    self._over = "stop"
+                    break
+            if self._rule is not None and self.completion_tokens == self._rule.most:
+                self._over = "length"
+                break
+        if self._over is not None and self._keeps and update.finished is None:
+            self._awaits_state = True
+        elif self._cut:
+            self.finish_reason = pieces[-1].finish_reason = "stop"
+        elif update.finished is not None:
             last = pieces[-1] if pieces else Piece("", self._decoded, self.completion_tokens)
             last.text += self._end()
             if not pieces:
                 pieces.append(last)
-            ended = self.stopped or self._ended
-            reason: FinishReason = "stop" if ended else update.finished.reason
+            reason = "stop" if self._ended else self._over or update.finished.reason
             self.finish_reason = last.finish_reason = reason
         return pieces
+
+    @property
+    def _cut(self) -> bool:
+        """By a stop string."""
+        return self._stop is not None and self._stop.stopped
 
     def take_plain(self, tokens: Sequence[int]) -> bool:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
@@ -102,13 +147,15 @@ class Answer:
         plain, decoder = self._plain, self._decoder
         if plain is None or decoder is None or self._ends or self.finish_reason is not None:
             return False
-        if decoder.holds:
+        if decoder.holds or self._rule is not None:
             return False
         stop = self._stop
         if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
             return False
         # `_decoded`, which is there for log-probabilities, stays as it is.
         self.completion_tokens += len(tokens)
+        if self._given is not None:
+            self._given.extend(tokens)
         return True
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:
@@ -118,6 +165,7 @@ class Answer:
             tokens = [piece.token for piece in pieces if piece.token is not None]
             return "".join([piece.text for piece in pieces]), tokens
         self.scores += update.scores
+        self.finished = update.finished or self.finished
         text = self._decoder.feed_all(update.tokens) if self._decoder else ""
         self.completion_tokens += len(update.tokens)
         if update.finished is not None:
@@ -126,31 +174,71 @@ class Answer:
         self._decoded += len(text)
         return text, update.tokens
 
+    def _end_kept(self, update: Update) -> list[Piece]:
+        """The last piece of an answer that is over, once its state is kept."""
+        if update.finished is None:
+            return []
+        self._awaits_state, self.finish_reason = False, self._over
+        text = "" if self._cut else self._end()
+        return [Piece(text, self._decoded, self.completion_tokens, finish_reason=self._over)]
+
+    def kept_tokens(self) -> int | None:
+        """How many of the answer's tokens stand in the state that is kept, where it is over: those
+        that are whole before the stop string, or all that belong to it. None where no state is
+        kept."""
+        if self._given is None:
+            return None
+        if not self._cut:
+            return len(self._given)
+        assert self._tokenizer is not None  # there are stop strings
+        decoder = self._tokenizer.decoder(after=self._context)
+        characters, kept = 0, 0
+        for count, token in enumerate(self._given, 1):
+            characters += len(decoder.feed(token))
+            if characters > self._emitted:
+                break
+            if not decoder.holds:
+                kept = count
+        return kept
+
     def _end(self) -> str:
         tail = self._decoder.flush() if self._decoder else ""
         if self._stop is None:
             return tail
         return self._stop.feed(tail) + self._stop.flush()
 
-    def usage(self) -> dict[str, int]:
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were known; None where the engine has not told it yet."""
+        return None if self.finished is None else self.finished.cached_tokens
+
+    def usage(self) -> dict[str, Any]:
         """Tokens read and written."""
-        return usage(self.prompt_tokens, self.completion_tokens)
+        return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, Any]:
     """The `usage` object."""
-    return {
+    told: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    if cached_tokens is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return told
 
 
-def total_usage(answers: Sequence[Answer], draws: int) -> dict[str, int]:
-    """The `usage` object of `draws` samples of each prompt; a prompt counts once."""
+def total_usage(answers: Sequence[Answer], draws: int = 1) -> dict[str, Any]:
+    """The `usage` object of `draws` samples of each prompt; a prompt counts once, as its first
+    sample has read it."""
+    firsts = answers[::draws]
     return usage(
-        sum(answer.prompt_tokens for answer in answers[::draws]),
+        sum(answer.prompt_tokens for answer in firsts),
         sum(answer.completion_tokens for answer in answers),
+        sum(answer.cached_tokens or 0 for answer in firsts),
     )
 
 
@@ -185,12 +273,14 @@ class LogprobArrays:
         self.token_logprobs.append(own)
         self.top_logprobs.append(top)
 
-    def add_prompt(self, prompt: Sequence[int], scores: Sequence[TokenLogprobs]) -> None:
-        """A whole prompt, which is where the text begins; `scores` are of the tokens after its
-        first (fewer where a timeout came first)."""
+    def add_prompt(
+        self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], first_scored: int = 1
+    ) -> None:
+        """A whole prompt, which is where the text begins; `scores` are of the tokens from
+        `first_scored` on (fewer where a timeout came first)."""
         decoder = self._tokenizer.decoder() if self._tokenizer else None
         offset = 0
-        for token, logprobs in zip_longest(prompt, [None, *scores]):
+        for token, logprobs in zip_longest(prompt, [*[None] * first_scored, *scores]):
             self.add(token, offset, logprobs)
             offset += len(decoder.feed(token)) if decoder else 0
 

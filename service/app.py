@@ -32,12 +32,14 @@ from service.routes import (
     metrics,
     models,
     score,
+    states,
     tokenize,
 )
 from service.settings import Settings
 from service.traces import TraceRequests
 
 STDOUT = 1
+TEXT_PATH, IMPORT_PATH = "/v1/states/text", "/v1/states/import"
 
 DESCRIPTION = """Minimal recurrent language models (minGRU, minLSTM) over HTTP.
 
@@ -98,17 +100,23 @@ def create_app(
         for route in module.router.routes:
             if isinstance(route, ReadyRoute):
                 app.lead_to(route)
+    app.include_router(states.making)
+    app.include_router(states.router)
     if access.has_admin:
         app.include_router(admin.router)
     describe_access(app, access)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    limits = {
+        TEXT_PATH: lambda: settings.max_text_bytes,
+        IMPORT_PATH: lifecycle.most_snapshot_bytes,
+    }
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, others=limits)
     app.add_middleware(KeyCheck, access=access)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients add their own; a page has to know a key to send it
             expose_headers=["retry-after", "x-request-id"],
         )

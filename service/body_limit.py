@@ -8,6 +8,7 @@ away before the answer ends, up to a bound; whoever sends more than that loses t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,36 +20,45 @@ DISCARD_SECONDS = 10.0  # at most
 
 
 class BodyLimit:
-    """Answers 413 to a body over `max_bytes`."""
+    """Answers 413 to a body over `max_bytes`; `others` are the limits of paths that have their
+    own."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        others: Mapping[str, Callable[[], int]] | None = None,
+    ) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self._others = others or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         received = 0
+        own = self._others.get(scope["path"])
+        most = self.max_bytes if own is None else own()
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self.max_bytes:
-                raise self._error()
+            if received > most:
+                raise _error(most)
             return message
 
         async def send_then_discard(message: Message) -> None:
             last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if last and received > self.max_bytes:
+            if last and received > most:
                 await self._end(message, receive, send)
             else:
                 await send(message)
 
         announced = header(scope, b"content-length") or ""
-        if announced.isdigit() and (len(announced) > 18 or int(announced) > self.max_bytes):
-            received = self.max_bytes + 1
-            return await respond(scope, self._error())(scope, receive, send_then_discard)
+        if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
+            received = most + 1
+            return await respond(scope, _error(most))(scope, receive, send_then_discard)
         await self.app(scope, counted, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:
@@ -66,10 +76,11 @@ class BodyLimit:
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _error(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the body is too large; allowed: up to {self.max_bytes} bytes",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
+
+def _error(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is too large; allowed: up to {most} bytes",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )

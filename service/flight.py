@@ -3,21 +3,26 @@ the engine. Whatever ends the HTTP request ends its engine requests too."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError
-from engine.messages import FinishReason, Request
+from engine.messages import FinishReason, Request, StateReply
 from service.direct import Write
 from service.metrics import Metrics
 from service.places import Places
 from service.traces import Trace
 
+_tasks: set[asyncio.Task[None]] = set()
+
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
 
+ASK_SECONDS = 60.0  # for the engine to answer what is asked of states, a long round included
 LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late with what it has
 
 
@@ -43,9 +48,12 @@ class Flight:
         self._reserved = 0  # places that are not used yet
         self._aloft = aloft
         self._open: set[int] = set()  # ids of requests that have not ended
+        self.keep_field: str | None = None  # by which the client asked for a state to be kept
+        self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self._inbox = Inbox()
         self._deliveries: list[Delivery] = []
         self._latest: list[float | None] = []  # when tokens of each came last
+        self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
         self._arrived = arrived
         self.owner = owner
         self.least_priority = least_priority
@@ -65,6 +73,23 @@ class Flight:
         self._leave()
         self._open.clear()
         self._inbox.tap = None  # which holds this flight
+        if self._borrowed:
+            task = asyncio.get_running_loop().create_task(self._give_back())
+            _tasks.add(task)  # which the loop itself would forget
+            task.add_done_callback(_tasks.discard)
+
+    async def ask_state(self, action: Any, **fields: Any) -> StateReply:
+        """As `EngineClient.ask_state`, of the states of this request's owner."""
+        return await self._client.ask_state(action, timeout=ASK_SECONDS, owner=self.owner, **fields)
+
+    def borrow(self, id: str) -> None:
+        """The state `id` is deleted when this is over."""
+        self._borrowed.append(id)
+
+    async def _give_back(self) -> None:
+        for id in self._borrowed:
+            with suppress(EngineError):  # it will expire
+                await self.ask_state("delete", id=id)
 
     def _leave(self) -> None:
         """Nobody reads an answer any more."""
@@ -114,6 +139,7 @@ class Flight:
         place = len(self._deliveries)
         self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
         self._latest.append(None)
+        self._chosen.append(request.keep is not None and bool(request.keep.id))
         if self.trace is not None:
             self.trace.sent(request)
         if request.sampling.choice == 0:
@@ -121,12 +147,18 @@ class Flight:
         self._release(1)
         self._open.add(request.id)
 
-    def abort(self, which: Sequence[int] | None = None, reason: FinishReason = "abort") -> None:
-        """Ends the requests at these positions (all) early."""
-        chosen = self._deliveries if which is None else [self._deliveries[i] for i in which]
-        ids = [delivery.id for delivery in chosen if delivery.id in self._open]
-        if ids:
-            self._client.abort(ids, reason)
+    def abort(self) -> None:
+        """Ends all requests early."""
+        if self._open:
+            self._client.abort(sorted(self._open), "abort")
+
+    def stop(self, which: int, kept: int | None) -> None:
+        """Ends the request at this position, which a stop string ended; `kept` of its answer's
+        tokens stand in the state that it leaves, where it leaves one."""
+        request = self._deliveries[which].id
+        if request in self._open:
+            reason: FinishReason = "stop"
+            self._client.abort([request], reason, [] if kept is None else [kept])
 
     def cut(self) -> None:
         """Ends all requests with what they have, and makes no more."""
@@ -182,9 +214,16 @@ class Flight:
                 elif delivery.error is not None:
                     self._open.discard(delivery.id)
                     left -= 1
-                    batch.append((delivery.which, delivery.error))
+                    batch.append((delivery.which, self._named(delivery.error, delivery.which)))
             if batch:
                 yield batch
+
+    def _named(self, error: EngineError, which: int) -> EngineError:
+        """An error with the name that the client knows its parameter by."""
+        if error.param == "keep":
+            field = "session_id" if self._chosen[which] else "return_state"
+            error.param = self.keep_field or field
+        return error
 
     def _observe(self, update: Update, which: int, now: float) -> None:
         """Times a request's tokens."""

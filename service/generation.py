@@ -8,16 +8,21 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.client import Update
 from engine.errors import EngineError
 from engine.messages import SamplingParams
-from service.answer import Answer, Piece
+from service.answer import Answer, EndRule, Piece
 from service.flight import Flight
 from service.runtime import Runtime
+from service.states import NO_STATES, StateUse
 from service.stop import StopStrings
 from service.streaming import Chunks, ends_all, event_chunks
 from service.template import Template
 from service.wire import TOKENS_AT_ONCE
+
+RUN_ON = 2**16  # tokens that an answer may have until its end is found here
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +39,57 @@ class Task:
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see Answer
+    use: StateUse = NO_STATES
 
     def answer(self, runtime: Runtime) -> Answer:
-        return Answer(runtime.tokenizer, self.prompt, self.stop, self.ends)
+        return Answer(
+            runtime.tokenizer,
+            self.prompt,
+            self.stop,
+            self.ends,
+            before=self.use.recent,
+            keeps=self.use.keep is not None,
+            rule=self._rule(runtime.info.eos_token_id) if self._runs_on else None,
+        )
+
+    @property
+    def _runs_on(self) -> bool:
+        """Whether the engine leaves the answer's end to us. It runs ahead of us: had it ended the
+        answer, and kept its state, before a stop string is found, the state would have read that
+        too. (What a grammar or min_tokens say of the end only the engine can know.)"""
+        params = self.params
+        ruled = params.grammar is not None or params.min_tokens > 0
+        return self.use.keep is not None and self.stop is not None and not ruled
+
+    def _rule(self, eos: int | None) -> EndRule:
+        stops = set(self.params.stop_token_ids)
+        if eos is not None and not self.params.ignore_eos:
+            stops.add(eos)
+        return EndRule(self.params.max_tokens, frozenset(stops))
+
+    @property
+    def scored(self) -> int:
+        """Tokens of the prompt that have log-probabilities."""
+        return max(len(self.prompt) - self.use.first_scored, 0)
 
     def submit(self, flight: Flight, *, stream: bool) -> None:
-        several = len(self.prompt) > 1  # a prompt of one token has nothing to score or to share
+        params = self.params
+        if self._runs_on:
+            params = msgspec.structs.replace(
+                params, max_tokens=params.max_tokens + RUN_ON, ignore_eos=True, stop_token_ids=()
+            )
         flight.submit(
             self.packed,
             interval=self.interval if stream else 1,
-            sampling=self.params,
+            sampling=params,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,
-            score=self.score_top is not None and several,
+            score=self.score_top is not None and self.scored > 0,
+            score_from=self.use.first_scored,
             score_top=self.score_top or 0,
-            cache_points=(len(self.prompt),) if self.shared else (),
             timeout=self.timeout,
             priority=self.priority,
+            **self.use.fields((len(self.prompt),) if self.shared else ()),
         )
 
 
@@ -166,4 +205,4 @@ def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:
     """Tells the engine where a stop string ended the answer that took the update."""
     if answer.stopped and update.finished is None:
-        flight.abort([which], "stop")
+        flight.stop(which, answer.kept_tokens())

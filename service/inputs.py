@@ -49,9 +49,10 @@ async def read_prompt(
     info: ModelInfo,
     *,
     special: bool = True,
+    may_be_empty: bool = False,
 ) -> array[int]:
-    """The prompt's token ids, at least one. `special`: as `Tokenizer.encode`. Raises ApiError 400
-    that names `param`."""
+    """The prompt's token ids, at least one unless it `may_be_empty`. `special`: as
+    `Tokenizer.encode`. Raises ApiError 400 that names `param`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise invalid(
@@ -70,7 +71,7 @@ async def read_prompt(
                 f"{param}[{wrong}]",
                 f"token id {ids[wrong]} does not exist; allowed: 0 to {info.vocab_size - 1}",
             )
-    if not ids:
+    if not ids and not may_be_empty:
         raise invalid(param, "is empty; at least one token is needed")
     return ids
 

@@ -26,6 +26,8 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+# Bytes that a snapshot may have beside its state; engine.snapshot knows better, but later.
+SNAPSHOT_REST = 2**17
 LOOK_SECONDS = 0.02  # between looks at what is in flight
 
 
@@ -89,6 +91,11 @@ class Lifecycle:
         """Of the engine that new requests go to. Raises EngineLoading."""
         return self.runtime.client
 
+    def most_snapshot_bytes(self) -> int:
+        """What a file may have that is a state of the present model."""
+        state = 0 if self.current is None else self.current.info.state_bytes
+        return state + SNAPSHOT_REST
+
     @property
     def flights(self) -> set[Flight]:
         """Every HTTP request for a model that has not ended."""
@@ -106,6 +113,9 @@ class Lifecycle:
             slots_used=sum(stats.slots_used for stats in known),
             slots_total=sum(stats.slots_total for stats in known),
             state_bytes=sum(stats.state_bytes for stats in known),
+            host_state_bytes=sum(stats.host_state_bytes for stats in known),
+            disk_state_bytes=sum(stats.disk_state_bytes for stats in known),
+            states=sum(stats.states for stats in known),
         )
 
     async def exposition(self) -> bytes:

@@ -28,8 +28,11 @@ SEQUENCES = tuple(2.0**power for power in range(13))  # 1 to 4,096
 # A small model's step takes tens of microseconds.
 STEP_SECONDS = (0.00001, 0.000025, 0.00005, *SECONDS)
 ROUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0)
-ENDPOINTS = ("generate", "score", "completions", "chat/completions")
+ENDPOINTS = ("generate", "score", "completions", "chat/completions", "states", "states/text")
+GENERATING = ("generate", "completions", "chat/completions")
 OUTCOMES = ("ok", "invalid", "refused", "cancelled", "error")
+MISSES = ("new", "unaligned", "unheld", "short")  # why the prefix cache had nothing
+TIERS = ("device", "host", "disk")
 CUTS = ("stalled", "late_head")  # why a connection was cut
 
 
@@ -101,10 +104,19 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._prefix_queries = self._counter(
-            "prefix_cache_queries_tokens", "Prompt tokens looked up among the shared states."
+            "prefix_cache_queries_tokens", "Prompt tokens looked up among the cached states."
         )
         self._prefix_hits = self._counter(
-            "prefix_cache_hits_tokens", "Prompt tokens that a shared state had read already."
+            "prefix_cache_hits_tokens", "Prompt tokens that a cached state had read already."
+        )
+        self._hits = self._counter(
+            "prefix_cache_hits", "Requests that went on from a cached state."
+        )
+        self._misses = self._counter(
+            "prefix_cache_misses", "Requests for which no cached state was of use.", ("reason",)
+        )
+        self._evictions = self._counter(
+            "state_evictions", "States that had to leave a tier.", ("tier",)
         )
         self._requests = self._counter(
             "requests", "HTTP requests for the model.", ("endpoint", "outcome")
@@ -146,6 +158,7 @@ class Metrics:
             ),
             ("state_slots_used", "State slots in use.", "slots_used"),
             ("state_slots_total", "State slots.", "slots_total"),
+            ("states", "States kept under an id.", "states"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
             gauge.set_function(partial(_stat, load, field))
@@ -162,7 +175,9 @@ class Metrics:
         state = Gauge(
             "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
         )
-        state.labels(tier="device").set_function(lambda: load().state_bytes)
+        fields = ("state_bytes", "host_state_bytes", "disk_state_bytes")
+        for tier, field in zip(TIERS, fields, strict=True):
+            state.labels(tier=tier).set_function(partial(_stat, load, field))
 
     def _begin(self) -> None:
         """Labels that are known from the start count from zero, so that rates see the first."""
@@ -175,6 +190,10 @@ class Metrics:
             self._errors.labels(code=code)
         for reason in CUTS:
             self._cuts.labels(reason=reason)
+        for reason in MISSES:
+            self._misses.labels(reason=reason)
+        for tier in TIERS:
+            self._evictions.labels(tier=tier)
 
     def set_limits(self, requests: int, prompt_tokens: int) -> None:
         """What the queue holds at most."""
@@ -211,6 +230,12 @@ class Metrics:
         if stats.prefix_queries_tokens:
             self._prefix_queries.inc(stats.prefix_queries_tokens)
             self._prefix_hits.inc(stats.prefix_hits_tokens)
+        if stats.prefix_hits:
+            self._hits.inc(stats.prefix_hits)
+        for reason, misses in stats.prefix_misses.items():
+            self._misses.labels(reason=reason).inc(misses)
+        for tier, evicted in stats.evictions.items():
+            self._evictions.labels(tier=tier).inc(evicted)
         for finished in events.finished:
             self._finished(finished)
 
@@ -276,9 +301,10 @@ class Metrics:
         self._of_requests(endpoint, outcome).inc()
         if error is not None:
             self._errors.labels(code=error).inc()
-        if outcome == "ok":
-            latency = self._score_latency if endpoint == "score" else self._end_to_end
-            latency.observe(seconds)
+        if outcome == "ok" and endpoint == "score":
+            self._score_latency.observe(seconds)
+        if outcome == "ok" and endpoint in GENERATING:
+            self._end_to_end.observe(seconds)
 
     def snapshot(self) -> Snapshot:
         """All series as they are just now."""

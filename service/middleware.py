@@ -88,7 +88,7 @@ class Account:
         method = scope["method"] if scope["method"] in METHODS else "other"
         path = getattr(scope.get("route"), "path", "other")
         outcome = None
-        if path in INFERENCE_PATHS:
+        if path in INFERENCE_PATHS and method == "POST":
             outcome = scope.get(OUTCOME) or _outcome(status)
         scope[STATUS], scope[OUTCOME] = status, outcome
         error = scope.get(ERROR_CODE)

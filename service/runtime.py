@@ -59,6 +59,11 @@ class Runtime:
             self.client, self._metrics, self.places, self.flights, arrived, owner, least_priority
         )
 
+    def flight_beside(self, flight: Flight) -> Flight:
+        """A further one of the same HTTP request, from now on."""
+        now = time.perf_counter()
+        return self.flight(now, flight.owner, flight.least_priority)
+
 
 def get_runtime(request: Request) -> Runtime:
     """The request's runtime, as a FastAPI dependency. Raises EngineLoading."""

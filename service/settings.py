@@ -60,7 +60,12 @@ class Settings(BaseSettings):
     max_step_tokens: int | None = None
     max_waiting: int = 4096  # requests
     max_waiting_tokens: int = 2**26  # of their prompts
-    share_slots: int = 64
+    share_slots: int = 64  # states on the device beside those of sequences
+    host_state_bytes: int | None = None  # of states in main memory
+    state_folder: Path | None = None  # where kept states survive a restart
+    disk_state_bytes: int = 2**36  # of states there
+    state_ttl: float = 86400.0  # seconds after its last use that a state is kept, unless asked for
+    max_states: int = 2**17  # kept for one key
     threads: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
@@ -78,6 +83,7 @@ class Settings(BaseSettings):
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20
+    max_text_bytes: PositiveInt = 2**30  # of a text that is read into a state while it comes
     max_prompts: PositiveInt = 1024  # prompts, texts or continuations
     max_n: PositiveInt = 128  # samples of one prompt
     max_prompt_tokens: PositiveInt = 2**24  # of all prompts, once per sample and continuation
@@ -129,6 +135,11 @@ class Settings(BaseSettings):
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
             share_slots=self.share_slots,
+            host_state_bytes=self.host_state_bytes,
+            state_folder=None if self.state_folder is None else str(self.state_folder),
+            disk_state_bytes=self.disk_state_bytes,
+            state_ttl=self.state_ttl,
+            max_states=self.max_states,
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,
             deterministic=self.deterministic,

@@ -53,7 +53,20 @@ MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256]."
 MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
 MaxWaitingTokens = Annotated[int | None, Option(help="Prompt tokens in the queue [2**26].")]
 MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
-ShareSlots = Annotated[int | None, Option(help="States kept of shared prefixes [64].")]
+ShareSlots = Annotated[
+    int | None, Option(help="Cached and kept states that lie on the device [64].")
+]
+HostStateBytes = Annotated[
+    int | None, Option(help="Of states in main memory [a quarter of what is free, up to 2**32].")
+]
+StateFolder = Annotated[
+    Path | None, Option(help="Where kept states and sessions survive a restart [nowhere].")
+]
+DiskStateBytes = Annotated[int | None, Option(help="Of states in that folder [2**36].")]
+StateTtl = Annotated[
+    float | None, Option(help="Seconds after its last use that a state is kept [86400].")
+]
+MaxStates = Annotated[int | None, Option(help="Most states kept for one key [2**17].")]
 CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts as graphs [yes].")]
 ServedDeterministic = Annotated[
     bool | None, Option(help="A text's logits do not depend on its company, bit for bit [no].")

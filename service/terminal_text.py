@@ -46,7 +46,7 @@ def text_pieces(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
                 at = offset - pending + error.start
                 raise TextError(f"{path}: not UTF-8 text: {error.reason} at byte {at:,}") from error
             offset += len(data)
-            cut = len(rest) if ended else _last_cut(rest)
+            cut = len(rest) if ended else last_cut(rest)
             if not ended and cut == 0 and len(rest) >= 2 * piece_bytes:
                 cut = len(rest)
             if cut:
@@ -54,7 +54,7 @@ def text_pieces(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
                 rest = rest[cut:]
 
 
-def _last_cut(text: str) -> int:
+def last_cut(text: str) -> int:
     """The last index between a newline and a character that is no white space; 0 = none."""
     at = text.rfind("\n", 0, len(text) - 1)
     while at >= 0 and text[at + 1].isspace():

@@ -88,6 +88,8 @@ class Tokenizer:
         layout = json.loads(library.to_str())
         self._bytes = self._byte_table(layout)
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
+        # A text's beginning or end has tokens of its own, which a text that goes on must not have.
+        self.marks_texts = library.num_special_tokens_to_add(False) > 0
         # None where a token's text depends on its neighbours.
         self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
 

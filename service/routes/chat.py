@@ -33,6 +33,7 @@ from service.schemas.common import statuses
 from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
+from service.states import check_points, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import read_grammar
 from service.wire import JSONResponse, event, render
@@ -97,6 +98,9 @@ async def _tasks(
     grammar = await read_grammar(body, runtime, check, n)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
+    salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
+    use = await read_use(salt, runtime, flight, timeout, "")
+    check_points(use, len(ids))
     size = RequestSize("messages", settings)
     size.add_prompt(len(ids), n)
     if params.logprobs is not None and not body.stream:
@@ -112,6 +116,7 @@ async def _tasks(
             priority,
             body.stream_interval or settings.stream_interval,
             shared=n > 1,
+            use=use,
         )
         for choice in range(n)
     ]

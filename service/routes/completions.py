@@ -39,6 +39,8 @@ from service.schemas.completions import (
 )
 from service.scope import REQUEST_ID
 from service.size import RequestSize
+from service.states import FIELDS as STATES
+from service.states import check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import read_grammar
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
@@ -95,6 +97,17 @@ def _check(body: CompletionRequest, n: int, draws: int) -> None:
         raise invalid("suffix", "is not supported; allowed: null or an empty string")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "allowed with stream: true only")
+    if body.session_id is not None:
+        if draws > 1 or _is_many(body.prompt):
+            raise invalid("session_id", "allowed with one prompt and n and best_of 1 only")
+        if body.echo and body.logprobs is not None:
+            raise invalid("session_id", "allowed without the log-probabilities of an echo only")
+    if body.return_state and draws > n:
+        raise invalid("return_state", "allowed with best_of null or n only")
+
+
+def _is_many(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
 
 
 async def _tasks(
@@ -103,9 +116,14 @@ async def _tasks(
     """One task per sample, `draws` of each prompt."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     n = body.n or 1
-    prompts: list[Any] = [end_of_text("prompt", info) if body.prompt is None else body.prompt]
+    states = {name: getattr(body, name) for name in STATES}
+    nothing: Any = [] if body.state or body.session_id else None  # stands for a null prompt
+    prompts: list[Any] = [nothing if body.prompt is None else body.prompt]
+    if prompts == [None]:
+        prompts = [end_of_text("prompt", info)]
     names = ["prompt"]
-    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+    if _is_many(body.prompt):
+        assert isinstance(body.prompt, list)
         prompts = body.prompt
         names = [f"prompt[{i}]" for i in range(len(prompts))]
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
@@ -126,7 +144,11 @@ async def _tasks(
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed % 2**63
-        ids = await read_prompt(prompt, name, tokenizer, info)
+        use = await read_use(states, runtime, flight, timeout, prompt)
+        ids = await read_prompt(
+            prompt, name, tokenizer, info, special=use.begins, may_be_empty=use.goes_on
+        )
+        check_points(use, len(ids))
         size.add_prompt(len(ids), draws)
         if params.logprobs is not None:
             reported = len(ids) if body.echo and body.logprobs is not None else 0
@@ -146,6 +168,7 @@ async def _tasks(
                     score_top=body.logprobs if body.echo else None,
                     shared=draws > 1,
                     ends=ends,
+                    use=use,
                 )
             )
     return tasks
@@ -189,7 +212,7 @@ class _View(OpenAIView):
         prompt = self._tasks[index].prompt
         if not self._body.echo or index in self._echoed:
             return self._frames(index, answer, pieces)
-        if not (pieces or len(answer.scores) == len(prompt) - 1):
+        if not (pieces or len(answer.scores) == self._tasks[index].scored):
             return b""
         self._echoed.add(index)
 
@@ -223,6 +246,8 @@ class _View(OpenAIView):
         if self._ids:
             choice["prompt_token_ids"] = list(self._tasks[index].prompt)
             choice["token_ids"] = outcome.tokens
+        if self._tasks[index].use.keep is not None:
+            choice["state"] = kept_state(outcome.answer.finished)
         return choice
 
     def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
@@ -239,6 +264,8 @@ class _View(OpenAIView):
             if index not in self._begun:
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         self._begun.add(index)
+        if last and last.finish_reason and self._tasks[index].use.keep is not None:
+            choice["state"] = kept_state(answer.finished)
         content = self._event(choice)
         if self._options.continuous_usage_stats:
             content["usage"] = usage(answer.prompt_tokens, last.count if last else 0)
@@ -267,6 +294,7 @@ class _View(OpenAIView):
             return None
         arrays = LogprobArrays(self._tokenizer)
         if echo:
-            arrays.add_prompt(self._tasks[index].prompt, answer.scores)
+            task = self._tasks[index]
+            arrays.add_prompt(task.prompt, answer.scores, task.use.first_scored)
         arrays.add_pieces(pieces, shift=len(self._echo(index)))
         return arrays.to_dict()

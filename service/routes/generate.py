@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
@@ -9,7 +10,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, grouped, usage
+from service.answer import Answer, LogprobArrays, Piece, grouped, total_usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -28,6 +29,8 @@ from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
+from service.states import FIELDS as STATES
+from service.states import check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import FIELDS, read_grammars
 from service.template import HOLE, Template, parts_of
@@ -41,8 +44,9 @@ PER_PROMPT = tuple(
     if name not in ("prompts", "model", "stream", "stream_interval")
 )
 STRUCTURED = tuple(name for name in PER_PROMPT if name in FIELDS)
+LISTS = ("stop", "stop_token_ids", "cache_points")  # parameters that are lists: see PerPromptList
 SAMPLING = tuple(
-    name for name in PER_PROMPT if name not in ("stop", "timeout", "priority", *STRUCTURED)
+    name for name in PER_PROMPT if name not in ("stop", "timeout", "priority", *STRUCTURED, *STATES)
 )
 
 
@@ -71,10 +75,7 @@ async def generate(
 def _answer(
     runtime: Runtime, tasks: list[Task], outcomes: list[Outcome], answer_id: str
 ) -> JSONResponse:
-    total = usage(
-        sum(outcome.answer.prompt_tokens for outcome in outcomes),
-        sum(outcome.answer.completion_tokens for outcome in outcomes),
-    )
+    total = total_usage([outcome.answer for outcome in outcomes])
     results = [
         _result(i, outcome, tasks[i], runtime)
         if outcome.error is None
@@ -95,6 +96,9 @@ async def _tasks(
     nothing = [None] * count
     stops = await read_stops(columns.get("stop", nothing), settings, tokenizer)
     timeouts, priorities = columns.get("timeout", nothing), columns.get("priority", nothing)
+    sessions = [one for one in columns.get("session_id", nothing) if one is not None]
+    if len(set(sessions)) < len(sessions):
+        raise invalid("session_id", "names one session for several prompts; allowed: one turn each")
     structured = [
         {name: columns.get(name, nothing)[i] for name in STRUCTURED} for i in range(count)
     ]
@@ -102,7 +106,7 @@ async def _tasks(
         structured,
         runtime,
         check,
-        lambda i, field: f"{field}[{i}]" if isinstance(getattr(body, field), list) else field,
+        lambda i, field: _path(body, field, i),
     )
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
@@ -113,19 +117,35 @@ async def _tasks(
         params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
         timeout = read_timeout(timeouts[i], settings)
         priority = read_priority(priorities[i], flight.least_priority)
-        ids = await read_prompt(prompt, f"prompts[{i}]", tokenizer, info)
+        states = {name: columns.get(name, nothing)[i] for name in STATES}
+        use = await read_use(states, runtime, flight, timeout, prompt, partial(_path, body, i=i))
+        ids = await read_prompt(
+            prompt, f"prompts[{i}]", tokenizer, info, special=use.begins, may_be_empty=use.goes_on
+        )
+        check_points(use, len(ids), partial(_path, body, i=i))
         size.add_prompt(len(ids))
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)
-        tasks.append(Task(ids, pack_ids(ids), params, stops[i], timeout, priority, interval))
+        tasks.append(
+            Task(ids, pack_ids(ids), params, stops[i], timeout, priority, interval, use=use)
+        )
     return tasks
+
+
+def _path(body: GenerateRequest, field: str, i: int) -> str:
+    """What errors call the field of prompt `i`."""
+    value = getattr(body, field)
+    each = isinstance(value, list) and len(value) == len(body.prompts)
+    if field in LISTS:
+        each = each and isinstance(value[i], list)
+    return f"{field}[{i}]" if each else field
 
 
 def _column(body: GenerateRequest, name: str) -> list[Any]:
     """A parameter's value for each prompt."""
     value, prompts = getattr(body, name), len(body.prompts)
     each = isinstance(value, list)
-    if each and name in ("stop", "stop_token_ids"):  # lists themselves: see PerPromptList
+    if each and name in LISTS:
         each = any(item is None or isinstance(item, list) for item in value)
     if not each:
         return [value] * prompts
@@ -135,7 +155,7 @@ def _column(body: GenerateRequest, name: str) -> list[Any]:
 
 
 def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[str, Any]:
-    return {
+    result = {
         "index": index,
         "text": outcome.text if runtime.tokenizer else None,
         "token_ids": outcome.tokens,
@@ -143,6 +163,9 @@ def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[
         "logprobs": _logprobs(outcome.pieces, task, runtime),
         "usage": outcome.answer.usage(),
     }
+    if task.use.keep is not None:
+        result["state"] = kept_state(outcome.answer.finished)
+    return result
 
 
 def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, Any] | None:
@@ -172,6 +195,8 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
         }
         if finish_reason is not None:
             content["usage"] = answer.usage()
+            if tasks[index].use.keep is not None:
+                content["state"] = kept_state(answer.finished)
         return event(content)
 
     def render_error(index: int, error: EngineError) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
@@ -13,6 +13,7 @@ from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
+from service.errors import invalid
 from service.flight import Flight
 from service.inputs import (
     check_count,
@@ -27,13 +28,12 @@ from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
+from service.states import FIELDS as STATES
+from service.states import NO_STATES, StateUse, check_points, kept_state, read_use
 from service.streaming import ends_all, error_body, unless_client_leaves
 from service.wire import JSONResponse, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
-
-# Log-probabilities of a task's scored tokens, or what went wrong.
-Scores = list[TokenLogprobs] | EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,16 @@ class Task:
     tokens: array[int]
     start: int = 1
     shared: bool = False  # other tasks begin with the same tokens before `start`: read them once
+    use: StateUse = NO_STATES
+
+
+@dataclass(slots=True)
+class Scored:
+    """What came of a task: log-probabilities of its scored tokens, or what went wrong."""
+
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    error: EngineError | None = None
+    finished: Finished | None = None
 
 
 @router.post("/v1/score", responses=statuses(ScoreResponse))
@@ -52,53 +62,76 @@ async def score(
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
-    """Scores `texts` from their second token on, or, for `items`, every token of each
-    continuation after its context. Texts of an item are tokenised apart. An empty context stands
-    for the end-of-text token, where the model has one."""
+    """Scores `texts` from their second token on (after a `state` from the first), or, for `items`,
+    every token of each continuation after its context. Texts of an item are tokenised apart. An
+    empty context stands for the end-of-text token, where the model has one and there is no
+    `state`."""
     check_model(body.model, runtime.model_name, runtime.info)
     timeout = read_timeout(body.timeout, runtime.settings)
     priority = read_priority(body.priority, flight.least_priority)
     if body.texts is not None:
-        tasks = await _text_tasks(body.texts, runtime, flight)
+        tasks = await _text_tasks(body, body.texts, runtime, flight, timeout)
     else:
-        tasks = await _item_tasks(body.items or [], runtime, flight)
+        tasks = await _item_tasks(body, body.items or [], runtime, flight, timeout)
     work = _run(flight, tasks, timeout, priority)
-    scores = await unless_client_leaves(request.receive, work)
+    scored = await unless_client_leaves(request.receive, work)
     tokens = sum(len(task.tokens) for task in tasks)
+    cached = sum(one.finished.cached_tokens for one in scored if one.finished)
 
     def answer() -> JSONResponse:
         results = (
-            [_text_result(i, tasks[i], scores[i], runtime) for i in range(len(tasks))]
+            [_text_result(i, tasks[i], scored[i], runtime) for i in range(len(tasks))]
             if body.texts is not None
-            else _item_results(body.items or [], scores)
+            else _item_results(body.items or [], scored)
         )
         return JSONResponse(
             {
                 "id": f"score-{request.scope[REQUEST_ID]}",
                 "model": runtime.model_name,
                 "results": results,
-                "usage": usage(tokens, 0),
+                "usage": usage(tokens, 0, cached),
             }
         )
 
     return await render(tokens, answer)
 
 
-async def _text_tasks(texts: list[str | list[int]], runtime: Runtime, flight: Flight) -> list[Task]:
+async def _text_tasks(
+    body: ScoreRequest,
+    texts: list[str | list[int]],
+    runtime: Runtime,
+    flight: Flight,
+    timeout: float,
+) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
     flight.reserve(len(texts))
     size = RequestSize("texts", runtime.settings)
     tasks = []
     for i, text in enumerate(texts):
-        tokens = await read_prompt(text, f"texts[{i}]", runtime.tokenizer, runtime.info)
+        use = await _use(body, runtime, flight, timeout, text)
+        tokens = await read_prompt(
+            text, f"texts[{i}]", runtime.tokenizer, runtime.info, special=use.begins
+        )
+        check_points(use, len(tokens))
         size.add_prompt(len(tokens))
         size.add_reports(len(tokens))
-        tasks.append(Task(tokens))
+        tasks.append(Task(tokens, use.first_scored, use=use))
     return tasks
 
 
-async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) -> list[Task]:
+async def _use(
+    body: ScoreRequest, runtime: Runtime, flight: Flight, timeout: float, prompt: str | list[int]
+) -> StateUse:
+    values = {name: getattr(body, name, None) for name in STATES}
+    return await read_use(values, runtime, flight, timeout, prompt)
+
+
+async def _item_tasks(
+    body: ScoreRequest, items: list[ScoreItem], runtime: Runtime, flight: Flight, timeout: float
+) -> list[Task]:
     """One task per continuation, items one after the other."""
+    if body.return_state:
+        raise invalid("return_state", "allowed with texts only")
     total = sum(len(item.continuations) for item in items)
     check_count("items", total, runtime.settings.max_prompts, "continuations")
     flight.reserve(total)
@@ -106,25 +139,35 @@ async def _item_tasks(items: list[ScoreItem], runtime: Runtime, flight: Flight) 
     size = RequestSize("items", runtime.settings)
     tasks = []
     for i, item in enumerate(items):
+        use = await _use(body, runtime, flight, timeout, item.context)
         if item.context:
-            context = await read_prompt(item.context, f"items[{i}].context", tokenizer, info)
+            context = await read_prompt(
+                item.context, f"items[{i}].context", tokenizer, info, special=use.begins
+            )
+        elif use.goes_on:
+            context = array("i")
         else:
             context = array("i", end_of_text(f"items[{i}].context", info))
+        check_points(use, len(context))
         for j, continuation in enumerate(item.continuations):
             name = f"items[{i}].continuations[{j}]"
             tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
             size.add_prompt(len(context) + len(tokens))
             size.add_reports(len(tokens))
             shared = len(item.continuations) > 1
-            tasks.append(Task(context + tokens, len(context), shared))
+            tasks.append(Task(context + tokens, len(context), shared, use))
     return tasks
 
 
-async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int) -> list[Scores]:
+async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int) -> list[Scored]:
     """Every task's scores. Raises EngineError where no task was served."""
-    scores: list[Scores] = [[] for _ in tasks]
+    scored = [Scored() for _ in tasks]
     # A text of one token has nothing to score.
-    submitted = [i for i, task in enumerate(tasks) if len(task.tokens) > task.start]
+    submitted = [
+        i
+        for i, task in enumerate(tasks)
+        if len(task.tokens) > task.start or task.use.keep is not None
+    ]
     flight.check_tokens(sum(len(tasks[i].tokens) for i in submitted), len(submitted))
     failed = 0
     for i in submitted:
@@ -133,32 +176,33 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
             pack_ids(task.tokens),
             sampling=SamplingParams(max_tokens=0),
             stream=False,
-            score=True,
+            score=len(task.tokens) > task.start,
             score_from=task.start,
-            cache_points=(task.start - 1,) if task.shared and task.start > 1 else (),
             timeout=timeout,
             priority=priority,
+            **task.use.fields((task.start - 1,) if task.shared and task.start > 1 else ()),
         )
     async for batch in flight.arrivals():
         for which, came in batch:
             i = submitted[which]
-            sofar = scores[i]
-            error = came if isinstance(came, EngineError) else None
-            if not isinstance(came, EngineError) and not isinstance(sofar, EngineError):
-                sofar += came.scores
+            one = scored[i]
+            if isinstance(came, EngineError):
+                one.error = came
+            else:
+                one.scores += came.scores
                 if came.finished is not None:
-                    error = _shortfall(came.finished, len(sofar), tasks[i])
-            if error is not None:
+                    one.finished = came.finished
+                    one.error = _shortfall(came.finished, len(one.scores), tasks[i])
+            if one.error is not None:
                 failed += 1
-                if failed == len(submitted) or ends_all(error):
-                    raise error
-                scores[i] = error
-    return scores
+                if failed == len(submitted) or ends_all(one.error):
+                    raise one.error
+    return scored
 
 
 def _shortfall(finished: Finished, scored: int, task: Task) -> EngineError | None:
     """Why a task ended without all of its scores; None where it has them."""
-    wanted = len(task.tokens) - task.start
+    wanted = max(len(task.tokens) - task.start, 0)
     if scored == wanted:
         return None
     progress = f"{scored} of {wanted} tokens were scored"
@@ -167,22 +211,25 @@ def _shortfall(finished: Finished, scored: int, task: Task) -> EngineError | Non
     return Draining(f"the server is shutting down; {progress}")
 
 
-def _text_result(index: int, task: Task, scores: Scores, runtime: Runtime) -> dict[str, Any]:
-    if isinstance(scores, EngineError):
-        return {"index": index, **error_body(scores)}
-    logprobs = [max(score.logprob, LEAST_LOGPROB) for score in scores]
+def _text_result(index: int, task: Task, one: Scored, runtime: Runtime) -> dict[str, Any]:
+    if one.error is not None:
+        return {"index": index, **error_body(one.error)}
+    logprobs = [max(score.logprob, LEAST_LOGPROB) for score in one.scores]
     total = math.fsum(logprobs)
     scored = task.tokens[task.start :]
     size = runtime.tokenizer.count_bytes(scored) if runtime.tokenizer else 0
-    return {
+    result = {
         "index": index,
         "token_ids": list(task.tokens),
-        "token_logprobs": [None, *logprobs],
+        "token_logprobs": [*[None] * task.start, *logprobs],
         "total_logprob": total,
         "num_scored_tokens": len(logprobs),
         "perplexity": _perplexity(total, len(logprobs)),
         "bits_per_byte": -total / math.log(2) / size if size else None,
     }
+    if task.use.keep is not None:
+        result["state"] = kept_state(one.finished)
+    return result
 
 
 def _perplexity(total: float, count: int) -> float | None:
@@ -192,21 +239,21 @@ def _perplexity(total: float, count: int) -> float | None:
     return math.exp(mean) if mean < 709 else None
 
 
-def _item_results(items: list[ScoreItem], scores: list[Scores]) -> list[dict[str, Any]]:
-    left = iter(scores)
+def _item_results(items: list[ScoreItem], scored: list[Scored]) -> list[dict[str, Any]]:
+    left = iter(scored)
     return [
         {"index": i, "continuations": [_continuation(next(left)) for _ in item.continuations]}
         for i, item in enumerate(items)
     ]
 
 
-def _continuation(scores: Scores) -> dict[str, Any]:
-    if isinstance(scores, EngineError):
-        return error_body(scores)
-    logprobs = [max(score.logprob, LEAST_LOGPROB) for score in scores]
+def _continuation(one: Scored) -> dict[str, Any]:
+    if one.error is not None:
+        return error_body(one.error)
+    logprobs = [max(score.logprob, LEAST_LOGPROB) for score in one.scores]
     return {
         "logprob": math.fsum(logprobs),
         "num_tokens": len(logprobs),
         "token_logprobs": logprobs,
-        "is_greedy": all(score.is_greedy for score in scores),
+        "is_greedy": all(score.is_greedy for score in one.scores),
     }

@@ -159,10 +159,15 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(default=None, description="has no effect")
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="of the prompt's that were known and not read again")
+
+
 class Usage(BaseModel):
-    prompt_tokens: int
+    prompt_tokens: int = Field(description="without those of a state that the request began with")
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class Logprobs(BaseModel):

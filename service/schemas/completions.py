@@ -15,6 +15,7 @@ from service.schemas.common import (
     Usage,
 )
 from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
+from service.schemas.states import LeftState, ReturnState, SessionId, StateSource, Ttl
 
 
 def _one_or_many(value: Any) -> str | None:
@@ -40,7 +41,9 @@ Prompts = Annotated[
 class CompletionRequest(OpenAIRequest):
     """null means the default, everywhere. `suffix` is accepted at its neutral value only."""
 
-    prompt: Prompts | None = Field(description="null stands for the end-of-text token")
+    prompt: Prompts | None = Field(
+        description="null stands for the end-of-text token; with state or session_id for nothing"
+    )
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None, description="default 16; 0 reads the prompt only (with echo: scores it)"
     )
@@ -56,12 +59,17 @@ class CompletionRequest(OpenAIRequest):
         "the highest mean log-probability per token; their tokens count in usage. Beyond n not "
         "with stream",
     )
+    state: StateSource | None = None
+    session_id: SessionId | None = None
+    return_state: ReturnState | None = None
+    state_ttl: Ttl | None = None
     suffix: str | None = Field(default=None, description="only null or empty")
 
 
 class Choice(OpenAIChoice):
     text: str | None = Field(description="null without a tokenizer")
     logprobs: Logprobs | None
+    state: LeftState | None = Field(default=None, description="with return_state or session_id")
 
 
 class CompletionResponse(OpenAIResponse):

@@ -33,12 +33,21 @@ from service.schemas.common import (
     TopP,
     Usage,
 )
+from service.schemas.states import (
+    CachePoints,
+    CacheSalt,
+    LeftState,
+    ReturnState,
+    SessionId,
+    StateSource,
+    Ttl,
+)
 from service.schemas.structured import ResponseFormat, StructuredOutputs
 
 
 class GenerateRequest(RequestModel):
-    """Every sampling parameter is one value for all prompts or a list with one per prompt
-    (`stop` and `stop_token_ids`: a list of lists)."""
+    """Every parameter is one value for all prompts or a list with one per prompt (`stop`,
+    `stop_token_ids` and `cache_points`: a list of lists)."""
 
     prompts: Many[Prompt] = Field(min_length=1)
     model: str | None = None
@@ -61,6 +70,12 @@ class GenerateRequest(RequestModel):
     priority: PerPrompt[Priority] = None
     response_format: PerPrompt[ResponseFormat] = None
     structured_outputs: PerPrompt[StructuredOutputs] = None
+    state: PerPrompt[StateSource] = None
+    session_id: PerPrompt[SessionId] = None
+    return_state: PerPrompt[ReturnState] = None
+    state_ttl: PerPrompt[Ttl] = None
+    cache_salt: PerPrompt[CacheSalt] = None
+    cache_points: PerPromptList[CachePoints] = None
     stream: bool = False
     stream_interval: StreamInterval | None = None
 
@@ -74,6 +89,7 @@ class GenerateResult(BaseModel):
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     usage: Usage | None = None
+    state: LeftState | None = Field(default=None, description="with return_state or session_id")
     error: ErrorDetail | None = None
 
 
@@ -104,6 +120,9 @@ EXAMPLES: dict[str, Any] = {
             "prompts": ["To be, or not to "],
             "structured_outputs": {"choice": ["be", "do", "sleep"]},
         },
+    },
+    "a turn of a session": {
+        "value": {"prompts": ["JULIET:\n"], "session_id": "balcony", "max_tokens": 24},
     },
     "streamed": {
         "value": {"prompts": ["ROMEO:", [74, 85, 76]], "max_tokens": 16, "stream": True},

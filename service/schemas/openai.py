@@ -26,6 +26,7 @@ from service.schemas.common import (
     TopK,
     TopP,
 )
+from service.schemas.states import CachePoints, CacheSalt
 from service.schemas.structured import Choices, JsonSchema, ResponseFormat, StructuredOutputs
 
 FORMER = "a former name of structured_outputs' field"
@@ -58,6 +59,8 @@ class OpenAIRequest(RequestModel):
     timeout: Timeout | None = None
     priority: Priority | None = None
     stream_interval: StreamInterval | None = None
+    cache_salt: CacheSalt | None = None
+    cache_points: CachePoints | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = Field(default=None, description=FORMER)
     guided_regex: str | None = Field(default=None, description=FORMER)

@@ -16,6 +16,14 @@ from service.schemas.common import (
     Timeout,
     Usage,
 )
+from service.schemas.states import (
+    CachePoints,
+    CacheSalt,
+    LeftState,
+    ReturnState,
+    StateSource,
+    Ttl,
+)
 
 
 class ScoreItem(RequestModel):
@@ -35,6 +43,11 @@ class ScoreRequest(RequestModel):
         default=None, description="seconds from its arrival; what is not scored then is an error"
     )
     priority: Priority | None = None
+    state: StateSource | None = None
+    return_state: ReturnState | None = None
+    state_ttl: Ttl | None = None
+    cache_salt: CacheSalt | None = None
+    cache_points: CachePoints | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> ScoreRequest:
@@ -46,7 +59,7 @@ class ScoreRequest(RequestModel):
 
 
 class TextScore(BaseModel):
-    """Natural logarithms; the first token has no log-probability."""
+    """Natural logarithms; the first token has no log-probability, but after a state."""
 
     index: int
     token_ids: list[int] = []
@@ -55,6 +68,7 @@ class TextScore(BaseModel):
     num_scored_tokens: int | None = None
     perplexity: float | None = None
     bits_per_byte: float | None = None
+    state: LeftState | None = Field(default=None, description="with return_state")
     error: ErrorDetail | None = None
 
 

@@ -57,6 +57,16 @@ class Service:
         return frames
 
 
+def usage_of(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
 def error_message(body: Any, param: str | None) -> str:
     assert set(body) == {"error"}
     error = body["error"]

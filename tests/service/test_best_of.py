@@ -12,7 +12,7 @@ from engine.messages import TokenLogprobs
 from service.answer import Answer, Piece
 from service.best_of import choose
 from service.generation import Outcome
-from tests.service.harness import Service
+from tests.service.harness import Service, usage_of
 
 PATH = "/v1/completions"
 
@@ -36,9 +36,7 @@ async def test_the_likeliest_samples_stay_best_first(service: Service) -> None:
         prompts = {tuple(one["prompt_token_ids"]) for one in chosen}
         assert prompts == {tuple(drawn[first]["prompt_token_ids"])}
     # All that was drawn is counted, each prompt once.
-    assert body["usage"] == {
-        "prompt_tokens": 4, "completion_tokens": 2 * 7 * 6, "total_tokens": 4 + 2 * 7 * 6,
-    }  # fmt: skip
+    assert body["usage"] == usage_of(4, 2 * 7 * 6)
 
 
 async def test_no_logprobs_are_shown_that_were_not_asked_for(service: Service) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from service.schemas.chat import ChatResponse
 from tests.service.chat import END, VOCABULARY, chat_runner, prompt_ids
-from tests.service.harness import Service, running
+from tests.service.harness import Service, running, usage_of
 
 PATH = "/v1/chat/completions"
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -35,9 +35,7 @@ async def test_plain(chat: Service) -> None:
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
     assert choice["prompt_token_ids"] == prompt_ids(("user", "hello"))
     prompt = len(choice["prompt_token_ids"])
-    assert body["usage"] == {
-        "prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3,
-    }  # fmt: skip
+    assert body["usage"] == usage_of(prompt, 3)
 
 
 async def test_a_conversation(chat: Service) -> None:

@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
+from engine.messages import Request
 from service.answer import LogprobArrays
-from tests.service.harness import Service, fake_runner, running
+from tests.service.harness import Service, fake_runner, running, usage_of
 
 PATH = "/v1/completions"
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -27,7 +28,7 @@ async def test_plain(service: Service) -> None:
     assert body["choices"] == [
         {"index": 0, "text": "def", "logprobs": None, "finish_reason": "length"}
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == usage_of(3, 3)
 
 
 async def test_sixteen_tokens_unless_told(service: Service) -> None:
@@ -66,11 +67,20 @@ async def test_samples_of_one_prompt_share_its_reading(service: Service) -> None
     assert float(hits) >= 99
 
 
-async def test_samples_of_one_prompt_share_its_bytes(service: Service) -> None:
+async def test_samples_of_one_prompt_share_its_bytes(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+    add = service.engine.add
+
+    def note(client: Any, request: Request) -> None:
+        prompts.append(request.prompt)
+        add(client, request)
+
+    monkeypatch.setattr(service.engine, "add", note)
     await service.post(PATH, {"prompt": "a" * 100, "n": 3, "max_tokens": 1})
-    prompts = [request.prompt for request in service.runner.requests.values()]
-    assert len(prompts) == 2, "the first has ended, and its state serves the others"
-    assert prompts[0] is prompts[1]
+    assert len(prompts) == 3
+    assert prompts[0] is prompts[1] is prompts[2]
 
 
 async def test_echo_with_logprobs_is_openais_arrays(service: Service) -> None:
@@ -183,7 +193,7 @@ async def test_stream_and_usage_chunk(service: Service) -> None:
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2]]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert last["usage"] == usage_of(2, 3)
     assert {frame["id"] for frame in frames} == {last["id"]}
 
 

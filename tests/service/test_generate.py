@@ -11,7 +11,7 @@ from engine.client import Update
 from service import stop as stop_module
 from service.generation import Outcome
 from service.inputs import _stop_strings
-from tests.service.harness import Service
+from tests.service.harness import Service, usage_of
 
 PATH = "/v1/generate"
 
@@ -26,10 +26,10 @@ async def test_one_prompt(service: Service) -> None:
             "token_ids": [100, 101, 102],
             "finish_reason": "length",
             "logprobs": None,
-            "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+            "usage": usage_of(3, 3),
         }
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == usage_of(3, 3)
 
 
 async def test_end_of_text_stops_and_is_no_text(service: Service) -> None:

@@ -41,7 +41,7 @@ def value(families: dict[str, Any], sample: str, **labels: str) -> float:
 async def test_metrics(service: Service) -> None:
     request = {"prompts": ["abc"], "max_tokens": 4, "temperature": 0}
     await service.post("/v1/generate", request)
-    await service.stream("/v1/generate", request)
+    await service.stream("/v1/generate", {**request, "prompts": ["mno"]})  # not known yet
     await service.post("/v1/completions", {"prompt": "wx", "temperature": 0})
     await service.post("/v1/score", {"texts": ["abcd"]})
     await service.http.post("/v1/generate", json={})

@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 import yaml
 
-from service.metrics import CUTS, ENDPOINTS, OUTCOMES
+from service.metrics import CUTS, ENDPOINTS, MISSES, OUTCOMES
 from tests.service.test_metrics import described
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "prometheus"
@@ -26,7 +26,7 @@ GROUP_FIELDS = {"name", "interval", "limit", "query_offset", "labels", "rules"}
 RECORD_FIELDS = {"record", "expr", "labels"}
 ALERT_FIELDS = {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
 DURATION = re.compile(r"(\d+(ms|[smhdwy]))+")
-KNOWN_VALUES = {"outcome": set(OUTCOMES), "endpoint": set(ENDPOINTS), "reason": set(CUTS)}
+KNOWN_VALUES = {"outcome": set(OUTCOMES), "endpoint": set(ENDPOINTS), "reason": {*CUTS, *MISSES}}
 TARGET_LABELS = {"job", "instance"}
 
 

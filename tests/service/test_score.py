@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.harness import Service, fake_runner, running, save_byte_tokenizer, until
+from tests.service.harness import (
+    Service,
+    fake_runner,
+    running,
+    save_byte_tokenizer,
+    until,
+    usage_of,
+)
 
 PATH = "/v1/score"
 HALF, QUARTER, REST = math.log(0.5), math.log(0.25), math.log(0.25 / 255)
@@ -27,7 +34,7 @@ async def test_texts(service: Service) -> None:
         "bits_per_byte": pytest.approx(1.5),
     }
     assert second["token_logprobs"] == [None, HALF]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert body["usage"] == usage_of(5, 0)
 
 
 async def test_a_text_longer_than_a_step(service: Service) -> None:

@@ -43,7 +43,7 @@ class _Flight:
 
     check_tokens = submit
 
-    def abort(self, *_: Any) -> None:
+    def stop(self, *_: Any) -> None:
         self.stopped = True
 
     async def arrivals(self) -> AsyncIterator[list[tuple[int, Update]]]:

@@ -1,0 +1,1 @@
+"""What states cost over HTTP: `python -m loadtest.state`."""

@@ -1,0 +1,83 @@
+"""A client that times its requests: one connection, one request at a time."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import time
+from typing import Any, NamedTuple
+
+from loadtest.http.connection import Connection, Server
+
+
+class Answer(NamedTuple):
+    """Seconds from the request's sending."""
+
+    content: bytes
+    first: float  # until the first byte of the answer's body
+    whole: float
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+class Asker:
+    """Raises RuntimeError for every answer that is not 200."""
+
+    def __init__(self, url: str) -> None:
+        self._server = Server(url, {})
+        self._connection: Connection | None = None
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Answer:
+        """`body`: bytes as they are, else JSON."""
+        content = body if isinstance(body, bytes) else b"" if body is None else _encode(body)
+        request = self._server.request(path, content, method)
+        if self._connection is None or not self._connection.open:
+            self._connection = await self._server.connect()
+        parts: list[bytes] = []
+        first = 0.0
+        begun = time.perf_counter()
+
+        def take(part: bytes) -> None:
+            nonlocal first
+            first = first or time.perf_counter() - begun
+            parts.append(part)
+
+        status = await self._connection.ask(request, take)
+        whole = time.perf_counter() - begun
+        answer = Answer(b"".join(parts), first, whole)
+        if status != 200:
+            raise RuntimeError(f"{path} was answered {status}: {answer.content[:300]!r}")
+        return answer
+
+    async def post(self, path: str, body: Any) -> Answer:
+        return await self.ask("POST", path, body)
+
+    async def first_token(self, prompt: str, **more: Any) -> float:
+        """Seconds until a stream's first token has come."""
+        body = {"prompts": [prompt], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        return (await self.post("/v1/generate", {**body, "stream": True, **more})).first
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _encode(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+class Texts:
+    """Texts that share no beginning with another, of letters: a token each where tokens are
+    bytes."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def draw(self, length: int) -> str:
+        return "".join(self._random.choices(string.ascii_letters + " ", k=length))
+
+    def salt(self) -> str:
+        """One that nobody had."""
+        return f"{self._random.getrandbits(64):x}"

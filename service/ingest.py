@@ -1,0 +1,131 @@
+"""Reading into states: whole prompts, and texts of any length that are read while they come.
+
+A text is cut in pieces as `minserve score` cuts its files. Each is a request that goes on from the
+state that the one before it has left, so that memory does not grow with the text. They share a
+state of their own, which takes its name when all of it has been read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from engine.errors import EngineError, TimedOut
+from engine.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
+from service.errors import ApiError, invalid
+from service.flight import Flight
+from service.inputs import read_prompt, read_timeout
+from service.runtime import Runtime
+from service.schemas.states import TextQuery
+from service.states import NO_STATES, StateUse, read_use
+from service.streaming import ClientGone
+from service.terminal_text import last_cut
+
+PIECE = 2**16  # characters, at least
+PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
+
+
+async def read_whole(flight: Flight) -> Finished:
+    """How the flight's only request ended, which was to leave a state. Raises EngineError."""
+    finished: Finished | None = None
+    async for batch in flight.arrivals():
+        for _, came in batch:
+            if isinstance(came, EngineError):
+                raise came
+            finished = came.finished or finished
+    assert finished is not None
+    if finished.state is None and not finished.snapshot:
+        raise TimedOut("the request ended before its prompt was read; nothing was kept")
+    return finished
+
+
+async def read_text(
+    request: Request, runtime: Runtime, flight: Flight, query: TextQuery, priority: int
+) -> tuple[StateInfo, int, int]:
+    """The state that the text of a request's body leaves, how many tokens were read for it and how
+    many were known. Raises ApiError, EngineError; ClientGone."""
+    timeout = read_timeout(None, runtime.settings)
+    use = NO_STATES
+    if query.state is not None:
+        use = await read_use({"state": query.state}, runtime, flight, timeout, "text")
+    pieces = text_pieces(request, runtime.settings.receive_timeout)
+    info: StateInfo | None = None
+    tokens = cached = 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            ids = await read_prompt(
+                piece, "text", runtime.tokenizer, runtime.info, special=use.begins
+            )
+            finished = await _read_piece(runtime, flight, pack_ids(ids), use, timeout, priority)
+            assert finished.state is not None
+            if info is None:
+                flight.borrow(finished.state.id)
+            info = finished.state
+            tokens, cached = tokens + len(ids), cached + finished.cached_tokens
+            keep = Keep(id=info.id, ttl=PIECE_TTL)
+            use = StateUse(source=info.id, begins=False, keep=keep)
+    if info is None:
+        raise invalid("text", "is empty; at least one token is needed")
+    reply = await flight.ask_state("fork", id=info.id, target=query.id or "", ttl=query.ttl)
+    return reply.states[0], tokens, cached
+
+
+async def _read_piece(
+    runtime: Runtime, flight: Flight, prompt: bytes, use: StateUse, timeout: float, priority: int
+) -> Finished:
+    """Reads one piece. Each of them queues for itself."""
+    with runtime.flight_beside(flight) as part:
+        part.reserve(1)
+        part.submit(
+            prompt,
+            sampling=SamplingParams(max_tokens=0),
+            stream=False,
+            timeout=timeout,
+            priority=priority,
+            **{**use.fields(), "keep": use.keep or Keep(ttl=PIECE_TTL)},
+        )
+        return await read_whole(part)
+
+
+async def text_pieces(request: Request, patience: float) -> AsyncGenerator[str, None]:
+    """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
+    Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds (408);
+    ClientGone."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest, offset = "", 0
+    body = request.stream()
+    while True:
+        try:
+            data = await asyncio.wait_for(anext(body, None), patience)
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"nothing of the body came for {patience:g} s (receive_timeout)",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            ) from error
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        ended = data is None
+        pending = len(decoder.getstate()[0])
+        try:
+            rest += decoder.decode(data or b"", final=ended)
+        except UnicodeDecodeError as error:
+            at = offset - pending + error.start
+            raise invalid("text", f"is not UTF-8: {error.reason} at byte {at}") from error
+        offset += len(data or b"")
+        if not ended and len(rest) < PIECE:
+            continue
+        cut = len(rest) if ended else last_cut(rest)
+        if not ended and cut == 0 and len(rest) >= 2 * PIECE:
+            cut = len(rest)
+        if cut:
+            yield rest[:cut]
+            rest = rest[cut:]
+        if ended:
+            return

@@ -1,0 +1,180 @@
+"""/v1/states: kept states as objects: made, looked at, listed, forked, taken away and brought back.
+
+Everybody sees the states of their own key's name, and no others.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
+
+from engine.messages import Keep, SamplingParams, StateReply, pack_ids
+from service.admission import FlightRoute, InferenceRoute, get_flight
+from service.answer import usage
+from service.errors import invalid
+from service.flight import Flight
+from service.ingest import read_text, read_whole
+from service.inputs import check_model, read_priority, read_prompt, read_timeout
+from service.runtime import Runtime, get_runtime
+from service.schemas.common import statuses
+from service.schemas.states import (
+    CREATE_EXAMPLES,
+    DeletedState,
+    ForkRequest,
+    KeptState,
+    ListQuery,
+    StateList,
+    StateQuery,
+    StateRequest,
+    StateResponse,
+    TextQuery,
+)
+from service.size import RequestSize
+from service.states import check_points, kept_state, read_use, state_object
+from service.streaming import unless_client_leaves
+from service.wire import JSONResponse
+
+making = APIRouter(route_class=InferenceRoute, tags=["states"])
+router = APIRouter(route_class=FlightRoute, tags=["states"])
+
+CurrentFlight = Annotated[Flight, Depends(get_flight)]
+StatePath = Annotated[str, Path(description="a state's id")]
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+FILE: dict[str, Any] = {"content": {"application/octet-stream": BINARY}}
+ERRORS = {status: told for status, told in statuses(KeptState).items() if status != 200}
+TEXT: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+
+
+@making.post("/v1/states", responses=statuses(StateResponse))
+async def create(
+    body: Annotated[StateRequest, Body(openapi_examples=CREATE_EXAMPLES)],
+    request: Request,
+    runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: CurrentFlight,
+) -> Response:
+    """Reads a prompt, after a `state` if one is named, and keeps the state that it leaves: under
+    `id` in place of what was there, or under a new one."""
+    check_model(body.model, runtime.model_name, runtime.info)
+    flight.reserve(1)
+    timeout = read_timeout(body.timeout, runtime.settings)
+    priority = read_priority(body.priority, flight.least_priority)
+    size = RequestSize("prompt", runtime.settings)
+    values = {name: getattr(body, name) for name in ("state", "cache_salt", "cache_points")}
+    use = await read_use(values, runtime, flight, timeout, body.prompt)
+    ids = await read_prompt(
+        body.prompt,
+        "prompt",
+        runtime.tokenizer,
+        runtime.info,
+        special=use.begins,
+        may_be_empty=use.goes_on,
+    )
+    check_points(use, len(ids))
+    size.add_prompt(len(ids))
+    flight.check_tokens(len(ids), 1)
+    export = body.return_state == "snapshot"
+    if export and body.ttl is not None and body.id is None:
+        raise invalid("ttl", "allowed with an id only, where return_state is snapshot")
+    keep = Keep(id=body.id or "", ttl=body.ttl, export=export, store=bool(body.id) or not export)
+    flight.keep_field = "id"
+    flight.submit(
+        pack_ids(ids),
+        sampling=SamplingParams(max_tokens=0),
+        stream=False,
+        timeout=timeout,
+        priority=priority,
+        **{**use.fields(), "keep": keep},
+    )
+    finished = await unless_client_leaves(request.receive, read_whole(flight))
+    told = {**(kept_state(finished) or {}), "model": runtime.model_name}
+    return JSONResponse({**told, "usage": usage(len(ids), 0, finished.cached_tokens)})
+
+
+@making.post("/v1/states/text", responses=statuses(StateResponse), openapi_extra=TEXT)
+async def create_of_text(
+    query: Annotated[TextQuery, Query()],
+    request: Request,
+    runtime: Annotated[Runtime, Depends(get_runtime)],
+    flight: CurrentFlight,
+) -> Response:
+    """As `POST /v1/states`, of a text that is the body, in UTF-8 and of up to `max_text_bytes`. It
+    is read piece by piece while it comes. What was kept under `id` before stays until all of it has
+    been read."""
+    priority = read_priority(query.priority, flight.least_priority)
+    info, tokens, cached = await read_text(request, runtime, flight, query, priority)
+    told = {**state_object(info), "snapshot": None, "model": runtime.model_name}
+    return JSONResponse({**told, "usage": usage(tokens, 0, cached)})
+
+
+@router.post("/v1/states/import", responses=statuses(KeptState))
+async def import_state(
+    content: Annotated[bytes, Body(media_type="application/octet-stream")],
+    query: Annotated[StateQuery, Query()],
+    flight: CurrentFlight,
+) -> Response:
+    """Keeps a state that was downloaded: the body is the file. 400 with the reason for what is no
+    state of this model."""
+    reply = await flight.ask_state("import", content=content, target=query.id or "", ttl=query.ttl)
+    return _one(reply)
+
+
+@router.get("/v1/states", responses=statuses(StateList))
+async def list_states(query: Annotated[ListQuery, Query()], flight: CurrentFlight) -> Response:
+    """The states of the key's name, in order of their ids, a page at a time. To be listed is no
+    use: it does not put their end off."""
+    reply = await flight.ask_state("list", id=query.after or "", limit=query.limit)
+    ids = [info.id for info in reply.states]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [state_object(info) for info in reply.states],
+            "first_id": ids[0] if ids else None,
+            "last_id": ids[-1] if ids else None,
+            "has_more": reply.more,
+        }
+    )
+
+
+@router.get("/v1/states/{id}", responses=statuses(KeptState))
+async def get_state(id: StatePath, flight: CurrentFlight) -> Response:
+    """One state."""
+    return _one(await flight.ask_state("get", id=id))
+
+
+@router.delete("/v1/states/{id}", responses=statuses(DeletedState))
+async def delete_state(id: StatePath, flight: CurrentFlight) -> Response:
+    """Forgets a state; 409 while a request is under way that will take its place."""
+    await flight.ask_state("delete", id=id)
+    return JSONResponse({"id": id, "object": "state", "deleted": True})
+
+
+@router.post("/v1/states/{id}/fork", responses=statuses(KeptState))
+async def fork_state(
+    id: StatePath,
+    flight: CurrentFlight,
+    body: Annotated[ForkRequest, Body()] = ForkRequest(),  # noqa: B008
+) -> Response:
+    """The same state under another id, whatever becomes of the first one. It costs no work and no
+    memory for the state itself."""
+    return _one(await flight.ask_state("fork", id=id, target=body.id or "", ttl=body.ttl))
+
+
+@router.get(
+    "/v1/states/{id}/content",
+    response_class=Response,
+    responses={**ERRORS, 200: {**FILE, "description": "The file."}},
+)
+async def get_content(id: StatePath, flight: CurrentFlight) -> Response:
+    """A state as a safetensors file, which any server of the same model can import."""
+    reply = await flight.ask_state("export", id=id)
+    name = f'attachment; filename="{reply.states[0].id.replace(":", "_")}.safetensors"'
+    headers = {"content-disposition": name}
+    return Response(reply.content, media_type="application/octet-stream", headers=headers)
+
+
+def _one(reply: StateReply) -> JSONResponse:
+    (info,) = reply.states
+    return JSONResponse(state_object(info))

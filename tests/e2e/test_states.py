@@ -1,0 +1,123 @@
+"""Kept states and sessions with a real server and model: exact, and there after a restart."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server
+
+PROMPT = "ROMEO:\nBut, soft! what light through yonder window breaks?\n"
+
+
+def ask(url: str, path: str, body: Any, status: int = 200) -> Any:
+    response = httpx.post(f"{url}{path}", json=body, timeout=120)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def generate(url: str, prompt: str, **more: Any) -> Any:
+    body = {"prompts": [prompt], "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
+    (result,) = ask(url, "/v1/generate", body)["results"]
+    return result
+
+
+def test_going_on_equals_never_having_stopped(server: Server) -> None:
+    whole = generate(server.url, PROMPT, max_tokens=60, logprobs=0)
+    first = generate(server.url, PROMPT, max_tokens=20, logprobs=0, return_state=True)
+    second = generate(
+        server.url, "", state=first["state"]["id"], max_tokens=40, logprobs=0, return_state=True
+    )
+    assert first["text"] + second["text"] == whole["text"]
+    both = first["logprobs"]["token_logprobs"] + second["logprobs"]["token_logprobs"]
+    assert both == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-4)
+    assert second["state"]["tokens"] == len(PROMPT) + 60
+
+
+def test_a_prompt_after_a_state_is_as_one_text(server: Server) -> None:
+    more = "\nIt is the east, and Juliet is the sun."
+    made = ask(server.url, "/v1/states", {"prompt": PROMPT})
+    whole = generate(server.url, PROMPT + more)
+    for state in (made["id"], {"snapshot": snapshot(server.url, made["id"])}):
+        assert generate(server.url, more, state=state)["text"] == whole["text"]
+    scored = ask(server.url, "/v1/score", {"texts": [more], "state": made["id"]})["results"][0]
+    item = {"context": PROMPT, "continuations": [more]}
+    expected = ask(server.url, "/v1/score", {"items": [item]})["results"][0]["continuations"][0]
+    assert scored["total_logprob"] == pytest.approx(expected["logprob"], abs=1e-3)
+
+
+def snapshot(url: str, id: str) -> str:
+    """As return_state gives it."""
+    body = {"prompt": "", "state": id, "return_state": "snapshot"}
+    return str(ask(url, "/v1/states", body)["snapshot"])
+
+
+def test_a_text_upload_is_as_a_prompt(server: Server) -> None:
+    text = (PROMPT * 50).encode()
+    made = httpx.post(f"{server.url}/v1/states/text", content=text, timeout=120).json()
+    assert made["tokens"] == len(text)
+    one = ask(server.url, "/v1/states", {"prompt": text.decode(), "cache_salt": "other"})
+    assert one["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    answers = {generate(server.url, "JULIET:", state=id)["text"] for id in (made["id"], one["id"])}
+    assert len(answers) == 1
+
+
+def test_concurrent_turns_of_many_sessions(server: Server) -> None:
+    def talk(number: int) -> list[str]:
+        return [
+            generate(server.url, f"Line {number}.{turn}: ", session_id=f"s{number}")["text"]
+            for turn in range(4)
+        ]
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(talk, range(12)))
+    for number, texts in enumerate(together):
+        whole = ""
+        for turn, text in enumerate(texts):
+            whole += f"Line {number}.{turn}: "
+            assert generate(server.url, whole)["text"] == text
+            whole += text
+
+
+def test_sessions_survive_a_restart(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--threads", "2", "--state-folder", str(tmp_path / "states"))
+    first = Server(*options)
+    try:
+        begun = generate(first.url, PROMPT, session_id="talk")
+        expected = generate(first.url, PROMPT + begun["text"] + "\n")["text"]
+        ask(first.url, "/v1/states", {"prompt": PROMPT, "id": "short", "ttl": 0.5})
+    finally:
+        assert first.stop() == 0
+    second = Server(*options)
+    try:
+        seen = httpx.get(f"{second.url}/v1/states/session:talk").json()
+        assert seen["tokens"] == len(PROMPT) + 24
+        assert generate(second.url, "\n", session_id="talk")["text"] == expected
+        listed = httpx.get(f"{second.url}/v1/states").json()["data"]
+        assert [state["id"] for state in listed] == ["session:talk"]
+    finally:
+        second.stop()
+
+
+def test_sessions_survive_a_reload(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("an-admin-key-of-its-own")
+    key.chmod(0o600)
+    folder = str(tmp_path / "states")
+    server = Server(
+        "--device", "cpu", "--threads", "2", "--state-folder", folder, "--admin-key-file", str(key)
+    )
+    try:
+        begun = generate(server.url, PROMPT, session_id="talk")
+        headers = {"x-api-key": key.read_text()}
+        reload = httpx.post(f"{server.url}/admin/reload", json={}, headers=headers, timeout=120)
+        assert reload.status_code == 200, reload.text
+        turn = generate(server.url, "\n", session_id="talk")
+        assert turn["state"]["tokens"] == len(PROMPT) + 24 + 1 + 24
+        assert turn["text"] == generate(server.url, PROMPT + begun["text"] + "\n")["text"]
+    finally:
+        server.stop()
