@@ -50,6 +50,9 @@ def test_a_stream_is_what_its_plain_answer_is(
         assert "".join([event["text"] for event in own]) == result["text"]
         assert [id for event in own for id in event["token_ids"]] == result["token_ids"]
         assert own[-1]["finish_reason"] == result["finish_reason"]
+        # A stream that ends at a stop string does not wait for the engine to tell the rest.
+        result["usage"].pop("prompt_tokens_details")
+        own[-1]["usage"].pop("prompt_tokens_details", None)
         assert own[-1]["usage"] == result["usage"]
     assert sum(written) > 0, "nothing was written directly"
     gaps = next(
