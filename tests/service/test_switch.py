@@ -60,13 +60,17 @@ class Script:
         for client in self.clients:
             await client.close()
 
-    async def serve(self, name: str, folder: Path, **options: Any) -> EngineClient:
-        """Tells of another engine."""
+    async def serve(
+        self, name: str, folder: Path, *, dead: bool = False, **options: Any
+    ) -> EngineClient:
+        """Tells of another engine, which may be dead by then."""
         runner = fake_runner(folder, **options)
         runner.info = msgspec.structs.replace(runner.info, name=name)
         client = EngineClient(InlineTransport(Engine(runner)))
         await client.start()
         self.clients.append(client)
+        if dead:
+            await client.close()
         self.events.put_nowait(Serving(client, generation=len(self.clients) - 1))
         return client
 
@@ -121,8 +125,7 @@ async def test_an_engine_that_is_dead_on_arrival_changes_nothing(byte_folder: Pa
     async with switching(failures.append) as (service, script):
         await script.serve("first", byte_folder)
         await until(lambda: script.used == [0])
-        dead = await script.serve("dead", byte_folder)
-        await dead.close()
+        await script.serve("dead", byte_folder, dead=True)
         script.events.put_nowait(Restarting(EngineDead("it was killed")))
         await until(lambda: service.lifecycle.state == "restarting")
         assert (script.used, script.left) == ([0], [1])
