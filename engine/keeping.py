@@ -20,13 +20,7 @@ from typing import Any
 
 from engine import snapshot
 from engine.config import SCAN_CHUNK
-from engine.errors import (
-    EngineError,
-    InvalidRequest,
-    StateNotFound,
-    StateQuota,
-    StepFailed,
-)
+from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
 from engine.messages import (
     ID_BYTES,
     Finished,
@@ -45,7 +39,7 @@ from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
 from engine.states import Standing, States
 from engine.tiers import NOWHERE, Kept, Tiers
-from engine.traffic import Traffic
+from engine.traffic import MOST_LOADS, Traffic
 
 Tell = Callable[[Finished | EngineError], None]
 
@@ -60,6 +54,7 @@ class Keeping:
     spare: Kept | None = None
     base: int = -1  # how much of its text the state in `spare` has read; negative: not yet there
     kept_tokens: int | None = None  # of the answer, where not all of them are
+    loads: int = 0  # how often it was read from its file
     left: bool = False  # the source is not needed any more
     rebuilds: Sequence | None = None  # the sequence whose state this one rebuilds
     reason: FinishReason = "stop"  # with which that one ended
@@ -151,6 +146,9 @@ class Keeper:
             if kept.place == NOWHERE:
                 if not kept.files:
                     raise StateNotFound("the state has been replaced meanwhile", param="state")
+                if keeping.loads >= MOST_LOADS:
+                    raise StateQuota("no memory is left to bring the state back to")
+                keeping.loads += 1
                 self.traffic.load(kept)
                 found.loading = kept
                 return found
@@ -259,6 +257,8 @@ class Keeper:
         """A rebuild begins, in a slot."""
         assert heir.keeping is not None and heir.keeping.spare is not None
         spare = heir.keeping.spare
+        if spare.place == NOWHERE:
+            raise StepFailed("the state that was to be kept is lost")
         place = self.tiers.use(spare)
         plan.admit.append(
             Admission(heir.request, heir.key, heir.slot, place, 0, heir.text, spare.position)
@@ -358,15 +358,17 @@ class Keeper:
             "evictions": dict(evictions),
         }
 
-    def fail(self, plan: Plan) -> None:
-        """The plan was not carried out, or who knows how much of it: what it copied to is lost."""
-        lost = self.tiers.lost({move.target for move in (*plan.before, *plan.after)})
-        self.states.drop(set(lost))
+    def fail(self, plan: Plan) -> set[int]:
+        """What a failed plan copied to is lost, but for what a file has. Returns the places."""
+        places = self.tiers.tainted({move.target for move in (*plan.before, *plan.after)})
+        lost = self.tiers.lost(places)
+        self.states.drop({kept for kept in lost if not kept.written})
         for kept in lost:
             self.cache.forget(kept)
             self.tiers.vacate(kept)
         for one in plan.exports:
             self.traffic.arrived(one.ticket, None)
+        return places
 
     def _answer(self, sequence: Sequence, keeping: Keeping) -> array[int]:
         return sequence.tokens[: keeping.kept_tokens]

@@ -13,6 +13,7 @@ from engine.errors import EngineError
 from engine.keeping import Keeper
 from engine.messages import Finished, FinishReason
 from engine.outbox import Outbox
+from engine.plan import Plan
 from engine.ranking import Ranking
 from engine.rounds import Rounds
 from engine.sequence import Sequence
@@ -74,6 +75,21 @@ class Lives:
         self._clients[sequence.client][sequence.request.id] = heir
         self._heirs[sequence.key] = heir
         self._leave_slot(sequence)
+
+    def _readmit(self, plan: Plan) -> None:
+        """Those who rebuild a state have their slots already."""
+        rebuilding, self._rebuilding = self._rebuilding, []
+        for heir in rebuilding:
+            if heir.over:
+                continue
+            try:
+                self._keeper.readmit(plan, heir)
+            except EngineError as error:
+                self._fail(heir, error)
+
+    def _fail_in_flight(self, error: EngineError) -> None:
+        for sequence in self._in_flight():
+            self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._end(sequence)

@@ -119,6 +119,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     owner: str = ""
     priority: int = 0  # from LEAST_PRIORITY to MOST_PRIORITY; a lower one has a slot earlier
     timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
+    run_on: int = 0  # of max_tokens: those that are not meant to be drawn, and not charged ahead
 
     @property
     def prompt_tokens(self) -> int:

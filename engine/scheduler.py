@@ -162,10 +162,7 @@ class Scheduler(Lives):
         plan, self._prepared = self._prepared, Plan()
         plan.keep_alive(self._running)
         self._keeper.tiers.begin_plan(one.source for one in plan.admit)
-        for heir in self._rebuilding:
-            if not heir.over:
-                self._keeper.readmit(plan, heir)
-        self._rebuilding = []
+        self._readmit(plan)
         if self._prefilling or not self._rounds.patient:
             self._admit(plan, now)
         self._rounds.plan(plan, reading=bool(self._prefilling))
@@ -242,8 +239,10 @@ class Scheduler(Lives):
         So must every plan under way after it.
         """
         self._rounds.land(plan)
-        self._keeper.fail(plan)
-        for key in plan.participants():
+        lost = self._keeper.fail(plan)
+        keys = plan.participants()
+        keys += [one.key for one in self._prepared.admit if one.source in lost]
+        for key in keys:
             sequence = self._running(key)
             if sequence is not None:
                 self._fail(sequence, error)
@@ -252,8 +251,7 @@ class Scheduler(Lives):
 
     def fail_all(self, error: EngineError) -> None:
         """Nothing can be served any more: every request fails, and so does every new one."""
-        for sequence in self._in_flight():
-            self._fail(sequence, error)
+        self._fail_in_flight(error)
         self.refuse(error)
 
     def events(self) -> dict[Hashable, StepEvents]:

@@ -133,7 +133,7 @@ class Sequence:
     @property
     def unspent(self) -> int:
         """Tokens that it could still read and generate."""
-        return self.remaining + self.max_tokens - self.drawn
+        return self.remaining + self.max_tokens - self.request.run_on - self.drawn
 
     @property
     def cacheable_tokens(self) -> int:

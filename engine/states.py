@@ -22,6 +22,8 @@ from engine.tiers import NOWHERE, Kept, Tiers
 
 log = logging.getLogger(__name__)
 
+MOST_PENDING = 1024  # reads and writes that wait for the disk
+
 MOST_ID = 128  # characters
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
 
@@ -251,6 +253,7 @@ class States:
     def _write(self, named: Named, shelf: Shelf) -> None:
         if (self.files + 1) * self._shape.most_bytes > self._disk_bytes:
             log.warning("disk_state_bytes are used up: state %r is in memory only", named.id)
+            shelf.delete(shelf.name(named.owner, named.id))  # of a former state
             return
         kept, standing = named.standing.kept, named.standing
         named.file = shelf.name(named.owner, named.id)
@@ -263,12 +266,22 @@ class States:
         }
 
         def written(content: bytes | None) -> None:
-            if content is not None and named.file in kept.files:
+            if self._named.get((named.owner, named.id)) is not named:
+                return  # the name has gone, or a later write follows
+            if content is None:
+                kept.files.discard(named.file)
+                shelf.delete(named.file)  # what a former state has left there is not this one
+            else:
                 self._tiers.note_written(kept)
 
         def fetched(state: bytes | None) -> None:
             current = self._named.get((named.owner, named.id)) is named
-            if state is None or not current:
+            if not current:
+                return
+            if state is None or shelf.pending >= MOST_PENDING:
+                if state is not None:
+                    log.warning("the disk is too slow: state %r is in memory only", named.id)
+                shelf.delete(named.file)  # of a former state
                 return
             given = standing.snapshot(state, extra)
             kept.files.add(named.file)

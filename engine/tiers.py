@@ -38,6 +38,7 @@ class Kept:
     node: Any = None  # of the prefix cache
     files: set[str] = field(default_factory=set)  # that hold it, or will
     written: int = 0  # of these
+    wanted: int = 0  # exports that no plan has yet: until then it stays in a row
 
     @property
     def only_cached(self) -> bool:
@@ -165,12 +166,16 @@ class Tiers:
                     return True
         return False
 
-    def lost(self, places: set[int]) -> list[Kept]:
-        """The states in these rows, which hold nothing that can be relied on any more, and in
-        those that they are about to be moved to."""
+    def tainted(self, places: set[int]) -> set[int]:
+        """These rows, which hold nothing that can be relied on any more, and those that they are
+        about to be copied to."""
         for move in self.moves:
             if isinstance(move, Copy) and move.source in places:
                 places = places | {move.target}
+        return places
+
+    def lost(self, places: set[int]) -> list[Kept]:
+        """The states in these rows."""
         tiers = (*self._on_device, *self._on_host, *self._fixed) if places else ()
         return [kept for kept in tiers if kept.place in places]
 
@@ -189,7 +194,7 @@ class Tiers:
             elif kept.only_cached:
                 self.evictions["device"] += 1
                 self._forget(kept)
-            elif kept.written:
+            elif kept.written and not kept.wanted:
                 self.evictions["device"] += 1
                 self.vacate(kept)
             else:
@@ -211,7 +216,7 @@ class Tiers:
                     continue
                 if kept.only_cached:
                     self._forget(kept)
-                elif kept.written:
+                elif kept.written and not kept.wanted:
                     self.vacate(kept)
                 else:
                     continue

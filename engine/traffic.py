@@ -18,6 +18,7 @@ from engine.tiers import NOWHERE, Kept, Tiers
 
 log = logging.getLogger(__name__)
 
+MOST_LOADS = 3  # of one state for one request: others may have taken its row meanwhile
 MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
 
 Fetched = Callable[[bytes | None], None]
@@ -71,6 +72,7 @@ class Traffic:
     def fetch(self, kept: Kept, then: Fetched) -> None:
         """Calls `then` with the bytes of a state that lies in a row; with None if it is lost."""
         self._next_ticket += 1
+        kept.wanted += 1
         self._tickets[self._next_ticket] = self._tiers.hold(kept), then
         self._asked.append(self._next_ticket)
 
@@ -110,7 +112,9 @@ class Traffic:
         plan.before, tickets = self._tiers.moves, self._asked
         self._tiers.moves, self._asked = [], []
         for ticket in tickets:
-            place = self._tickets[ticket][0].place
+            kept = self._tickets[ticket][0]
+            kept.wanted -= 1
+            place = kept.place
             if place == NOWHERE:
                 self.arrived(ticket, None)
             else:
