@@ -147,15 +147,14 @@ class Answer:
         plain, decoder = self._plain, self._decoder
         if plain is None or decoder is None or self._ends or self.finish_reason is not None:
             return False
-        if decoder.holds or self._rule is not None:
+        # What may have to be kept in part is counted in `take`.
+        if decoder.holds or self._rule is not None or self._given is not None:
             return False
         stop = self._stop
         if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
             return False
         # `_decoded`, which is there for log-probabilities, stays as it is.
         self.completion_tokens += len(tokens)
-        if self._given is not None:
-            self._given.extend(tokens)
         return True
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:
@@ -178,9 +177,10 @@ class Answer:
         """The last piece of an answer that is over, once its state is kept."""
         if update.finished is None:
             return []
-        self._awaits_state, self.finish_reason = False, self._over
+        reason: FinishReason | None = "stop" if self._ended else self._over
+        self._awaits_state, self.finish_reason = False, reason
         text = "" if self._cut else self._end()
-        return [Piece(text, self._decoded, self.completion_tokens, finish_reason=self._over)]
+        return [Piece(text, self._decoded, self.completion_tokens, finish_reason=reason)]
 
     def kept_tokens(self) -> int | None:
         """How many of the answer's tokens stand in the state that is kept, where it is over: those

@@ -80,7 +80,14 @@ class Flight:
 
     async def ask_state(self, action: Any, **fields: Any) -> StateReply:
         """As `EngineClient.ask_state`, of the states of this request's owner."""
-        return await self._client.ask_state(action, timeout=ASK_SECONDS, owner=self.owner, **fields)
+        try:
+            return await self._client.ask_state(
+                action, timeout=ASK_SECONDS, owner=self.owner, **fields
+            )
+        except EngineError as error:
+            if error.param == "target":  # clients call it the id
+                error.param = "id"
+            raise
 
     def borrow(self, id: str) -> None:
         """The state `id` is deleted when this is over."""

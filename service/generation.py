@@ -23,6 +23,7 @@ from service.template import Template
 from service.wire import TOKENS_AT_ONCE
 
 RUN_ON = 2**16  # tokens that an answer may have until its end is found here
+MOST_TOKENS = 2**31 - 1  # that a request may ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,17 @@ class Task:
         return max(len(self.prompt) - self.use.first_scored, 0)
 
     def submit(self, flight: Flight, *, stream: bool) -> None:
-        params = self.params
+        params, run_on = self.params, 0
         if self._runs_on:
+            run_on = min(RUN_ON, MOST_TOKENS - params.max_tokens)
             params = msgspec.structs.replace(
-                params, max_tokens=params.max_tokens + RUN_ON, ignore_eos=True, stop_token_ids=()
+                params, max_tokens=params.max_tokens + run_on, ignore_eos=True, stop_token_ids=()
             )
         flight.submit(
             self.packed,
             interval=self.interval if stream else 1,
             sampling=params,
+            run_on=run_on,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.
             stream=stream or self.stop is not None,
             score=self.score_top is not None and self.scored > 0,

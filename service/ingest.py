@@ -15,7 +15,7 @@ from contextlib import aclosing
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from engine.errors import EngineError, TimedOut
+from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
 from service.errors import ApiError, invalid
 from service.flight import Flight
@@ -40,7 +40,9 @@ async def read_whole(flight: Flight) -> Finished:
             finished = came.finished or finished
     assert finished is not None
     if finished.state is None and not finished.snapshot:
-        raise TimedOut("the request ended before its prompt was read; nothing was kept")
+        if finished.reason == "timeout":
+            raise TimedOut("the request's time was over before its prompt was read")
+        raise Draining("the server is shutting down; nothing was kept")
     return finished
 
 
@@ -89,6 +91,7 @@ async def _read_piece(
             priority=priority,
             **{**use.fields(), "keep": use.keep or Keep(ttl=PIECE_TTL)},
         )
+        flight.tokens_in += part.tokens_in
         return await read_whole(part)
 
 

@@ -220,3 +220,34 @@ async def test_a_character_may_be_cut_by_a_state(service: Service) -> None:
         body["logit_bias"] = {second: 100}
         (result,) = (await service.post(GENERATE, body))["results"]
         assert (result["text"], result["token_ids"]) == ("é", [second])
+
+
+@pytest.mark.parametrize("ruled", [{}, {"min_tokens": 1}])
+async def test_a_stream_leaves_what_a_plain_answer_leaves(
+    byte_folder: Path, ruled: dict[str, int]
+) -> None:
+    body = {"prompts": ["abc"], "max_tokens": 15, "temperature": 0, "stop": "kl", **ruled}
+    async with running(fake_runner(byte_folder, host_rows=64, step_seconds=0.002)) as service:
+        (plain,) = (await service.post(GENERATE, {**body, "return_state": True}))["results"]
+        frames = await service.stream(GENERATE, {**body, "return_state": True})
+        assert "".join(frame.get("text", "") for frame in frames) == plain["text"] == "defghij"
+        assert frames[-1]["state"]["tokens"] == plain["state"]["tokens"] == 10
+        again = {"prompts": [""], "state": frames[-1]["state"]["id"], "max_tokens": 2}
+        (after,) = (await service.post(GENERATE, {**again, "temperature": 0}))["results"]
+        assert after["text"] == "kl"
+
+
+async def test_a_kept_answer_ends_at_its_end_token_whatever_stop_says(service: Service) -> None:
+    body = {"prompt": "abc", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    asked = {**body, "stop_token_ids": [ord("d")], "return_state": "id"}
+    for stop in ({}, {"stop": "@@"}):
+        answer = await service.post(COMPLETIONS, {**asked, **stop})
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_most_tokens_may_be_asked_for_with_a_stop_string(byte_folder: Path) -> None:
+    most = 2**31 - 1
+    body = {"prompts": ["abc"], "max_tokens": most, "temperature": 0, "stop": "ef"}
+    async with running(fake_runner(byte_folder, host_rows=64), max_tokens=most) as service:
+        (result,) = (await service.post(GENERATE, {**body, "return_state": True}))["results"]
+        assert (result["text"], result["finish_reason"]) == ("d", "stop")
