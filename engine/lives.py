@@ -87,10 +87,6 @@ class Lives:
             except EngineError as error:
                 self._fail(heir, error)
 
-    def _fail_in_flight(self, error: EngineError) -> None:
-        for sequence in self._in_flight():
-            self._fail(sequence, error)
-
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._end(sequence)
         self._outbox.failed(sequence.client, sequence.request.id, error)

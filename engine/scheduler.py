@@ -251,7 +251,8 @@ class Scheduler(Lives):
 
     def fail_all(self, error: EngineError) -> None:
         """Nothing can be served any more: every request fails, and so does every new one."""
-        self._fail_in_flight(error)
+        for sequence in self._in_flight():
+            self._fail(sequence, error)
         self.refuse(error)
 
     def events(self) -> dict[Hashable, StepEvents]:
