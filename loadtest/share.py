@@ -42,16 +42,13 @@ PEER_ROWS = 64
 LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer with ids
 
 
-def tokens_of(args: argparse.Namespace) -> int:
-    """Of each request to the engine alone: about what an answer has."""
-    return max(4, int(args.output_length))
-
-
 def engine_alone(runner: Runner, args: argparse.Namespace) -> float:
     """Tokens per second of all slots."""
-    tokens = tokens_of(args)
-    seconds = typical(lambda: engine_seconds(runner, args.slots, tokens, GREEDY), args.seconds / 4)
-    return float(args.slots / seconds)
+
+    def once() -> float:
+        return engine_seconds(runner, args.slots, max(4, args.output_length), GREEDY)
+
+    return float(args.slots / typical(once, args.seconds / 4))
 
 
 def peer_alone(model: Any, args: argparse.Namespace) -> float:
@@ -85,7 +82,8 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     asked = [
         *("--arrivals", "closed", "--max-concurrency", str(at_once)),
         *("--batch", str(args.batch), "--temperature", "0", "--timeout", "600"),
-        *("--prompt-length", args.prompt_length, "--output-length", args.output_length),
+        *("--prompt-length", str(args.prompt_length)),
+        *("--output-length", str(args.output_length)),
         *("--processes", str(args.processes), "--ids", str(SIZES[args.model]["vocab_size"] - 1)),
         *([] if args.stream else ["--no-stream"]),
     ]
@@ -127,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--slots", type=int, default=1024)
     options.add_argument("--batch", type=int, default=64, help="prompts per request")
     options.add_argument("--stream", action="store_true", help="an event per token")
-    options.add_argument("--prompt-length", default="16", help="tokens")
-    options.add_argument("--output-length", default="128", help="tokens")
+    options.add_argument("--prompt-length", type=int, default=16, help="tokens")
+    options.add_argument("--output-length", type=int, default=128, help="tokens")
     options.add_argument("--seconds", type=float, default=20.0)
     options.add_argument("--threads", type=int, help="of the engine on a CPU")
     options.add_argument("--processes", type=int, default=1, help="client processes")
@@ -142,7 +140,6 @@ def main(argv: list[str] | None = None) -> int:
         if SIZES[args.model]["vocab_size"] >= LEAST_TOKENIZER:
             make_tokenizer(folder, SIZES[args.model]["vocab_size"])
         peer = peer_alone(made.model, args) if args.peer else None
-        del made
         values = {"threads": args.threads} if args.threads else {}
         config = engine_config(
             None, model=str(folder), device=args.device, max_slots=args.slots, **values
@@ -161,8 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         f"({rate / engine:.0%}), a request in {latency['p50']:.0f} ms at p50, "
         f"{latency['p99']:.0f} at p99"
         + (f"; PyTorch {peer:,.0f}" if peer else "")
-        + "; "
-        + "; ".join(summary["client"]["bottleneck"])
+        + "".join(f"; {one}" for one in summary["client"]["bottleneck"])
     )
     what = "streams" if args.stream else f"plain batches of {args.batch} prompts"
     print_table(what, ["", "measured", "bar", ""], checks(args, summary, engine, peer))
