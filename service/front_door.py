@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import Request
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.admission import ReadyRoute
@@ -35,10 +34,12 @@ class FrontDoor(FastAPI):
 
     def build_middleware_stack(self) -> ASGIApp:
         """As it is built for all other paths; the shorter way is built beside it."""
-        app: ASGIApp = self._to_route
+        expected = {**self.exception_handlers}
+        unexpected = expected.pop(Exception)
+        app: ASGIApp = ExceptionMiddleware(self._to_route, expected)
         for middleware, arguments, options in reversed(self.user_middleware):
             app = middleware(app, *arguments, **options)
-        self._short = ServerErrorMiddleware(app, handler=self.exception_handlers[Exception])
+        self._short = ServerErrorMiddleware(app, handler=unexpected)
         return super().build_middleware_stack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,20 +58,4 @@ class FrontDoor(FastAPI):
 
     async def _to_route(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = scope["route"] = self._routes[scope["path"]]
-        try:
-            await route.answer(scope, receive, send)
-        except Exception as error:
-            handler = self._handler_of(error)
-            if handler is None:
-                raise
-            response = await handler(Request(scope, receive), error)
-            await response(scope, receive, send)
-
-    def _handler_of(self, error: Exception) -> Any:
-        """What answers such an error, but for those that nobody expects."""
-        handlers = self.exception_handlers
-        if isinstance(error, HTTPException) and error.status_code in handlers:
-            return handlers[error.status_code]
-        kinds = type(error).__mro__
-        kinds = kinds[: kinds.index(Exception)]
-        return next((handlers[kind] for kind in kinds if kind in handlers), None)
+        await route.answer(scope, receive, send)
