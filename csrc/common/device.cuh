@@ -125,45 +125,50 @@ __device__ __forceinline__ unsigned rank_in_cluster() {
 #endif
   return rank;
 }
-// All threads of the cluster meet: what they wrote before is seen by all.
-__device__ __forceinline__ void sync_cluster() {
+// All threads of the cluster meet: what they wrote before is seen by those who waited.
+__device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// The address of another block's shared variable that lies where `address` is in this one.
+__device__ __forceinline__ unsigned address_in_block(unsigned address, unsigned rank) {
+  unsigned other = address;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(address), "r"(rank));
+#endif
+  return other;
+}
 // Sixteen or eight bytes to another block, to where `shared` lies in this one; a word from there.
+__device__ __forceinline__ unsigned place_in_block(unsigned rank, const void* shared) {
+  return address_in_block(static_cast<unsigned>(__cvta_generic_to_shared(shared)), rank);
+}
 __device__ __forceinline__ void store_in_block(unsigned rank, void* shared, const uint4& x) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1;\n"
-      "st.shared::cluster.v4.b32 [at], {%2, %3, %4, %5}; }" ::"r"(
-          static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "r"(rank), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+      "st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place_in_block(rank, shared)),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
       : "memory");
 #endif
 }
 __device__ __forceinline__ void store_in_block(unsigned rank, void* shared, unsigned long long x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1;\n"
-      "st.shared::cluster.b64 [at], %2; }" ::"r"(
-          static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "r"(rank), "l"(x)
-      : "memory");
+  asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(place_in_block(rank, shared)), "l"(x)
+               : "memory");
 #endif
 }
 __device__ __forceinline__ unsigned load_from_block(unsigned rank, const unsigned* shared) {
   unsigned x = 0;
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2;\n"
-      "ld.shared::cluster.b32 %0, [at]; }"
-      : "=r"(x)
-      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(rank)
-      : "memory");
+  asm volatile("ld.shared::cluster.b32 %0, [%1];"
+               : "=r"(x)
+               : "r"(place_in_block(rank, shared))
+               : "memory");
 #endif
   return x;
 }

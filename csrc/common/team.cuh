@@ -29,7 +29,9 @@ class Team {
 
   // Before any other call: all blocks have started, so that they can be written to.
   __device__ static void begin() {
-    if (blocks_of_cluster() > 1) sync_cluster();
+    if (blocks_of_cluster() == 1) return;
+    arrive_at_cluster();
+    wait_for_cluster();
   }
   __device__ explicit Team(Shared& shared)
       : block(shared.block),
@@ -42,11 +44,9 @@ class Team {
 
   // What any thread wrote before, in whatever block, is seen by all.
   __device__ void meet() const {
-    if (blocks_ > 1) {
-      sync_cluster();
-    } else {
-      __syncthreads();
-    }
+    if (blocks_ == 1) return __syncthreads();
+    arrive_at_cluster();
+    wait_for_cluster();
   }
 
   // Writes to the same place of every block; one thread calls this.
@@ -69,7 +69,7 @@ class Team {
       std::memcpy(&words, &mine, sizeof words);
       store_in_block(threadIdx.x, &shared_.slots[turn_][rank_], words);
     }
-    sync_cluster();
+    meet();
 #pragma unroll 1
     for (unsigned b = 0; b < blocks_; ++b) {
       const uint4 words = shared_.slots[turn_][b];

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../common/device.cuh"
+
 namespace minserve {
 namespace cuda {
 
@@ -74,21 +76,8 @@ __device__ __forceinline__ void prefetch_to_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// --- clusters
+// --- clusters (the rest is in device.cuh)
 
-// All threads of the cluster meet: what they wrote before is seen by those who waited.
-__device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The address of another block's shared variable that lies where `address` is in this one.
-__device__ __forceinline__ std::uint32_t address_in_block(std::uint32_t address, unsigned rank) {
-  std::uint32_t other;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(address), "r"(rank));
-  return other;
-}
 // Shared memory of this block to that of another, whose barrier counts the bytes.
 __device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const void* from,
                                               unsigned bytes, std::uint64_t& barrier) {

@@ -68,7 +68,10 @@ inline unsigned blocks_of_cluster() {
 inline unsigned rank_in_cluster() {
   return 0;
 }
-inline void sync_cluster() {
+inline void arrive_at_cluster() {
+  std::abort();
+}
+inline void wait_for_cluster() {
   std::abort();
 }
 inline void store_in_block(unsigned, void*, const uint4&) {
