@@ -34,8 +34,9 @@ struct WholeStepPhase {
   std::int32_t kind;
   std::int32_t layer;  // of the state rows that move on: the recurrence's, or the convolution's
   std::int32_t units, inputs;
-  std::int32_t shift;  // the block whose number this is has the first unit
-  // Where in a set of the exchange, in bytes: a unit has a line of values, [tokens, 8] in bfloat16.
+  std::int32_t each;   // neighbouring units that a block has, as long as there are any
+  std::int32_t shift;  // the block whose number this is has the first ones
+  // Where in a set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
   std::int32_t in, out;
 };
 
@@ -53,6 +54,12 @@ constexpr int kMostSplit = 2;  // tokens
 constexpr bool splits(WeightType type, int batch) {
   return type != WeightType::bf16 && batch <= kMostSplit;
 }
+// From a unit's values in the exchange to the next one's. Two units of one or two tokens share a
+// line: whoever asks for all of them has fewer lines to ask for.
+constexpr int bytes_of_unit(bool split) {
+  return split ? kUnitLine / 2 : kUnitLine;
+}
+static_assert(bytes_of_unit(true) >= kMostSplit * kUnit * 2, "room for all tokens");
 // What a block of the inputs of all tokens takes in shared memory.
 constexpr int bytes_of_block(WeightType type, bool split, int batch) {
   return batch * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);

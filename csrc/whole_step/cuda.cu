@@ -27,7 +27,7 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
     prepared = device;
   }
   const int fixed =
-      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs>)) + args.input_bytes;
+      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit>)) + args.input_bytes;
   args.stages = (most_shared - fixed) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
   cudaLaunchAttribute attributes[2] = {};
@@ -64,9 +64,9 @@ int whole_step_blocks(int device) {
   return attribute(cudaDevAttrMultiProcessorCount, device, "number of multiprocessors");
 }
 
-// Seen as [blocks, rows, inputs of a block], of which a stage is a box: a block for each warp, 8
-// rows, swizzled. (The last dimension's stride is shorter than the one before it, which drivers
-// take as it is.)
+// Seen as [blocks, rows, inputs of a block], of which a tile is a box: a block for each warp of a
+// group, 8 rows, swizzled. (The last dimension's stride is shorter than the one before it, which
+// drivers take as it is.)
 void map_weight(void* to, const void* weight, WeightType type, std::int64_t rows,
                 std::int64_t inputs, int device) {
   const DeviceGuard guard(device);
@@ -75,7 +75,7 @@ void map_weight(void* to, const void* weight, WeightType type, std::int64_t rows
   const cuuint64_t sizes[3] = {block, static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(inputs) / block};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(inputs) * bytes, kBlockBytes};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(block), kUnit, whole::kMultiplying};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(block), kUnit, whole::kOfGroup};
   const cuuint32_t steps[3] = {1, 1, 1};
   static_assert(sizeof(CUtensorMap) == kTensorMapBytes);
   const CUresult result =

@@ -5,8 +5,8 @@
 // GPU's own have a sign of zero). Readers ask again until every word they need is something. A step
 // uses one of two sets of words and clears the other, which nobody reads before the next kernel.
 //
-// A unit's values are a line of their own, written at once: a line into which several blocks write
-// while all look at it goes back and forth for each of them.
+// A unit's values are a line of their own, or half of one, written at once: a line into which many
+// blocks write while all look at it goes back and forth for each of them.
 #pragma once
 
 #include "../common/device.cuh"

@@ -38,8 +38,9 @@ __device__ __forceinline__ float2 look_up(const WholeStepPhase& phase, int row, 
 }
 
 // Sums of a lane's pair, of all warps.
+template <int kTokens, int kSums>
 __device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]) {
-  const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4, lane % 4 * 2);
+  const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4 % kTokens, lane % 4 * 2);
   float2 even = {}, odd = {};
 #pragma unroll
   for (int w = 0; w < kMultiplying; w += 2) {
@@ -86,15 +87,24 @@ __device__ __forceinline__ float stepped(const Options& options,
   return fmadd(step.a, before, step.b);
 }
 
-template <template <class> class CellOf, WeightType kType, class Options>
+// What a lane's pair of a unit needs besides the sums.
+template <int kGates>
+struct Beside {
+  float2 shift[kGates] = {}, factor[kGates] = {}, before = {};
+};
+
+template <template <class> class CellOf, WeightType kType, bool kSplit, class Options>
 __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options& options,
-                                       Shared<CellOf<float>::kInputs>& shared, unsigned char* set) {
+                                       Shared<CellOf<float>::kInputs, kSplit>& shared,
+                                       unsigned char* set) {
   constexpr int kGates = CellOf<float>::kInputs;
+  constexpr int kTokens = Shared<kGates, kSplit>::kTokens;
   const int warp = threadIdx.x / 32 - kMultiplying, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
   int state_slot = real ? args.slots[token] : -1, id = real ? args.tokens[token] : -1;
   if (state_slot >= args.num_slots) state_slot = -1;
   const std::int64_t cell_row = max(state_slot, 0) * args.cell_slot_stride;
+  constexpr int kLine = bytes_of_unit(kSplit);
   float2 x = {};  // of the residual stream
 #pragma unroll 1
   for (int p = 0; p < args.phases; ++p) {
@@ -102,38 +112,35 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
     const auto kind = static_cast<PhaseKind>(phase.kind);
     const int units = phase.units;
     const void* bias = phase.bias;
+    float* rows = args.cell + phase.layer * args.cell_layer_stride + cell_row;
     const bool normed = phase.norm != nullptr, convolved = phase.taps != nullptr;
     unsigned char* to = set + phase.out;
-    int finisher = 0;
+    const Units own = units_of(phase);
+    const auto beside = [&](int unit) {
+      Beside<kGates> found;
+      if (unit >= own.end) return found;
+      const int channel = unit * kUnit + lane % 4 * 2, last = kind == PhaseKind::gates ? kGates : 1;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        if (gate >= last) continue;
+        const int of_gate = gate * units * kUnit + channel;
+        if (kScaled<kType> && kind != PhaseKind::embed) {
+          found.factor[gate] = load_floats(phase.scale + of_gate);
+        }
+        if (bias) found.shift[gate] = load_pair(bias, of_gate);
+      }
+      if (kind == PhaseKind::gates) found.before = load_floats(rows + channel);
+      return found;
+    };
+    // Warps take turns at units, from the first one on. What a unit needs besides the sums is on
+    // its way before those of the one ahead are there.
+    int unit = own.first + warp;
+    Beside<kGates> next = beside(unit);
 #pragma unroll 1
-    for (int unit = first_unit(phase); unit < units; unit += gridDim.x) {
-      const bool mine = finisher == warp;
-      pass_on(finisher);
-      if (!mine) continue;
+    for (; unit < own.end; unit += kFinishing) {
       const int channel = unit * kUnit + lane % 4 * 2;
-      // What every step needs besides the sums is on its way before they are there.
-      float2 shift[kGates] = {}, factor[kGates], before = {};
-      if (kScaled<kType> && kind != PhaseKind::embed) {
-        factor[0] = load_floats(phase.scale + channel);
-        if (kind == PhaseKind::gates) {
-#pragma unroll
-          for (int gate = 1; gate < kGates; ++gate) {
-            factor[gate] = load_floats(phase.scale + gate * units * kUnit + channel);
-          }
-        }
-      }
-      float* row = args.cell + phase.layer * args.cell_layer_stride + cell_row + channel;
-      if (kind == PhaseKind::gates) before = *reinterpret_cast<const float2*>(row);
-      if (bias) {
-        shift[0] = load_pair(bias, channel);
-        if (kind == PhaseKind::gates) {
-#pragma unroll
-          for (int gate = 1; gate < kGates; ++gate) {
-            shift[gate] = load_pair(bias, gate * units * kUnit + channel);
-          }
-        }
-      }
-
+      const Beside<kGates> here = next;
+      next = beside(unit + kFinishing);
       float2 y[kGates] = {};
       if (kind == PhaseKind::embed) {
         if (id >= 0 && id < args.ids) {
@@ -141,10 +148,11 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         }
       } else {
         barrier_sync<kMeeting>(kSummed + warp);
-        y[0] = total(shared.sums[warp][0]);
+        y[0] = total<kTokens>(shared.sums[warp][0]);
         if (kind == PhaseKind::gates) {
 #pragma unroll
-          for (int gate = 1; gate < kGates; ++gate) y[gate] = total(shared.sums[warp][gate]);
+          for (int gate = 1; gate < kGates; ++gate)
+            y[gate] = total<kTokens>(shared.sums[warp][gate]);
         }
         float scale = 1.0f;
         if (normed) {
@@ -158,10 +166,10 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
           if (kScaled<kType> && (gate == 0 || kind == PhaseKind::gates)) {
-            y[gate].x *= factor[gate].x, y[gate].y *= factor[gate].y;
+            y[gate].x *= here.factor[gate].x, y[gate].y *= here.factor[gate].y;
           }
-          y[gate].x = y[gate].x * scale + shift[gate].x;
-          y[gate].y = y[gate].y * scale + shift[gate].y;
+          y[gate].x = y[gate].x * scale + here.shift[gate].x;
+          y[gate].y = y[gate].y * scale + here.shift[gate].y;
         }
       }
 
@@ -173,8 +181,9 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
           const float2 pre = numbers(rounded(y[gate].x, y[gate].y, bf16{}));
           low[gate] = pre.x, high[gate] = pre.y;
         }
-        out = {stepped<CellOf>(options, low, before.x), stepped<CellOf>(options, high, before.y)};
-        if (state_slot >= 0) *reinterpret_cast<float2*>(row) = out;
+        out = {stepped<CellOf>(options, low, here.before.x),
+               stepped<CellOf>(options, high, here.before.y)};
+        if (state_slot >= 0) *reinterpret_cast<float2*>(rows + channel) = out;
         if (state_slot < 0) out = {};
       } else if (kind == PhaseKind::gelu) {
         out = {gelu(y[0].x), gelu(y[0].y)};
@@ -189,8 +198,9 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         out = convolved ? convolve(args, phase, channel, state_slot, x) : x;
       }
       if (real) {
-        store_word(to + unit * kUnitLine + lane * 4, rounded(out.x, out.y, bf16{}));
+        store_word(to + unit * kLine + lane * 4, rounded(out.x, out.y, bf16{}));
       }
+      if (lane == 0 && unit + 1 == own.end) arrive(shared.stored);  // the others are about to be
     }
   }
 }

@@ -6,13 +6,14 @@
 // Usually a block is [units][tokens][8] in bfloat16. But 8-bit weights of one or two tokens are not
 // widened: then a block has what the tensor cores multiply them with as they are, two 8-bit parts
 // of every input, the second for what the first leaves, and a power of two for all inputs of a
-// token in the block. [tokens][2][128] bytes, of which sixteens are exchanged so that all banks are
-// met, then those factors. Two int8 have 14 bits and a sign, of the largest input; two e4m3 have as
+// token in the block: [tokens][2][128] bytes, in the order in which lanes take them (weights.cuh),
+// then those factors. Two int8 have 14 bits and a sign, of the largest input; two e4m3 have as
 // many as bfloat16, of an input that is not 2^13 times smaller than the largest.
 #pragma once
 
 #include "../common/channels.cuh"
 #include "exchange.cuh"
+#include "fragments.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -24,6 +25,26 @@ __device__ __forceinline__ unsigned word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
+// Words that have not been written yet.
+__device__ __forceinline__ uint4 missing() {
+  return make_uint4(kNothing, kNothing, kNothing, kNothing);
+}
+// Until no lane misses any of its words, which are at place(0), place(1), ...; those that it has
+// are not asked for again.
+template <int kWords, class Place>
+__device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], const Place& place) {
+  bool all;
+  do {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (!written(words[i])) words[i] = load_words(place(i));
+    }
+    all = true;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) all = all && written(words[i]);
+  } while (!__all_sync(0xffffffffu, all));
+}
+
 // A lane has every fourth unit of a block of a token.
 template <WeightType kType, bool kNorm>
 __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const WholeStepPhase& phase,
@@ -32,10 +53,11 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   constexpr int kBlock = inputs_of_block(kType), kEach = kBlock / kUnit / 4, kWords = 4;
   constexpr int kAtOnce = kWords / kEach;               // blocks
   constexpr int kStep = kMultiplying * kBlock / kUnit;  // units to this warp's next block
+  constexpr int kLine = bytes_of_unit(false);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
   const int first_unit = warp * kBlock / kUnit + lane % 4;
-  const unsigned char* from = set + phase.in + first_unit * kUnitLine + token * 16;
+  const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int of_word = 4 * args.batch * 16, of_block = kMultiplying * kEach * of_word;
@@ -51,18 +73,10 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
       }
       weights += kAtOnce * kStep;
     }
-    bool all;
-    do {
-      all = true;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        words[i] = uint4{};
-        if (real && there(i))
-          words[i] = load_words(from + (i / kEach * kStep + i % kEach * 4) * kUnitLine);
-      }
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) all = all && written(words[i]);
-    } while (!__all_sync(0xffffffffu, all));
+    for (int i = 0; i < kWords; ++i) words[i] = real && there(i) ? missing() : uint4{};
+    wait_for_words(words,
+                   [&](int i) { return from + (i / kEach * kStep + i % kEach * 4) * kLine; });
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (!there(i)) continue;
@@ -83,7 +97,7 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
         *reinterpret_cast<uint4*>(to + i / kEach * of_block + i % kEach * of_word) = words[i];
       }
     }
-    from += kAtOnce * kStep * kUnitLine;
+    from += kAtOnce * kStep * kLine;
     to += kAtOnce * of_block;
   }
   if (kNorm) {
@@ -143,90 +157,102 @@ struct Splitting<WeightType::fp8> {
   }
 };
 
-// A half of the warp has a token, a lane a unit of a block.
+// Adds to the diagonal of a square of sums, whose rows and columns are quads of lanes, the squares
+// of the numbers in two words of each lane.
+__device__ __forceinline__ void add_squares(float (&sums)[4], unsigned x, unsigned y) {
+  multiply_step(sums, make_uint4(x, 0, y, 0), x, y);
+}
+__device__ __forceinline__ float of_diagonal(const float (&sums)[4]) {
+  const int lane = threadIdx.x % 32, quad = lane / 4;
+  return lane % 4 != quad / 2 ? 0.0f : quad % 2 == 0 ? sums[0] : sums[1];
+}
+
+__device__ __forceinline__ unsigned product(unsigned x, unsigned y) {
+  const __nv_bfloat162 of_both = __hmul2_rn(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                            *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const unsigned*>(&of_both);
+}
+// The largest of both magnitudes, as bits of a bfloat16 pair; those of NaN are the largest.
+__device__ __forceinline__ unsigned larger(unsigned x, unsigned y) {
+  return __vmaxu2(x & 0x7fff7fffu, y & 0x7fff7fffu);
+}
+
+// A lane has a unit of a block. The halves of a warp have a token each, or a block of one token.
 template <WeightType kType, bool kNorm>
 __device__ __forceinline__ void take_split(const WholeStepArgs& args, const WholeStepPhase& phase,
                                            const unsigned char* set, unsigned char* own,
                                            float* squares) {
-  constexpr int kAtOnce = 4, kUnits = inputs_of_block(kType) / kUnit;
-  constexpr int kStep = kMultiplying * kUnits;  // units to this warp's next block
+  constexpr int kAtOnce = 2, kUnits = inputs_of_block(kType) / kUnit, kLine = bytes_of_unit(true);
   static_assert(kUnits == 16 && kMostSplit == 2, "a unit for each lane of a half");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, unit = lane % kUnits;
-  const int token = lane / kUnits;
-  const bool real = token < args.batch;
-  const int of_block = kMultiplying * bytes_of_block(kType, true, args.batch);
-  const unsigned char* from = set + phase.in + (warp * kUnits + unit) * kUnitLine + token * 16;
-  const uint4* weights = static_cast<const uint4*>(phase.norm) + warp * kUnits + unit;
-  float sum = 0.0f;
+  const int half = lane / kUnits;
+  const bool alone = args.batch == 1;
+  const int token = alone ? 0 : half;
+  // Blocks from the first half's to this one's, and to the next ones.
+  const int beside = alone ? half * kMultiplying : 0;
+  const int step = alone ? 2 * kMultiplying : kMultiplying;
+  const int of_block = bytes_of_block(kType, true, args.batch), bytes_of_step = step * of_block;
+  const int first_unit = (warp + beside) * kUnits + unit;
+  const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
+  const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
+  own += beside * of_block;
+  float squared[4] = {};
 #pragma unroll 1
-  for (int left = phase.inputs / inputs_of_block(kType) - warp; left > 0;
-       left -= kAtOnce * kMultiplying) {
+  for (int left = phase.inputs / inputs_of_block(kType) - warp; left > 0; left -= kAtOnce * step) {
+    const auto there = [&](int i) { return left - beside > i * step; };
     uint4 words[kAtOnce], norm[kAtOnce];
-    if (kNorm) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (left > i * kMultiplying) norm[i] = __ldg(weights + i * kStep);
-      }
-    }
-    bool all;
-    do {
-      all = true;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        words[i] = uint4{};
-        if (real && left > i * kMultiplying) words[i] = load_words(from + i * (kStep * kUnitLine));
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) all = all && written(words[i]);
-    } while (!__all_sync(0xffffffffu, all));
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (left <= i * kMultiplying) continue;
-      float x[kUnit];
-      unsigned largest = 0;  // as bits, of which those of NaN are the largest
+      words[i] = there(i) ? missing() : uint4{};
+      if (kNorm) norm[i] = there(i) ? __ldg(weights + i * step * kUnits) : uint4{};
+    }
+    wait_for_words(words, [&](int i) { return from + i * step * (kUnits * kLine); });
 #pragma unroll
-      for (int k = 0; k < kUnit; ++k) {
-        const unsigned word = word_of(words[i], k / 2);
-        x[k] = number_of(&word, k % 2, bf16{});
-        if (kNorm) {
-          const unsigned weight = word_of(norm[i], k / 2);
-          sum = fmaf(x[k], x[k], sum);
-          x[k] *= number_of(&weight, k % 2, bf16{});
-        }
-        largest = max(largest, __float_as_uint(x[k]) & 0x7fffffffu);
-      }
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (left <= i * step) continue;
+      unsigned x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+      if (kNorm) {
+        add_squares(squared, x[0], x[1]);
+        add_squares(squared, x[2], x[3]);
 #pragma unroll
-      for (int distance = kUnits / 2; distance > 0; distance /= 2) {
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+        for (int k = 0; k < 4; ++k) x[k] = product(x[k], word_of(norm[i], k));
       }
+      const unsigned two = larger(larger(x[0], x[1]), larger(x[2], x[3]));
+      const unsigned one = max(two & 0xffffu, two >> 16);
+      const unsigned of_first = __reduce_max_sync(0xffffffffu, half == 0 ? one : 0u);
+      const unsigned of_second = __reduce_max_sync(0xffffffffu, half == 0 ? 0u : one);
+      const unsigned largest = (half == 0 ? of_first : of_second) << 16;
       // `up` makes them less than 2^(kExponent + 1).
       const unsigned exponent = max(largest & kInfinity, 64u << 23);
       const float up = __uint_as_float((254 + Splitting<kType>::kExponent << 23) - exponent);
-      const Split low = Splitting<kType>::split({x[0], x[1], x[2], x[3]}, up);
-      const Split high = Splitting<kType>::split({x[4], x[5], x[6], x[7]}, up);
-      if (!real) continue;
-      unsigned char* block = own + i * of_block;
-      const auto place = [&](int column) {
-        return column * kBlockBytes + ((unit / 2 ^ column) << 4) + unit % 2 * 8;
-      };
-      *reinterpret_cast<uint2*>(block + place(2 * token)) = make_uint2(low.first, high.first);
-      *reinterpret_cast<uint2*>(block + place(2 * token + 1)) = make_uint2(low.second, high.second);
+      const auto number = [&](int k) { return number_of(x, k, bf16{}); };
+      const Split low = Splitting<kType>::split({number(0), number(1), number(2), number(3)}, up);
+      const Split high = Splitting<kType>::split({number(4), number(5), number(6), number(7)}, up);
+      if (!there(i)) continue;
+      unsigned char* block = own + i * bytes_of_step;
+      // Four units for each lane of four: its even words of both sixteens, then its odd ones.
+      unsigned* to = reinterpret_cast<unsigned*>(block + 2 * token * kBlockBytes) +
+                     (unit / 4 * 8 + unit / 2 % 2 * 2 + unit % 2);
+      to[0] = low.first, to[4] = high.first;
+      to[kBlockBytes / 4] = low.second, to[kBlockBytes / 4 + 4] = high.second;
       if (unit == 0) {
         // No number is one again.
         reinterpret_cast<unsigned*>(block + 2 * args.batch * kBlockBytes)[token] =
             largest < kInfinity ? exponent - (Splitting<kType>::kExponent << 23) : kNothing;
       }
     }
-    from += kAtOnce * (kStep * kUnitLine);
-    weights += kAtOnce * kStep;
-    own += kAtOnce * of_block;
+    from += kAtOnce * step * (kUnits * kLine);
+    weights += kAtOnce * step * kUnits;
+    own += kAtOnce * bytes_of_step;
   }
   if (kNorm) {
+    float sum = of_diagonal(squared);
 #pragma unroll
     for (int distance = kUnits / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    if (unit == 0) squares[token] = sum;
+    const float other = __shfl_xor_sync(0xffffffffu, sum, kUnits);
+    if (unit == 0) squares[token] = alone ? sum + other : sum;
   }
   __syncwarp();
 }

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   constexpr int kGates = CellOf<float>::kInputs;
   extern __shared__ __align__(1024) unsigned char ring[];
   unsigned char* inputs = ring + args.stages * whole::kStageBytes;
-  auto& shared = *reinterpret_cast<whole::Shared<kGates>*>(inputs + args.input_bytes);
+  auto& shared = *reinterpret_cast<whole::Shared<kGates, kSplit>*>(inputs + args.input_bytes);
   if (threadIdx.x == 0) whole::prepare(shared);
   __syncthreads();
   let_next_kernel_start();
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   } else {
     if constexpr (kAny) {
       const AnyOptions options{args.linear_candidate, args.normalize_gates};
-      whole::finish<CellOf, kType>(args, options, shared, set);
+      whole::finish<CellOf, kType, kSplit>(args, options, shared, set);
     } else {
-      whole::finish<CellOf, kType>(args, UsualOptions{}, shared, set);
+      whole::finish<CellOf, kType, kSplit>(args, UsualOptions{}, shared, set);
     }
     if (warp == whole::kMultiplying) {
       // A block that has no unit in any phase waits for none of its own warps otherwise.

@@ -1,7 +1,8 @@
 // Weights into shared memory, and products of two tiles at a time.
 //
 // Every warp multiplies its own blocks of the inputs by all tiles of its block, and takes them
-// without waiting for another warp.
+// without waiting for another warp. Two groups of warps take turns at the stages of the ring, so
+// that a stage is full whatever the number of inputs, and half of the warps wait at its barriers.
 #pragma once
 
 #include "exchange.cuh"
@@ -14,12 +15,13 @@ namespace whole {
 
 // Stages on their way: as many as hide the memory's latency. What the blocks hand each other waits
 // behind a longer queue.
-constexpr int kInFlight = 3;
+template <WeightType kType>
+constexpr int kInFlight = kType == WeightType::bf16 ? 3 : 2;
 
-// Blocks of 8 rows of a matrix, seen as [blocks, rows, inputs of a block], to a stage; zeros past
-// its end.
-__device__ __forceinline__ void copy_stage(void* to, const void* map, int row, int block,
-                                           std::uint64_t& barrier) {
+// Blocks of 8 rows of a matrix, seen as [blocks, rows, inputs of a block], to a tile's place; zeros
+// past its end.
+__device__ __forceinline__ void copy_tile(void* to, const void* map, int row, int block,
+                                          std::uint64_t& barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
@@ -27,93 +29,99 @@ __device__ __forceinline__ void copy_stage(void* to, const void* map, int row, i
       : "memory");
 }
 
+// Stages that two tiles of so many inputs take; groups take turns at them, from the first one on.
+template <WeightType kType>
+__device__ __forceinline__ int stages_of(int inputs) {
+  return (inputs / inputs_of_block(kType) + kOfGroup - 1) / kOfGroup;
+}
+
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
-// chunk by chunk in turn, because they are multiplied together.
-template <int kGates, WeightType kType>
-__device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared<kGates>& shared,
+// because they are multiplied together.
+template <int kGates, WeightType kType, class Shared>
+__device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& shared,
                                              unsigned char* ring) {
-  const int in_flight = min(kInFlight, args.stages);
+  const int in_flight = min(kInFlight<kType>, args.stages);
   Turn stage, landed;
   int on_their_way = 0;
-  const auto copy = [&](const void* map, int row, int block) {
-    if (stage.round > 0) wait_barrier(shared.empty[stage.at], (stage.round - 1) % 2);
-    if (on_their_way == in_flight) {
-      wait_barrier(shared.full[landed.at], landed.round % 2);
-      landed.advance(args.stages);
-      --on_their_way;
-    }
-    arrive_expecting(shared.full[stage.at], kStageBytes);
-    copy_stage(ring + stage.at * kStageBytes, map, row, block, shared.full[stage.at]);
-    stage.advance(args.stages);
-    ++on_their_way;
-  };
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
-    const int units = phase.units, gates = gates_of<kGates>(phase);
-    const int blocks = phase.inputs / inputs_of_block(kType);
+    const int gates = gates_of<kGates>(phase);
+    const Units own = units_of(phase);
+    const int blocks = stages_of<kType>(phase.inputs) * kOfGroup;
     const void* map = phase.weight;
-    int unit = first_unit(phase), gate = 0;
+    int unit = own.first, gate = 0;
     const auto next_row = [&] {  // of the next tile; -1: there is none
-      const int row = unit < units ? (gate * units + unit) * kUnit : -1;
-      if (++gate == gates) gate = 0, unit += gridDim.x;
+      const int row = unit < own.end ? (gate * phase.units + unit) * kUnit : -1;
+      if (++gate == gates) gate = 0, ++unit;
       return row;
     };
 #pragma unroll 1
     for (int first = next_row(); first >= 0; first = next_row()) {
       const int second = next_row();
 #pragma unroll 1
-      for (int block = 0; block < blocks; block += kMultiplying) {
-        copy(map, first, block);
-        if (second >= 0) copy(map, second, block);
+      for (int block = 0; block < blocks; block += kOfGroup) {
+        if (stage.round > 0) wait_barrier(shared.empty[stage.at], (stage.round - 1) % 2);
+        if (on_their_way == in_flight) {
+          wait_barrier(shared.full[landed.at], landed.round % 2);
+          landed.advance(1, args.stages);
+          --on_their_way;
+        }
+        std::uint64_t& full = shared.full[stage.at];
+        unsigned char* to = ring + stage.at * kStageBytes;
+        arrive_expecting(full, second >= 0 ? kStageBytes : kTileBytes);
+        copy_tile(to, map, first, block, full);
+        if (second >= 0) copy_tile(to + kTileBytes, map, second, block, full);
+        stage.advance(1, args.stages);
+        ++on_their_way;
       }
     }
   }
 }
 
 template <int kGates, WeightType kType, bool kSplit>
-__device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGates>& shared,
+__device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGates, kSplit>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
-  constexpr int kBlock = inputs_of_block(kType);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kOfGroup;
   using Tiles = Tiles<kType, kSplit>;
   const int of_warp = bytes_of_block(kType, kSplit, args.batch), of_block = kMultiplying * of_warp;
   unsigned char* own = inputs + warp * of_warp;
-  const typename Tiles::Inputs first_block(shared_address(own), lane, args.batch);
-  const std::uint32_t weights = shared_address(ring) + warp * kWarpBytes + Tiles::place(lane);
+  typename Tiles::Inputs first_block(shared_address(own), lane, args.batch);
+  std::uint32_t weights = shared_address(ring) + warp % kOfGroup * kWarpBytes + Tiles::place(lane);
+  made_once(first_block.at), made_once(first_block.step), made_once(weights);
   float* const sums_of_lane =
       &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];
-  constexpr int kOfTile = kMultiplying * kSums, kOfFinisher = kGates * kOfTile;
-  Turn stage, loading;
+  constexpr int kOfTile = kMultiplying * Shared<kGates, kSplit>::kSums;
+  constexpr int kOfFinisher = kGates * kOfTile;
+  Turn stage;           // this group's next one
   unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd
   Tiles held;
-  const auto load_weights = [&](bool two) {
-    const int first = loading.at;
-    wait_barrier(shared.full[first], loading.round % 2);
-    loading.advance(args.stages);
-    int second = first;
-    if (two) {
-      second = loading.at;
-      wait_barrier(shared.full[second], loading.round % 2);
-      loading.advance(args.stages);
-    }
-    held.load(weights + first * kStageBytes, weights + second * kStageBytes, lane);
+  stage.at = group;
+  // Of a single tile, what lies beside it is multiplied too, and nobody looks at the sums.
+  const auto load_weights = [&] {
+    wait_barrier(shared.full[stage.at], stage.round % 2);
+    const std::uint32_t from = weights + stage.at * kStageBytes;
+    held.load(from, from + kTileBytes, lane);
   };
-  const auto release = [&] {
-    if (lane == 0) arrive(shared.empty[stage.at]);
-    stage.advance(args.stages);
+  // Until this block's own part of a phase is there. Who asks for the others' parts before keeps
+  // the L2 cache busy with words that cannot have been written yet.
+  unsigned stored = 0;
+  const auto wait_for_own = [&](const WholeStepPhase& before) {
+    if (units_of(before).first < before.units) wait_barrier(shared.stored, stored++ % 2);
   };
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
-    const int units = phase.units, gates = gates_of<kGates>(phase);
-    const int blocks = phase.inputs / kBlock;
-    const int chunks = (blocks + kMultiplying - 1) / kMultiplying;
-    int tiles = 0;
-    for (int unit = first_unit(phase); unit < units; unit += gridDim.x) tiles += gates;
+    const int gates = gates_of<kGates>(phase);
+    const int blocks = phase.inputs / inputs_of_block(kType);
+    const int stages = stages_of<kType>(phase.inputs);
+    const Units units = units_of(phase);
+    int tiles = max(units.end - units.first, 0) * gates;
+    const bool any = group < stages;
+    if (tiles > 0 && any) load_weights();
+    wait_for_own(args.phase[p - 1]);
     if (tiles == 0) continue;
-    load_weights(tiles > 1);
     if (phase.norm) {
       // Nobody reads the sums of squares before any more: a whole other product has been finished
       // since.
@@ -122,37 +130,44 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
       take_inputs<kType, kSplit, false>(args, phase, set, own, nullptr);
     }
     int finisher = 0, gate = 0;
+    const auto wait_for_room = [&](int next) {
+      wait_barrier(shared.taken[next], handed >> next & 1);
+    };
+    const auto hand = [&](int ready) {
+      arrive_at(kSummed + ready);
+      handed ^= 1u << ready;
+    };
 #pragma unroll 1
     for (; tiles > 0; tiles -= 2) {
       typename Tiles::Sums sums;
       typename Tiles::Inputs at = first_block;
-      int block = blocks - warp;  // of this warp that are left, times kMultiplying
+      int block = blocks - warp;  // that are left, from this warp's on
 #pragma unroll 1
-      for (int left = chunks; left > 0; --left) {
+      for (int left = stages - group; left > 0; left -= kGroups) {
         if (block > 0) held.multiply(sums, at);
         block -= kMultiplying;
         at.advance(of_block);
         __syncwarp();
-        release();
-        if (tiles > 1) release();
-        if (left > 1) {
-          load_weights(tiles > 1);
-        } else if (tiles > 2) {
-          load_weights(tiles > 3);
-        }
+        if (lane == 0) arrive(shared.empty[stage.at]);
+        // The next one of these tiles, or the first one of the next.
+        stage.advance(left > kGroups ? kGroups : left + group, args.stages);
+        if (left > kGroups || tiles > 2) load_weights();
       }
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        if (tile >= tiles) continue;
-        if (gate == 0) wait_barrier(shared.taken[finisher], handed >> finisher & 1);
-        float* to = sums_of_lane + finisher * kOfFinisher + gate * kOfTile;
-        sums.store(to, tile);
-        if (++gate == gates) {
-          arrive_at(kSummed + finisher);
-          gate = 0;
-          handed ^= 1u << finisher;
-          pass_on(finisher);
-        }
+      if (!any) stage.advance(stages, args.stages);
+      // Both tiles may be of one unit, or end one each.
+      const bool two = tiles > 1, ends = gate + 1 == gates;
+      const int second_gate = ends ? 0 : gate + 1;
+      const int second = !ends ? finisher : finisher + 1 == kFinishing ? 0 : finisher + 1;
+      if (gate == 0) wait_for_room(finisher);
+      if (ends && two) wait_for_room(second);
+      sums.store(sums_of_lane + finisher * kOfFinisher + gate * kOfTile,
+                 sums_of_lane + second * kOfFinisher + second_gate * kOfTile, two);
+      if (ends) hand(finisher);
+      finisher = second, gate = second_gate;
+      if (two && ++gate == gates) {
+        hand(finisher);
+        gate = 0;
+        if (++finisher == kFinishing) finisher = 0;
       }
     }
   }

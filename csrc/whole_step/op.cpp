@@ -125,10 +125,12 @@ class Plan {
     }
     check_.require(args.set_bytes < (std::int64_t{1} << 31), "the model is too wide");
     // What the residual stream keeps in registers stays where it is; all else is dealt from where
-    // the phase before has stopped, so that the odd units go round.
+    // the phase before has stopped, so that the blocks without any go round.
+    phase.each = static_cast<int>(divided_up(phase.units, blocks_));
     if (kind != PhaseKind::embed && kind != PhaseKind::residual) {
       phase.shift = next_block_;
-      next_block_ = (next_block_ + phase.units) % blocks_;
+      const int with_some = static_cast<int>(divided_up(phase.units, phase.each));
+      next_block_ = (next_block_ + with_some) % blocks_;
     }
   }
 

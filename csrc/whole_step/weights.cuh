@@ -10,50 +10,20 @@ namespace minserve {
 namespace cuda {
 namespace whole {
 
-// Four matrices of 8 rows by 16 bytes; lanes 8 i to 8 i + 7 have the addresses of matrix i's rows.
-__device__ __forceinline__ uint4 load_matrices(std::uint32_t address) {
-  uint4 all;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
-               : "r"(address)
-               : "memory");
-  return all;
-}
-__device__ __forceinline__ uint4 load_shared(std::uint32_t address) {
-  uint4 all;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
-               : "r"(address)
-               : "memory");
-  return all;
-}
-__device__ __forceinline__ float load_float(std::uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
-
 // Rows of weights lie swizzled, so that what a warp loads at once meets all banks.
 template <WeightType kType, bool kSplit>
 struct Tiles;
-
-// 16 rows of weights times eight columns of 16 inputs in bfloat16: rows 0 to 7 and 8 to 15 of the
-// first eight inputs, then of the others.
-__device__ __forceinline__ void multiply_step(float (&sums)[4], const uint4& w, unsigned x0,
-                                              unsigned x1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
-}
 
 // Of all tokens: a lane has two neighbouring ones of a row of each tile.
 struct WholeSums {
   static __device__ __forceinline__ int first_token(int lane) { return lane % 4 * 2; }
   float parts[2][4] = {};
-  __device__ __forceinline__ void store(float* to, int tile) const {
-    to[0] = parts[0][2 * tile] + parts[1][2 * tile];
-    to[kUnit] = parts[0][2 * tile + 1] + parts[1][2 * tile + 1];
+  __device__ __forceinline__ void store(float* first, float* second, bool two) const {
+    first[0] = parts[0][0] + parts[1][0];
+    first[kUnit] = parts[0][1] + parts[1][1];
+    if (!two) return;
+    second[0] = parts[0][2] + parts[1][2];
+    second[kUnit] = parts[0][3] + parts[1][3];
   }
 };
 
@@ -64,10 +34,9 @@ struct Tiles<WeightType::bf16, false> {
   // Inputs 0 to 31 of all tokens, then the others. (Tokens that are not there are another's: what
   // becomes of them is not looked at.)
   struct Inputs {
-    std::uint32_t at;
-    int half;
+    std::uint32_t at, step;  // to the other half
     __device__ __forceinline__ Inputs(std::uint32_t own, int lane, int batch)
-        : at(own + (lane / 8 * batch + min(lane % 8, batch - 1)) * 16), half(4 * batch * 16) {}
+        : at(own + (lane / 8 * batch + min(lane % 8, batch - 1)) * 16), step(4 * batch * 16) {}
     __device__ __forceinline__ void advance(int bytes) { at += bytes; }
   };
 
@@ -84,7 +53,7 @@ struct Tiles<WeightType::bf16, false> {
     for (int i = 0; i < 4; ++i) w[i] = load_matrices(from ^ (i << 5));
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Inputs& inputs) const {
-    const uint4 x = load_matrices(inputs.at), y = load_matrices(inputs.at + inputs.half);
+    const uint4 x = load_matrices(inputs.at), y = load_matrices(inputs.at + inputs.step);
     multiply_step(sums.parts[0], w[0], x.x, x.y);
     multiply_step(sums.parts[1], w[1], x.z, x.w);
     multiply_step(sums.parts[0], w[2], y.x, y.y);
@@ -142,18 +111,17 @@ template <WeightType kType>
 struct Tiles<kType, false> : EightBitWeights {
   using Sums = WholeSums;
   struct Inputs {
-    std::uint32_t at;
-    int next;  // from a unit to the next one
+    std::uint32_t at, step;  // from a unit to the next one
     __device__ __forceinline__ Inputs(std::uint32_t own, int lane, int batch)
-        : at(own + (lane % 4 * 4 * batch + min(lane / 4, batch - 1)) * 16), next(batch * 16) {}
+        : at(own + (lane % 4 * 4 * batch + min(lane / 4, batch - 1)) * 16), step(batch * 16) {}
     __device__ __forceinline__ void advance(int bytes) { at += bytes; }
   };
 
   __device__ __forceinline__ void multiply(Sums& sums, const Inputs& inputs) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 x = load_shared(inputs.at + 2 * half * inputs.next);
-      const uint4 y = load_shared(inputs.at + (2 * half + 1) * inputs.next);
+      const uint4 x = load_shared(inputs.at + 2 * half * inputs.step);
+      const uint4 y = load_shared(inputs.at + (2 * half + 1) * inputs.step);
       const uint4 &a = w[half][0], &b = w[half][1];
       step(sums.parts[0], a.x, b.x, x.x, x.y);
       step(sums.parts[1], a.y, b.y, x.z, x.w);
@@ -172,22 +140,7 @@ struct Tiles<kType, false> : EightBitWeights {
   }
 };
 
-// 16 rows of 8-bit weights times eight columns of 32 inputs.
-__device__ __forceinline__ void multiply_step(int (&sums)[4], unsigned a0, unsigned b0, unsigned a1,
-                                              unsigned b1, unsigned x0, unsigned x1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-      : "r"(a0), "r"(b0), "r"(a1), "r"(b1), "r"(x0), "r"(x1));
-}
-__device__ __forceinline__ void multiply_step(float (&sums)[4], unsigned a0, unsigned b0,
-                                              unsigned a1, unsigned b1, unsigned x0, unsigned x1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a0), "r"(b0), "r"(a1), "r"(b1), "r"(x0), "r"(x1));
-}
-// Of both parts' sums: at most 128 * 127 * 128 of the first, which leaves room for 256 times that.
+// Of both parts' sums: at most 64 * 127 * 128 of the first, which leaves room for 256 times that.
 __device__ __forceinline__ float joined(int first, int second) {
   return static_cast<float>(first * 256 + second);
 }
@@ -195,40 +148,45 @@ __device__ __forceinline__ float joined(float first, float second) {
   return fmaf(second, 1.0f / 16.0f, first);
 }
 
-// 8-bit weights as they are: columns are the parts of up to four tokens' inputs.
+// 8-bit weights as they are. Sixteen neighbouring ones of a row are a fragment as they lie, whose
+// first and third word the tensor cores take for one row, the second and fourth for another. So a
+// token has columns for the inputs of the even words and columns for those of the odd ones, both
+// parts of either: four of eight. What comes of even columns and odd words is not looked at.
 template <WeightType kType>
 struct Tiles<kType, true> : EightBitWeights {
   using Sum = std::conditional_t<kType == WeightType::int8, int, float>;
-  // A lane has a token of a row of each tile.
+  // A lane has a token of a row of each tile, of the even words or the odd ones.
   struct Sums {
-    static __device__ __forceinline__ int first_token(int lane) { return lane % 4; }
+    static __device__ __forceinline__ int first_token(int lane) { return lane % 4 / 2; }
     float of_tile[2] = {};
-    __device__ __forceinline__ void store(float* to, int tile) const { to[0] = of_tile[tile]; }
+    // Of neighbouring lanes, the even one has all of the first tile then, the odd one of the
+    // second.
+    __device__ __forceinline__ void store(float* first, float* second, bool two) const {
+      const bool odd = threadIdx.x % 2 == 1;
+      const float other = __shfl_xor_sync(0xffffffffu, odd ? of_tile[0] : of_tile[1], 1);
+      if (!odd || two) *(odd ? second : first) = (odd ? of_tile[1] : of_tile[0]) + other;
+    }
   };
   struct Inputs {
-    std::uint32_t at, factors;
-    __device__ __forceinline__ Inputs(std::uint32_t own, int lane, int batch)
-        : factors(own + 2 * batch * kBlockBytes + Sums::first_token(lane) * 4) {
-      const int column = min(lane / 4, 2 * batch - 1);
-      at = own + column * kBlockBytes + ((lane % 4 * 2 ^ column) << 4);
+    std::uint32_t at, step;  // to the factor
+    __device__ __forceinline__ Inputs(std::uint32_t own, int lane, int batch) {
+      const int column = lane / 4, part = min(column / 4, batch - 1) * 2 + column % 2;
+      at = own + part * kBlockBytes + lane % 4 * 32 + column / 2 % 2 * 16;
+      step = own + 2 * batch * kBlockBytes + min(Sums::first_token(lane), batch - 1) * 4 - at;
     }
-    __device__ __forceinline__ void advance(int bytes) { at += bytes, factors += bytes; }
+    __device__ __forceinline__ void advance(int bytes) { at += bytes; }
   };
 
   __device__ __forceinline__ void multiply(Sums& sums, const Inputs& inputs) const {
-    Sum products[2][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 x = load_shared(inputs.at ^ (half << 4));
-      const uint4 &a = w[half][0], &b = w[half][1];
-      multiply_step(products[half], a.x, b.x, a.y, b.y, x.x, x.y);
-      multiply_step(products[half], a.z, b.z, a.w, b.w, x.z, x.w);
-    }
-    const float factor = load_float(inputs.factors);
+    const uint4 x = load_shared(inputs.at);
+    const float factor = load_float(inputs.at + inputs.step);
+    const bool odd = threadIdx.x % 2 == 1;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      const Sum first = products[0][2 * tile] + products[1][2 * tile];
-      const Sum second = products[0][2 * tile + 1] + products[1][2 * tile + 1];
+      Sum products[4] = {};
+      multiply_bytes(products, w[0][tile], x.x, x.y);
+      multiply_bytes(products, w[1][tile], x.z, x.w);
+      const Sum first = odd ? products[2] : products[0], second = odd ? products[3] : products[1];
       sums.of_tile[tile] = fmaf(joined(first, second), factor, sums.of_tile[tile]);
     }
   }

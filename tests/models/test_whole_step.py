@@ -99,13 +99,18 @@ NARROW = {
     "narrow": config(d_model=64, n_layers=1),
     "two taps": config(d_model=128, n_layers=4, conv_kernel=2, cell="minlstm", expansion=1.5),
 }
+#: More weights than the ring holds, several pairs of tiles of many stages, blocks without units.
+WIDE = {
+    "wide": config(d_model=2048, n_layers=2, expansion=1.5, vocab_size=2000),
+    "wide minlstm": config(d_model=1280, n_layers=2, cell="minlstm", vocab_size=2000),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*CONFIGS, *NARROW])
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW, *WIDE])
 def test_steps_as_the_chain_does(name: str) -> None:
     """Many steps of changing batches: what one leaves behind must not reach the next."""
-    model = build((CONFIGS | NARROW)[name], torch.bfloat16)
+    model = build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16)
     chain, whole, exact = chain_of(model), whole_of(model), exact_of(model)
     chance = random.Random(name)
     most = whole._whole.rows  # type: ignore[union-attr]
@@ -132,9 +137,9 @@ def test_steps_as_the_chain_does(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", [*CONFIGS, *NARROW])
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW, *WIDE])
 def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
-    model = quantize_model(build((CONFIGS | NARROW)[name], torch.bfloat16), kind)
+    model = quantize_model(build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16), kind)
     quick, chance = PlainModel(model), random.Random(name)
     assert (quick._whole is not None) == (name not in NARROW)  # 64 and 192 inputs: half blocks
     if quick._whole is None:
@@ -151,31 +156,39 @@ def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
         assert relative_error(state.cell, theirs.cell) < 0.04
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_every_8_bit_value_is_exact(kind: Quantization) -> None:
-    """A table of rows with one 1 each, times weights of all values: products without rounding."""
-    table = torch.eye(128, device="cuda", dtype=torch.bfloat16)
-    values = torch.arange(256, device="cuda", dtype=torch.int32).to(torch.uint8)
-    weight = values.view(QUANTIZED_DTYPES[kind]).view(4, 64).t().contiguous()  # [64, 4]
-    wide = torch.zeros(64, 128, device="cuda", dtype=torch.int8)
-    wide[:, :4] = weight.view(torch.int8)
-    finite = wide.view(QUANTIZED_DTYPES[kind]).float().isfinite()
-    wide = torch.where(finite, wide, torch.zeros_like(wide))
+def ones_times(weight: Tensor, kind: Quantization, batch: int) -> Tensor:
+    """Products of 8-bit `weight` [rows, inputs] and, one after the other, all inputs that are one 1
+    and zeros else: half of `weight`, turned."""
+    rows, inputs = weight.shape
     phases = [
-        Phase(kind="embed", weight=table),
+        Phase(kind="embed", weight=torch.eye(inputs, device="cuda", dtype=torch.bfloat16)),
         Phase(
             kind="logits",
-            weight=wide.view(QUANTIZED_DTYPES[kind]),
-            scale=torch.full((64,), 0.5, device="cuda"),
+            weight=weight.view(QUANTIZED_DTYPES[kind]),
+            scale=torch.full((rows,), 0.5, device="cuda"),
         ),
     ]
     program = Program(phases, gates=2, linear_candidate=False, normalize_gates=True)
-    ids, slots = int32([0, 1, 2, 3], "cuda"), int32([-1] * 4, "cuda")
     no_state = torch.zeros(0, 2, 2, device="cuda")[..., :0]
-    logits = program.run(ids, slots, no_state, None, 1e-5)
-    expected = 0.5 * wide.view(QUANTIZED_DTYPES[kind]).float()[:, :4].t()
-    assert torch.equal(logits, expected)
+    slots = int32([-1] * batch, "cuda")
+    ids = torch.arange(inputs, dtype=torch.int32, device="cuda")
+    return torch.cat([program.run(some, slots, no_state, None, 1e-5) for some in ids.split(batch)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_every_8_bit_value_is_exact_at_every_input(kind: Quantization, batch: int) -> None:
+    """Products without rounding, however many tokens share the columns of the tensor cores."""
+    generator = torch.Generator("cuda").manual_seed(batch)
+    values = torch.arange(256, dtype=torch.int16, device="cuda").to(torch.uint8).view(torch.int8)
+    finite = values[values.view(QUANTIZED_DTYPES[kind]).float().isfinite()]
+    for rows, inputs in ((256, 128), (72, 384), (8 * (132 * 3 + 5), 2176)):
+        chosen = torch.randint(len(finite), (rows, inputs), device="cuda", generator=generator)
+        weight = finite[chosen]
+        weight[: len(finite), 0] = finite[:rows]
+        got = ones_times(weight, kind, batch)
+        assert torch.equal(got, 0.5 * weight.view(QUANTIZED_DTYPES[kind]).float().t())
 
 
 @pytest.mark.gpu
