@@ -9,8 +9,8 @@ const SLIDERS = [
 ];
 const NUMBERS = [
   { name: "top_k", label: "Top k", value: 0, min: 0, step: 1, off: 0, help: "0 is off" },
-  { name: "max_tokens", label: "Most tokens", value: 400, min: 1, step: 1 },
-  { name: "seed", label: "Seed", value: "", step: 1, help: "empty: a new one" },
+  { name: "max_tokens", label: "Max tokens", value: 400, min: 1, step: 1 },
+  { name: "seed", label: "Seed", value: "", step: 1, help: "empty is any" },
 ];
 const PENALTIES = [
   { name: "repetition_penalty", label: "Repetition", value: 1, min: 0.01, max: 100, step: 0.05, off: 1, help: "1 is off" },
@@ -84,14 +84,15 @@ export class Sampling {
   _field(spec, slides = false) {
     const { name, label, value, min, max, step, help } = spec;
     const id = `sampling-${name}`;
-    const limits = { value, min, max, step: "any" };
+    // A value is made to fit the limits that there are when it is set: it comes last.
+    const limits = { min, max, step: "any", value };
     const input = element("input", {
       id, ...limits, type: "number", inputmode: min < 0 || name === "seed" ? null : "decimal",
       "aria-describedby": help ? `${id}-help` : null,
     });
     this._inputs.set(name, input);
     const parts = [element("label", { for: id }, label)];
-    if (slides) parts.push(slider(input, { ...limits, step }, label));
+    if (slides) parts.push(slider(input, { min, max, step, value }, label));
     parts.push(input);
     if (help) parts.push(element("small", { id: `${id}-help` }, help));
     return element("div", { class: slides ? "field slides" : "field" }, ...parts);

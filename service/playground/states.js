@@ -99,5 +99,5 @@ export function title(state) {
   const text = (state.text ?? "").replace(/\s+/g, " ").trim();
   if (!text) return `${state.id.slice(0, 11)}…`;
   const characters = Array.from(text);
-  return characters.length > 28 ? `…${characters.slice(-28).join("").trim()}` : text;
+  return characters.length > 22 ? `…${characters.slice(-22).join("").trim()}` : text;
 }

@@ -13,7 +13,6 @@ export function showBefore(host, state) {
   host.hidden = state === null;
   host.textContent = state ? state.text ?? `After ${state.id}, whose text this page does not know.` : "";
   host.classList.toggle("unknown", state !== null && state.text === null);
-  host.scrollTop = host.scrollHeight;
 }
 
 /** Shows `states`; `onChoose` is told of the state (or null, the beginning) that was chosen. */
@@ -83,8 +82,8 @@ export class Tree {
     const name = state ? title(state) : "Beginning";
     chip.append(element("span", { class: "chip-name" }, name));
     if (state) {
-      const tokens = `${whole(state.tokens)} token${state.tokens === 1 ? "" : "s"}`;
-      chip.append(" ", element("small", {}, tokens));
+      const unit = element("span", { class: "hidden" }, " tokens");
+      chip.append(" ", element("small", {}, whole(state.tokens), unit));
     }
     return chip;
   }
@@ -102,7 +101,7 @@ export class Tree {
     this._facts(state);
     const name = element("input", {
       id: "fork-name", type: "text", maxlength: 128, autocomplete: "off", spellcheck: "false",
-      placeholder: "name, if it shall have one",
+      placeholder: "name (optional)",
     });
     const fork = () => this._do(async () => {
       const copy = await this.states.fork(state.id, name.value.trim());

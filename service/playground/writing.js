@@ -8,7 +8,7 @@ import { GrowingText, tokensOf } from "./text.js";
 import { showBefore } from "./tree.js";
 
 const ENDS = {
-  stop: "end of text or stop string", length: "most tokens", timeout: "the server's time limit",
+  stop: "end of text or stop string", length: "max tokens", timeout: "the server's time limit",
 };
 
 /** The panel Write. */
@@ -189,8 +189,9 @@ export class Writing {
     generate.hidden = running;
     stop.hidden = !running;
     if (held) (running ? stop : generate).focus({ preventScroll: true });
-    byId("save").setAttribute("aria-disabled", String(running));
+    byId("save").hidden = running;
     for (const id of ["continue", "copy", "clear"]) byId(id).hidden = running || !written;
+    stop.parentElement.classList.toggle("running", running);
     const host = this.answer.host;
     host.classList.toggle("growing", running);
     host.setAttribute("aria-busy", String(running));
