@@ -24,10 +24,9 @@ const tree = new Tree(states, (state) => {
   writing.moveTo(state);
   scoring.moveTo(state);
   showLegend();
-  (panel === "write" ? writing.prompt : scoring.own).focus({ preventScroll: true });
-});
+}, () => (panel === "write" ? writing.prompt : scoring.own).focus());
 const model = () => byId("model").value || undefined;
-const parts = { server, states, tree, sampling, model, onTokens: showLegend };
+const parts = { server, states, tree, sampling, model, onTokens: showLegend, onModelGone: begin };
 const writing = new Writing(parts);
 const scoring = new Scoring(parts);
 const inspector = new Inspector(byId("token-card"));

@@ -10,7 +10,8 @@ const ALTERNATIVES = 5;
 
 /** The panel Score. */
 export class Scoring {
-  /** @param {{server: any, tree: any, model: () => string|undefined, onTokens: () => void}} parts */
+  /** @param {{server: any, tree: any, model: () => string|undefined, onTokens: () => void,
+   *   onModelGone: () => void}} parts */
   constructor(parts) {
     this.parts = parts;
     this.own = byId("own");
@@ -41,7 +42,7 @@ export class Scoring {
     this._request = request;
     byId("run-score").setAttribute("aria-disabled", "true");
     this.notice.clear();
-    const { server, tree, model, onTokens } = this.parts;
+    const { server, tree, model, onTokens, onModelGone } = this.parts;
     const text = this.own.value;
     const state = tree.state ? { state: tree.state.id } : {};
     const ask = (path, body) => server.json(path, {
@@ -56,8 +57,10 @@ export class Scoring {
       this._show(text, results[0], echoed.choices[0].logprobs);
       onTokens();
     } catch (error) {
+      // What a state that is gone leaves behind is cleared away, and then the error is told.
+      if (error.code === "state_not_found") await tree.load();
+      if (error.param === "model") onModelGone();
       if (error.name !== "AbortError") this.notice.show(error, () => this.score());
-      if (error.code === "state_not_found") tree.load();
     } finally {
       this._request = null;
       byId("run-score").removeAttribute("aria-disabled");

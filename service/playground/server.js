@@ -1,6 +1,7 @@
 /** The server: requests with the key, and errors in the server's own words. */
 
 import { events } from "./events.js";
+import { keep, recall } from "./memory.js";
 
 const KEY = "minserve.key";
 
@@ -17,15 +18,16 @@ export class Server {
   /** @param {(error: ServerError) => void} onRefused is told of every 401 */
   constructor(onRefused) {
     this.onRefused = onRefused;
+    this._key = recall(KEY);
   }
 
   get key() {
-    return sessionStorage.getItem(KEY);
+    return this._key;
   }
 
   set key(value) {
-    if (value) sessionStorage.setItem(KEY, value);
-    else sessionStorage.removeItem(KEY);
+    this._key = value;
+    keep(KEY, value);
   }
 
   /** The response to a request, if it is a good one. Throws ServerError, or AbortError.

@@ -3,9 +3,12 @@
  * The server knows every state, but not its ancestors. What this page has made it remembers itself,
  * with the text before each state, until the tab is closed. */
 
+import { keep, recall } from "./memory.js";
+
 const LINEAGE = "minserve.lineage";
 const MOST_TEXT = 4000; // characters that are remembered of the text before a state
 const MOST_LISTED = 200;
+const MOST_TITLE = 24; // characters
 
 /**
  * A state as the server tells it, and what the page knows of it.
@@ -76,17 +79,13 @@ export class States {
 
   _remember(id, parent, text) {
     this._lineage.set(id, { parent, text: text === null ? null : text.slice(-MOST_TEXT) });
-    try {
-      sessionStorage.setItem(LINEAGE, JSON.stringify([...this._lineage]));
-    } catch {
-      // Storage is full or forbidden: the tree lasts as long as the page.
-    }
+    keep(LINEAGE, JSON.stringify([...this._lineage]));
   }
 }
 
 function remembered() {
   try {
-    return new Map(JSON.parse(sessionStorage.getItem(LINEAGE) ?? "[]"));
+    return new Map(JSON.parse(recall(LINEAGE) || "[]"));
   } catch {
     return new Map();
   }
@@ -99,5 +98,8 @@ export function title(state) {
   const text = (state.text ?? "").replace(/\s+/g, " ").trim();
   if (!text) return `${state.id.slice(0, 11)}…`;
   const characters = Array.from(text);
-  return characters.length > 22 ? `…${characters.slice(-22).join("").trim()}` : text;
+  if (characters.length <= MOST_TITLE) return text;
+  // From the beginning of a word, if there is one.
+  const end = characters.slice(-MOST_TITLE).join("");
+  return `…${end.replace(/^\S* (?=\S)/, "").trim()}`;
 }

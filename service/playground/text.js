@@ -4,6 +4,7 @@
  * the browser lays out those in sight only; beyond MOST_MARKED tokens the text goes on unmarked. */
 
 import { element, oncePerFrame } from "./dom.js";
+import { visible } from "./format.js";
 
 const MOST_MARKED = 5000;
 const BLOCK = 4000; // characters, after which the next line break begins a new block
@@ -163,7 +164,7 @@ export class GrowingText {
     const kinds = ["token", unit.look];
     if (unit.text.includes("\n")) kinds.push("breaks");
     if (unit.text === "") kinds.push("special");
-    const text = unit.text || unit.tokens.map((token) => token.name).join("");
+    const text = unit.text || unit.tokens.map((token) => visible(token.name)).join("");
     return element("span", { class: kinds.join(" "), "data-unit": unit.index }, text);
   }
 

@@ -15,12 +15,12 @@ export function showBefore(host, state) {
   host.classList.toggle("unknown", state !== null && state.text === null);
 }
 
-/** Shows `states`; `onChoose` is told of the state (or null, the beginning) that was chosen. */
+/** Shows `states`; `onChoose` is told of the state (or null, the beginning) that was chosen,
+ * `onGoOn` when its text shall be gone on with. */
 export class Tree {
   /** @param {import("./states.js").States} states */
-  constructor(states, onChoose) {
-    this.states = states;
-    this.onChoose = onChoose;
+  constructor(states, onChoose, onGoOn) {
+    Object.assign(this, { states, onChoose, onGoOn });
     this.chosen = null; // an id
     this._host = byId("tree");
     this._card = byId("state-card");
@@ -44,6 +44,7 @@ export class Tree {
     this.chosen = id;
     this.render();
     this.onChoose(this.state);
+    say(id === null ? "At the beginning." : `After ${title(this.state)}.`);
   }
 
   render() {
@@ -111,9 +112,12 @@ export class Tree {
     name.addEventListener("keydown", (event) => { if (event.key === "Enter") fork(); });
     this._card.replaceChildren(
       this._figures,
+      element(
+        "div", { class: "row" },
+        button("Go on from here", () => this.onGoOn(), { class: "main" }), this._deleteButton(state),
+      ),
       element("label", { for: "fork-name" }, "A copy of this state"),
       element("div", { class: "row" }, name, button("Fork", fork)),
-      element("div", { class: "row" }, this._deleteButton(state)),
     );
   }
 

@@ -14,7 +14,7 @@ const ENDS = {
 /** The panel Write. */
 export class Writing {
   /** @param {{server: any, states: any, tree: any, sampling: any, model: () => string|undefined,
-   *   onTokens: () => void}} parts */
+   *   onTokens: () => void, onModelGone: () => void}} parts */
   constructor(parts) {
     this.parts = parts;
     this.prompt = byId("prompt");
@@ -158,11 +158,13 @@ export class Writing {
     if (document.activeElement === document.body) byId("generate").focus({ preventScroll: true });
   }
 
-  _refused(error, again = () => this.generate()) {
+  async _refused(error, again = () => this.generate()) {
+    // What a state that is gone leaves behind is cleared away, and then the error is told.
+    if (error.code === "state_not_found") await this.parts.tree.load();
+    if (error.param === "model") this.parts.onModelGone();
     this.notice.show(error, again);
     this.parts.sampling.mark(error.param);
     this.prompt.toggleAttribute("aria-invalid", /^prompts?\b/.test(error.param ?? ""));
-    if (error.code === "state_not_found") this.parts.tree.load();
   }
 
   _remark(text) {
