@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("browser")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # its event loop is in the way of other packages' tests
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
