@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Skips are easily overlooked."""
     skipped = terminalreporter.stats.get("skipped", [])
-    reasons = [str(report.longrepr) for report in skipped]
+    reasons = [str(report.longrepr[-1]) for report in skipped if isinstance(report.longrepr, tuple)]
     untested = [reason for reason in reasons if NO_BROWSER in reason]
     if untested:
-        why = untested[0].split(NO_BROWSER)[1].rstrip("')\"")
         terminalreporter.write_sep("!", "THE PLAYGROUND WAS NOT TESTED IN A BROWSER", red=True)
+        why = untested[0].split(NO_BROWSER)[1]
         terminalreporter.write_line(f"{len(untested)} tests were skipped: {why}")

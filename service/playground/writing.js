@@ -7,6 +7,7 @@ import { Notice } from "./notice.js";
 import { GrowingText, tokensOf } from "./text.js";
 import { showBefore } from "./tree.js";
 
+const BEGINNING = "Write a beginning. “ROMEO:” will do.";
 const ENDS = {
   stop: "end of text or stop string", length: "max tokens", timeout: "the server's time limit",
 };
@@ -20,6 +21,7 @@ export class Writing {
     this.prompt = byId("prompt");
     this.answer = new GrowingText(byId("answer"));
     this.notice = new Notice(byId("write-error"));
+    this.prompt.placeholder = BEGINNING;
     this._request = null; // of the answer that is under way
     this._saving = false;
     const actions = {
@@ -43,6 +45,7 @@ export class Writing {
     if (state?.text?.endsWith(written)) this.prompt.value = "";
     this._empty();
     showBefore(byId("write-before"), state);
+    this.prompt.placeholder = state === null ? BEGINNING : "Write on, or let the model.";
   }
 
   async generate() {
