@@ -203,7 +203,8 @@ export class Writing {
   }
 
   _showPace({ start, first, last, tokens, end, counted }) {
-    byId("pace").hidden = false;
+    // Of an answer that was refused there is nothing to tell.
+    byId("pace").hidden = tokens === 0 && end === "an error";
     byId("pace-tokens").textContent = whole(tokens);
     byId("pace-first").textContent = first === null ? "–" : seconds((first - start) / 1000);
     const rate = (tokens - counted) / ((last - first) / 1000);
