@@ -1,7 +1,7 @@
 /** Writing: a prompt goes out, its answer streams in below it, and may be stopped, gone on with and
  * kept as a state. */
 
-import { byId, say } from "./dom.js";
+import { byId, oncePerFrame, say } from "./dom.js";
 import { seconds, short, whole } from "./format.js";
 import { Notice } from "./notice.js";
 import { GrowingText, tokensOf } from "./text.js";
@@ -23,6 +23,8 @@ export class Writing {
     this.notice = new Notice(byId("write-error"));
     this.prompt.placeholder = BEGINNING;
     this._request = null; // of the answer that is under way
+    this._pace = null; // of the answer that is shown
+    this._showPaceSoon = oncePerFrame(() => this._showPace());
     this._saving = false;
     const actions = {
       generate: () => this.generate(), stop: () => this.stop(), continue: () => this.goOn(),
@@ -59,6 +61,7 @@ export class Writing {
     const body = { prompts: [this.prompt.value], model: model(), ...sampling.read() };
     if (tree.state) body.state = tree.state.id;
     const pace = { start: performance.now(), first: null, last: null, tokens: 0, end: null };
+    this._pace = pace;
     this._show();
     say("Generating.");
     try {
@@ -143,13 +146,13 @@ export class Writing {
     }
     this.answer.add(frame.text ?? "", frame.logprobs ? tokensOf(frame.logprobs) : []);
     if (frame.finish_reason) pace.end = ENDS[frame.finish_reason] ?? frame.finish_reason;
-    this._showPace(pace);
+    this._showPaceSoon();
   }
 
   _end(pace) {
     this._request = null;
     this.answer.end();
-    this._showPace(pace);
+    this._showPace();
     this._show();
     if (this.answer.units.length) this.parts.onTokens();
     if (this.answer.overfull) {
@@ -180,6 +183,7 @@ export class Writing {
     this.answer.clear();
     this._remark("");
     this.prompt.removeAttribute("aria-invalid");
+    this._pace = null;
     byId("pace").hidden = true;
     this._show();
   }
@@ -202,7 +206,9 @@ export class Writing {
     host.setAttribute("aria-busy", String(running));
   }
 
-  _showPace({ start, first, last, tokens, end, counted }) {
+  _showPace() {
+    if (!this._pace) return;
+    const { start, first, last, tokens, end, counted } = this._pace;
     // Of an answer that was refused there is nothing to tell.
     byId("pace").hidden = tokens === 0 && end === "an error";
     byId("pace-tokens").textContent = whole(tokens);

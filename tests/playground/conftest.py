@@ -58,12 +58,14 @@ def opening(chromium: Any) -> Iterator[Opened]:
     """Opens watched pages; what was seen of them is judged at the end."""
     contexts, pages, wrong = [], [], []
 
-    def open_page(url: str, *, ready: bool = True, route: Any = None, **options: Any) -> Any:
+    def open_page(
+        url: str, *, ready: bool = True, route: Any = None, before: str = "", **options: Any
+    ) -> Any:
         context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(20_000)
-        page.add_init_script(VIOLATIONS)
+        page.add_init_script(VIOLATIONS + before)
         page.on("pageerror", lambda error: wrong.append(f"script: {error}"))
         page.on("console", lambda said: wrong.extend(_complaints(said)))
         page.on("request", lambda asked: wrong.extend(_foreign(asked.url, url)))

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import Server
 from tests.playground.conftest import Opened, answer, until, wait_for_end, write
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
 from tests.service.test_access import ADMIN, ALICE, BOB, KEYS
+
+FORBIDDEN = """Object.defineProperty(window, "sessionStorage", {
+  get() { throw new DOMException("no storage here", "SecurityError"); },
+});"""
 
 
 @pytest.fixture(params=["open", "key", "admin"])
@@ -75,3 +80,23 @@ def test_a_key_that_is_no_longer_good(open_page: Opened, guarded: tuple[str, str
     page.click("#key-forget")
     page.wait_for_selector("text=no API key")
     assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_a_tab_that_may_not_remember(open_page: Opened, server: Server) -> None:
+    """Where browsers forbid storage, the page works until it is left."""
+    page = open_page(server.url, before=FORBIDDEN)
+    write(page, "abc", max_tokens=5)
+    wait_for_end(page)
+    assert len(answer(page)) > 0
+    with page.expect_response("**/v1/states") as made:
+        page.click("#save")
+    id = made.value.json()["id"]
+    page.wait_for_selector(f"[data-state='{id}']")
+    page.click(f"[data-state='{id}']")
+    assert page.inner_text("#write-before").startswith("abc")
+    page.evaluate("document.querySelector('#key').hidden = false")
+    page.click("#key")
+    page.fill("#key-value", ALICE)
+    with page.expect_request("**/v1/models") as asked:
+        page.keyboard.press("Enter")
+    assert asked.value.headers["x-api-key"] == ALICE
