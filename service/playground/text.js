@@ -8,6 +8,7 @@ import { visible } from "./format.js";
 
 const MOST_MARKED = 5000;
 const BLOCK = 4000; // characters, after which the next line break begins a new block
+const SLACK = 24; // pixels that the end may lie out of sight and still be followed
 const LONGEST = 20000; // characters of a block without line breaks
 
 /** Lower bounds of the probabilities that look alike; what is below all of them is the last kind. */
@@ -111,14 +112,15 @@ export class GrowingText {
   /** Puts what has come into the document, and keeps the end in sight where it was. */
   flush() {
     if (!this._waiting.length) return;
-    const follow = this._endsInSight();
+    // Whoever scrolls back to read is left alone.
+    const follow = this._beyond() <= SLACK;
     for (const part of join(this._waiting)) this._append(part);
     this._waiting = [];
     if (this.units.length) {
       this.host.classList.add("marked");
       this.host.tabIndex = 0;
     }
-    if (follow && !this._endsInSight()) this._block.scrollIntoView({ block: "end" });
+    if (follow && this._beyond() > 0) this._block.scrollIntoView({ block: "end" });
   }
 
   /** The unit that `node` shows or lies in, if any. */
@@ -168,9 +170,11 @@ export class GrowingText {
     return element("span", { class: kinds.join(" "), "data-unit": unit.index }, text);
   }
 
-  _endsInSight() {
-    const box = (this._block ?? this.host).getBoundingClientRect();
-    return box.bottom <= window.innerHeight + 60 && box.bottom >= 0;
+  /** Pixels that the end lies below what is to be seen, which the bar is no part of. */
+  _beyond() {
+    const covered = parseFloat(getComputedStyle(document.documentElement).scrollPaddingBottom);
+    const { bottom } = (this._block ?? this.host).getBoundingClientRect();
+    return bottom - (window.innerHeight - covered);
   }
 }
 

@@ -310,3 +310,21 @@ def test_a_model_that_was_replaced_is_named_again(open_page: Opened, server: Ser
     write(page)
     wait_for_end(page)
     assert answer(page) and not page.is_visible("#write-error")
+
+
+def test_the_end_is_followed_until_somebody_reads_back(page: Any) -> None:
+    end = "document.querySelector('#answer').getBoundingClientRect().bottom"
+    bar = "document.querySelector('#write .bar').getBoundingClientRect().top"
+    write(page, max_tokens=500_000)
+    until(page, "scrollY > 300", seconds=60)
+    for _ in range(5):
+        assert page.evaluate(f"{end} <= {bar} + 1")
+        page.wait_for_timeout(100)
+    page.mouse.move(400, 300)
+    page.mouse.wheel(0, -200)
+    page.wait_for_timeout(300)  # until it has scrolled
+    read, length = page.evaluate("scrollY"), len(answer(page))
+    until(page, f"document.querySelector('#answer').textContent.length > {length + 200}")
+    assert page.evaluate("scrollY") == read
+    page.keyboard.press("Escape")
+    wait_for_end(page)
