@@ -8,6 +8,7 @@ where there is none, nothing is there.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 from starlette.datastructures import Headers
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine import messages
 from service.errors import ApiError, respond
 from service.keys import ApiKeys, Key, KeyRing, load_keys
+from service.playground import paths
 from service.scope import KEY_NAME, LEAST_PRIORITY
 from service.settings import Settings
 
@@ -32,9 +34,15 @@ class Access:
     """The keys of a server and what each of them opens."""
 
     def __init__(
-        self, keys: ApiKeys | None = None, admin: KeyRing | None = None, metrics: Level = "open"
+        self,
+        keys: ApiKeys | None = None,
+        admin: KeyRing | None = None,
+        metrics: Level = "open",
+        pages: Iterable[str] = (),
     ) -> None:
+        """`pages`: paths that are open beside OPEN_PATHS."""
         self.keys = keys
+        self._open = OPEN_PATHS.union(pages)
         self._admin = admin
         self._metrics = metrics
 
@@ -45,7 +53,7 @@ class Access:
 
     def level(self, path: str) -> Level:
         """Whose key opens `path`."""
-        if path in OPEN_PATHS:
+        if path in self._open:
             return "open"
         if path == METRICS_PATH:
             return self._metrics
@@ -81,7 +89,9 @@ class Access:
 def load_access(settings: Settings) -> Access:
     """What the settings say. Raises ConfigError."""
     keys, admin = load_keys(settings)
-    return Access(keys, admin, settings.metrics_access)
+    # The playground is loaded without a key, and asks for one.
+    pages = paths() if settings.playground else ()
+    return Access(keys, admin, settings.metrics_access, pages)
 
 
 class KeyCheck:

@@ -31,6 +31,7 @@ from service.routes import (
     health,
     metrics,
     models,
+    playground,
     score,
     states,
     tokenize,
@@ -102,6 +103,8 @@ def create_app(
                 app.lead_to(route)
     app.include_router(states.making)
     app.include_router(states.router)
+    if settings.playground:
+        app.include_router(playground.router)
     if access.has_admin:
         app.include_router(admin.router)
     describe_access(app, access)

@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     # The connection.
     tls_certificate: Path | None = None  # PEM, with the chain; None = plain HTTP
     tls_key: Path | None = None  # PEM; None = it is in the certificate's file
+    playground: bool = True  # the page at /
     cors_origin: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] = ()
 
     # Limits of one request.

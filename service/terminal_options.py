@@ -112,6 +112,7 @@ TlsCertificate = Annotated[
     Path | None, Option(help="PEM file with the chain; serves HTTPS [plain HTTP].")
 ]
 TlsKey = Annotated[Path | None, Option(help="PEM file, without passphrase [in the certificate's].")]
+Playground = Annotated[bool | None, Option(help="A page to try the model with, at / [yes].")]
 CorsOrigin = Annotated[
     list[str] | None,
     Option(help="Whose pages in browsers may ask: https://HOST or *; repeatable [nobody's]."),

@@ -48,6 +48,7 @@ def serve(
     metrics_access: options.MetricsAccess = None,
     tls_certificate: options.TlsCertificate = None,
     tls_key: options.TlsKey = None,
+    playground: options.Playground = None,
     cors_origin: options.CorsOrigin = None,
 ) -> None:
     """Serves a model over HTTP.

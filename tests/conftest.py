@@ -1,10 +1,16 @@
-"""Shared by every test: those marked `gpu` run where a GPU and CUDA kernels are, else skip."""
+"""Shared by every test: those marked `gpu` run where a GPU and CUDA kernels are, those marked
+`browser` where a browser is; else they skip, and the end of the run says so."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
+
+from tests import browser
+
+NO_BROWSER = "needs a browser: "
 
 
 def _gpu_usable() -> str | None:
@@ -20,9 +26,26 @@ def _gpu_usable() -> str | None:
     return None if library.has_cuda_kernels() else "the extension holds no CUDA kernels"
 
 
+@pytest.hookimpl(trylast=True)  # all markers are there
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _gpu_usable() if gpu_items else None
     if reason is not None:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+    browser_items = [item for item in items if item.get_closest_marker("browser")]
+    reason = browser.missing() if browser_items else None
+    if reason is not None:
+        for item in browser_items:
+            item.add_marker(pytest.mark.skip(reason=NO_BROWSER + reason))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Skips are easily overlooked."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = [str(report.longrepr[-1]) for report in skipped if isinstance(report.longrepr, tuple)]
+    untested = [reason for reason in reasons if NO_BROWSER in reason]
+    if untested:
+        terminalreporter.write_sep("!", "THE PLAYGROUND WAS NOT TESTED IN A BROWSER", red=True)
+        why = untested[0].split(NO_BROWSER)[1]
+        terminalreporter.write_line(f"{len(untested)} tests were skipped: {why}")

@@ -1,0 +1,41 @@
+"""GET /: the playground, a page to try the model with; its files lie below /playground/."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from service.errors import ApiError
+from service.playground import FOLDER_PATH, PAGE, Asset, assets
+
+router = APIRouter(include_in_schema=False)
+METHODS = ["GET", "HEAD"]
+
+
+@router.api_route("/", methods=METHODS)
+async def page(request: Request) -> Response:
+    """The page."""
+    return _answer(request, assets()[PAGE])
+
+
+@router.api_route(FOLDER_PATH + "{name}", methods=METHODS)
+async def file(name: str, request: Request) -> Response:
+    """One of the files that the page names; 404 for all others."""
+    asset = assets().get(name) if name != PAGE else None
+    if asset is None:
+        raise ApiError(404, f"no such path: {FOLDER_PATH}{name}", code="not_found")
+    return _answer(request, asset)
+
+
+def _answer(request: Request, asset: Asset) -> Response:
+    if _is_known(request.headers.get("if-none-match", ""), asset.etag):
+        headers = {name: value for name, value in asset.headers.items() if name != "content-type"}
+        return Response(status_code=304, headers=headers)
+    if request.method == "HEAD":
+        return Response(headers={**asset.headers, "content-length": str(len(asset.content))})
+    return Response(asset.content, headers=asset.headers)
+
+
+def _is_known(given: str, etag: str) -> bool:
+    """Whether If-None-Match names `etag`, which proxies may have made a weak one."""
+    tags = [tag.strip().removeprefix("W/") for tag in given.split(",")]
+    return etag in tags or given.strip() == "*"
