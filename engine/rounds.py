@@ -47,6 +47,9 @@ class Rounds:
         decode soon."""
         if len(self._under_way) != 1 or self._special or self._most_steps == 1:
             return False
+        plan, _ = self._under_way[0]
+        if plan.decode and not plan.plain:  # what it draws passes through the host
+            return False
         return not self._is_thin(coming)
 
     def add(self, sequence: Sequence) -> None:

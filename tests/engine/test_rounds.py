@@ -170,6 +170,20 @@ def test_one_request_that_needs_the_host_makes_every_round_one_step() -> None:
     assert lengths == [1, 1, 32], "the first round and the one behind it are untimed"
 
 
+def test_nothing_follows_a_round_unseen_in_which_the_host_draws() -> None:
+    """Also when those for whose sake it does have been aborted meanwhile."""
+    engine = Engine(FakeRunner(most_steps=32, overlaps=True))
+    engine.add("c", ask(1))
+    engine.add("c", ask(2, msgspec.structs.replace(LONG, logprobs=0)))
+    told: list[int] = []
+    for _ in range(3):
+        told += tokens_of(engine.step()["c"]).get(1, [])
+    engine.abort("c", [2])
+    for _ in range(3):
+        told += tokens_of(engine.step()["c"]).get(1, [])
+    assert told == recite([1], len(told)) and len(told) >= 6
+
+
 def test_who_can_be_admitted_does_not_wait_for_the_batch_to_end() -> None:
     engine = Engine(FakeRunner(slots=2, most_steps=32, overlaps=True))
     engine.add("c", ask(1))
