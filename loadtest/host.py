@@ -115,15 +115,15 @@ class MockRunner:
     def _draw(self, plan: Plan) -> Drawn:
         if not plan.again:
             self._rows = []
-        for row in plan.leave:
-            self._rows[row] = 0
+        for ended in plan.leave:
+            self._rows[ended] = 0
         self._rows += [0] * (1 + max(plan.at, default=-1) - len(self._rows))
         for at, row in zip(plan.at, plan.decode, strict=True):
             self._rows[at] = self._most[row.key] - row.position
         steps = plan.steps
-        ended = {row: left for row, left in enumerate(self._rows) if left <= steps}
+        over = {number: left for number, left in enumerate(self._rows) if left <= steps}
         self._rows = [left - steps if left > steps else 0 for left in self._rows]
-        return Drawn(self._token * (len(self._rows) * steps), ended)
+        return Drawn(self._token * (len(self._rows) * steps), over)
 
     def finish(self, pending: tuple[StepResult, float]) -> StepResult:
         result, end = pending
