@@ -156,9 +156,9 @@ class Parameters:
         at.cursor.numpy()[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
-        seeds = torch.tensor([one.seed for one in params])
-        choices = torch.tensor([one.choice for one in params])
-        self._streams[slots] = distribution.stream_ids(seeds, choices).numpy()
+        seeds = np.array([one.seed for one in params], np.int64)
+        choices = np.array([one.choice for one in params], np.int64)
+        self._streams[slots] = distribution.stream_ids(seeds, choices)
         self._top_p[slots] = [one.top_p for one in params]
         self._top_k[slots] = [one.top_k if one.top_k < self._vocab_size else 0 for one in params]
         self._temperature[slots] = [_temperature(one) for one in params]

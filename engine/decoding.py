@@ -27,8 +27,9 @@ from engine.columns import (
     draw_rows,
     words_of,
 )
-from engine.device import upload, upload_array
+from engine.device import upload
 from engine.graphs import BucketGraphs
+from engine.indices import to_device
 from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
 
 ModelStep = Callable[[Tensor, Tensor], Tensor]
@@ -135,15 +136,16 @@ class DecodeState:
         """The batch goes on: ends rows, and makes room for more."""
         at = self._at(self._size)
         if plan.leave:
-            at.slots.index_fill_(0, upload(plan.leave, torch.int64, self._device), -1)
+            at.slots.index_fill_(0, to_device(plan.leave, self._device), -1)
         if plan.at:
-            keys = dict(zip(plan.at, (row.key for row in plan.decode), strict=True))
-            count = max(len(self._keys), *(row + 1 for row in plan.at))
-            old = [*self._keys, *[-1] * (count - len(self._keys))]
-            size = self._size_for(count)
+            size = self._size_for(max(len(self._keys), 1 + max(plan.at)))
             if size != self._size:
                 self._widen(size)
-            self._keys = [keys.get(row, key) for row, key in enumerate(old)]
+            keys = self._keys.copy()
+            keys += [-1] * (1 + max(plan.at) - len(keys))
+            for row, joining in zip(plan.at, plan.decode, strict=True):
+                keys[row] = joining.key
+            self._keys = keys
         self._at(self._size).cursor.zero_()
 
     def _widen(self, size: int) -> None:
@@ -180,7 +182,7 @@ class DecodeState:
         self._memory[self._places(targets, self._size)] = words[self._places(sources, size)]
 
     def _places(self, rows: Sequence[int], size: int) -> Tensor:
-        return upload_array(words_of(rows, size), self._device)
+        return to_device(words_of(rows, size), self._device)
 
 
 def to_drawn(round: Round) -> tuple[Drawn, list[int]]:

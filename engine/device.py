@@ -13,9 +13,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
@@ -86,12 +84,6 @@ def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
-def upload_array(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Likewise, of any shape."""
-    there = torch.from_numpy(values)
-    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
 
 
 def _why_no_gpu(name: str) -> str | None:

@@ -118,7 +118,7 @@ class Plan:
     release: list[int] = field(default_factory=list)
     plain: bool = False
     again: bool = False
-    steps: int = 1  # of those that decode; more than one only where `plain` and no prompt is read
+    steps: int = 1  # of those that decode; more than one only where `plain`
 
     def participants(self) -> list[int]:
         """The keys of the sequences that take part, but for those of the batch that goes on."""

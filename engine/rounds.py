@@ -15,8 +15,9 @@ from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
-# Reading new prompts costs those that decode a step's weights, and the round has one step. So they
-# are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS.
+# Reading new prompts costs those that decode the time in which the weights are read once more. So
+# they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
+# a round in which prompts are read has one step, so that their first tokens are not held back.
 PATIENT_ROWS = 64
 PATIENCE_SECONDS = 0.008
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
@@ -31,6 +32,7 @@ class Rounds:
         self._special = 0  # of them, that are not plain
         self._outside: dict[int, Sequence] = {}  # of them, that are in no batch
         self._batch: DecodeBatch | None = None
+        self._through_host = False  # what the latest plan draws passes there
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
         self._timed_rows = 0  # of that batch
@@ -47,10 +49,7 @@ class Rounds:
         decode soon."""
         if len(self._under_way) != 1 or self._special or self._most_steps == 1:
             return False
-        plan, _ = self._under_way[0]
-        if plan.decode and not plan.plain:  # what it draws passes through the host
-            return False
-        return not self._is_thin(coming)
+        return not (self._through_host or self._is_thin(coming))
 
     def add(self, sequence: Sequence) -> None:
         """From the next plan on, it decodes; its last token is known."""
@@ -82,11 +81,13 @@ class Rounds:
         """
         if self._most_steps == 1 or self._special or not all(one.plain for one in beginning):
             self._dissolve()
+            self._through_host = bool(self.sequences or beginning)
             plan.decode += [
                 DecodeRow(one.key, one.slot, one.last_token, one.drawn)
                 for one in self.sequences.values()
             ]
             return
+        self._through_host = False
         if not self._under_way and self._is_thin(len(beginning)):
             self._dissolve()
         lasting = [one for one in beginning if one.max_tokens > 1]
@@ -105,7 +106,7 @@ class Rounds:
     def _steps(self, batch: DecodeBatch, reading: bool) -> int:
         # A much larger batch than the one that was timed takes one step to be timed.
         timed = self._step_seconds > 0 and batch.rows <= 2 * self._timed_rows
-        if reading or not timed:
+        if not timed or (reading and len(batch) < PATIENT_ROWS):
             return 1
         fitting = round(ROUND_SECONDS / self._step_seconds)
         return max(1, min(fitting, self._most_steps, batch.left()))

@@ -7,7 +7,6 @@ waits for these, which is a round's one wait. On the CPU all of the work is done
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
 from engine.grammars import Grammars
 from engine.graphs import buckets
+from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
 from engine.places import Places, exported
 from engine.plan import (
@@ -69,10 +69,10 @@ class Pending(NamedTuple):
     plan: Plan
     results: _Results  # on the host, once the device is done
     round: Round | None  # of a plain plan
-    begin: _Mark
-    middle: _Mark  # prompts have been read
-    end: _Mark
-    done: _Mark  # the results are on the host
+    begin: Mark
+    middle: Mark  # prompts have been read
+    end: Mark
+    done: Mark  # the results are on the host
 
 
 class Runner:
@@ -208,7 +208,7 @@ class Runner:
             self._constraints.release(key)
         self._places.carry_out(plan.before)
         self._admit(plan.admit)
-        begin = _Mark(self._device)
+        begin = Mark(self._device)
         hidden, logits, drawings = self._read(plan)
         if plan.after:
             # The sampler may change the logits.
@@ -225,15 +225,15 @@ class Runner:
             if logits is not None:
                 chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
                 draws = self._sample(chunks, [0] * len(chunks), logits)
-            middle = _Mark(self._device)
+            middle = Mark(self._device)
             round = self._decoding.start(plan, drawings)
         else:
-            middle = _Mark(self._device)
+            middle = Mark(self._device)
             draws = self._draw(plan, logits)
-        end = _Mark(self._device)
+        end = Mark(self._device)
         exports = self._places.export(plan.exports)
         results = self._fetch(_Results(draws, first, scores, exports))
-        return Pending(plan, results, round, begin, middle, end, _Mark(self._device))
+        return Pending(plan, results, round, begin, middle, end, Mark(self._device))
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
@@ -356,28 +356,6 @@ class Runner:
             Sampled(key, token, logprobs.get(row), complete.get(row, False))
             for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
         ]
-
-
-class _Mark:
-    """A moment of the device's work; seconds between two exist once the device has passed both."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if where.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        self._time = time.perf_counter()
-
-    def wait(self) -> None:
-        """Until the device has passed it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_until(self, later: _Mark) -> float:
-        if self._event is not None and later._event is not None:
-            milliseconds: float = self._event.elapsed_time(later._event)
-            return milliseconds / 1000
-        return later._time - self._time
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 # Requests that a round admits at most while the device works beside the host: more would keep it
 # waiting for the host, now and, as they tend to end together, when they end.
-ADMITTED_AT_ONCE = 32
+ADMITTED_AT_ONCE = 64
 
 
 class Scheduler(Lives):

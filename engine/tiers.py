@@ -23,7 +23,7 @@ from engine.slots import SlotAllocator
 NOWHERE = 2**62  # a place: in no row
 # Of states that only the prefix cache holds, those that a plan moves to main memory at most: under
 # a load of new prompts, of which each leaves two, moving takes longer than what it may save.
-MOST_TO_HOST = 16
+MOST_TO_HOST = 4
 
 
 @dataclass(eq=False, slots=True)

@@ -184,6 +184,22 @@ def test_nothing_follows_a_round_unseen_in_which_the_host_draws() -> None:
     assert told == recite([1], len(told)) and len(told) >= 6
 
 
+def test_nothing_follows_a_prompt_unseen_after_which_the_host_draws() -> None:
+    """Or else a request that is aborted would be forgotten before its round has drawn for it."""
+    scheduler = plain_scheduler(slots=4)
+    scheduler.add("c", ask(1), 0.0)
+    scheduler.add("c", ask(2, msgspec.structs.replace(LONG, logprobs=0)), 0.0)
+    plan = scheduler.plan(0.0)
+    assert len(plan.prefill) == 2 and not plan.plain
+    scheduler.abort("c", [2], "abort", 0.0)
+    scheduler.add("c", ask(3), 0.0)
+    assert scheduler.plan_ahead(0.0).empty
+    drawn = [Sampled(chunk.key, 5, None) for chunk in plan.prefill]
+    scheduler.commit(plan, StepResult(drawn), 0.0)
+    after = scheduler.plan(0.0)
+    assert after.plain and [row.token for row in after.decode] == [5, -1]
+
+
 def test_who_can_be_admitted_does_not_wait_for_the_batch_to_end() -> None:
     engine = Engine(FakeRunner(slots=2, most_steps=32, overlaps=True))
     engine.add("c", ask(1))

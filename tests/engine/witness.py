@@ -52,7 +52,7 @@ class StrictRunner(FakeRunner):
         assert not plan.empty
         assert sum(len(chunk.tokens) for chunk in plan.prefill) <= budget
         assert len(plan.prefill) <= slots and len(self.batch) <= slots
-        assert plan.steps == 1 or (plan.plain and not plan.prefill)
+        assert plan.steps == 1 or plan.plain
         # The host does not know yet who has met a stop id in the round before.
         left = max((row.left for row in self.batch), default=0)
         assert not plan.again or plan.decode or plan.steps <= left
