@@ -1,61 +1,120 @@
 """DecodeBatch: sequences that decode together, round after round, while the device keeps them.
 
 The device draws for them without the host, so a round may take several steps, and one may follow
-the other before the results of the first are here. A sequence that leaves in between stays in its
-row until the batch is made anew; the device passes over the rows that it has ended itself, and
-goes on writing to the slots of those that the host has ended.
+the other before the results of the first are here. Every sequence has a row of its own for as long
+as it is here: rows that have ended go to others. What the device draws is known later, so there are
+two moments: that of the plans, in which sequences join and leave, and that of the results.
+
+Steps are counted from the batch's first one. What a row draws is put down in the History, and its
+sequence is brought up to date when it ends, or leaves for another reason.
 """
 
 from __future__ import annotations
 
+import heapq
+import sys
 from array import array
-from collections.abc import Callable, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable
 
+from engine.history import History
 from engine.messages import ID_BYTES, Run
 from engine.outbox import Outbox
-from engine.plan import DecodeRow, Drawn
+from engine.plan import DecodeRow, Drawn, Plan
 from engine.sequence import Sequence
 
 
 class DecodeBatch:
-    """`sequences` are in the order of their rows; all of them are plain."""
+    """All of its sequences are plain."""
 
-    def __init__(self, sequences: Iterable[Sequence]) -> None:
-        self.sequences = list(sequences)
-        self.rows = [
-            DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in self.sequences
-        ]
-        self.started = False  # its rows are on the device
+    def __init__(self) -> None:
+        self.started = False  # it is on the device
         self.spoiled = False  # the device has ended a row whose sequence goes on
-        self._ahead = 0  # steps that have been planned and not yet taken in
-        # Those which the device may still move on: neither side has ended them.
-        self._on_device = {one.key for one in self.sequences}
-        self._longest: Sequence | None = None
-        self._alive = list(enumerate(self.sequences))  # rows that none has ended, as far as known
-        self._streams: dict[Hashable, tuple[list[int], list[int]]] = {}  # ids and rows, by client
-        self._sorted = False
+        self.rows = 0  # of all that were ever needed at once
+        self._free: list[int] = []  # rows, as a heap
+        self._ended: list[int] = []  # rows that the device has to end before the next round
+        self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
+        self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
+        self._planned = 0  # steps
+        # In the moment of the results:
+        self._members: dict[int, Sequence] = {}  # by row
+        self._coming: deque[Sequence] = deque()  # joined by plans whose results are not here
+        self._over: set[int] = set()  # rows of members that the device has ended
+        self._streams: dict[Hashable, dict[int, int]] = {}  # requests by row, by client
+        self._history = History()
+        self._now = 0.0  # of the latest result
 
-    def writes(self, key: int) -> bool:
-        """Whether the device may write to this sequence's slot."""
-        return key in self._on_device
+    def __len__(self) -> int:
+        """Sequences that have not ended, as far as known."""
+        return len(self._alive)
+
+    @property
+    def members(self) -> int:
+        """Sequences whose first tokens in this batch are here, and which go on."""
+        return len(self._members)
+
+    # Plans.
+
+    def join(self, plan: Plan, sequence: Sequence, drawn: bool) -> None:
+        """It decodes from this plan on; with `drawn` its first token is the one that a chunk of the
+        plan draws, else its last token is known."""
+        if self._free:
+            row = heapq.heappop(self._free)
+        else:
+            row, self.rows = self.rows, self.rows + 1
+        position = 1 if drawn else sequence.drawn
+        token = -1 if drawn else sequence.last_token
+        plan.decode.append(DecodeRow(sequence.key, sequence.slot, token, position))
+        plan.at.append(row)
+        sequence.row, sequence.since = row, self._planned
+        sequence.last_step = self._planned + sequence.max_tokens - position
+        self._alive[row] = sequence
+        self._coming.append(sequence)
+        if self._last is not None and sequence.last_step > self._last.last_step:
+            self._last = sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """It has ended. Its row, if the device has not ended that, does before the next round."""
+        row = sequence.row
+        del self._alive[row]
+        if self._members.pop(row, None) is None:
+            self._coming.remove(sequence)
+        elif sequence.request.stream:
+            self._streams[sequence.client].pop(row, None)
+        if row in self._over:
+            self._over.discard(row)
+        else:
+            self._ended.append(row)
+        heapq.heappush(self._free, row)
+        sequence.row = -1
 
     def left(self) -> int:
-        """How many tokens may still be drawn at most, beyond what is planned."""
-        if self._longest is None or self._longest.over:
-            alive = (one for one in self.sequences if not one.over)
-            self._longest = max(alive, key=lambda one: one.max_tokens - one.drawn, default=None)
-        if self._longest is None:
-            return 0
-        return self._longest.max_tokens - self._longest.drawn - self._ahead
+        """How many steps there is still somebody for at most, beyond what is planned."""
+        if self._last is None or self._last.over or self._last.row < 0:
+            alive = self._alive.values()
+            self._last = max(alive, key=lambda one: one.last_step, default=None)
+        return 0 if self._last is None else self._last.last_step - self._planned
 
-    def planned(self, steps: int) -> None:
-        """The device has been asked for `steps` more."""
+    def go_on(self, plan: Plan, steps: int) -> None:
+        """The plan is this batch's next round."""
+        plan.plain, plan.again, plan.steps = True, self.started, steps
+        if self.started:
+            plan.leave, self._ended = self._ended, []
         self.started = True
-        self._ahead += steps
+        self._planned += steps
 
-    def note_ended(self, drawn: Drawn) -> None:
-        """The device will not write to these rows' slots any more."""
-        self._on_device.difference_update(self.rows[row].key for row in drawn.ended)
+    # Results.
+
+    def note(self, drawn: Drawn) -> None:
+        """The next round's result is here: which rows the device does not write to any more."""
+        step = self._history.steps
+        while self._coming and self._coming[0].since <= step:
+            sequence = self._coming.popleft()
+            self._members[sequence.row] = sequence
+            if sequence.request.stream:
+                streams = self._streams.setdefault(sequence.client, {})
+                streams[sequence.row] = sequence.request.id
+        self._over.update(row for row in drawn.ended if row in self._members)
 
     def take_in(
         self,
@@ -65,51 +124,52 @@ class DecodeBatch:
         end: Callable[[Sequence, array[int]], int],
         now: float,
     ) -> int:
-        """Delivers what `steps` steps brought; returns how many tokens that was.
+        """Delivers what the round of which `note` was told brought, `steps` steps; returns how many
+        tokens that was.
 
         `end` takes the tokens of a sequence which the device has ended, the stop id included, and
         returns how many it delivered. If the sequence does not end by them, the batch is spoiled.
         """
-        self._ahead -= steps
-        ids = array("i")
-        ids.frombytes(drawn.tokens)
-        self._drop(drawn)
-        latest = ids[steps - 1 :: steps]
-        for row, sequence in self._alive:
-            sequence.drawn += steps
-            sequence.last_token = latest[row]
-            sequence.last_token_at = now
-            sequence.tokens.extend(ids[row * steps : (row + 1) * steps])
-        for client, (requests, rows) in self._streams.items():
-            tokens = _of_rows(drawn.tokens, rows, steps * ID_BYTES)
-            outbox.run(client, Run(requests, steps, tokens))
-        delivered = steps * len(self._alive)
-        for row, length in drawn.ended.items():
-            sequence = self.sequences[row]
+        delivered, width = 0, steps * ID_BYTES
+        for row in sorted(self._over):
+            sequence = self._members[row]
+            self.bring_up(sequence)
+            ids = array("i", drawn.tokens[row * width :][: drawn.ended[row] * ID_BYTES])
+            delivered += end(sequence, ids)
             if not sequence.over:
-                delivered += end(sequence, ids[row * steps : row * steps + length])
-                self.spoiled = self.spoiled or not sequence.over
+                self.spoiled = True
+                sequence.since = sys.maxsize  # there is nothing to bring up
+                self._streams.get(sequence.client, {}).pop(row, None)
+        for client, streams in self._streams.items():
+            if streams:
+                tokens = _of_rows(drawn.tokens, list(streams), width)
+                outbox.run(client, Run(list(streams.values()), steps, tokens))
+        delivered += steps * (len(self._members) - len(self._over))
+        if not self._history.fits(steps):
+            self._bring_all_up()
+            self._history.clear()
+        self._history.put(drawn.tokens, steps)
+        self._now = now
         return delivered
 
-    def _drop(self, drawn: Drawn) -> None:
-        """Leaves out those that have ended, and sorts the others by where their tokens go."""
-        ended, count = drawn.ended, len(self._alive)
-        self._alive = [one for one in self._alive if not (one[1].over or one[0] in ended)]
-        if self._sorted and len(self._alive) == count:
-            return
-        self._sorted = True
-        streams = [one for one in self._alive if one[1].request.stream]
-        self._streams = {}
-        for client in {sequence.client for _, sequence in streams}:
-            mine = [one for one in streams if one[1].client == client]
-            self._streams[client] = (
-                [sequence.request.id for _, sequence in mine],
-                [row for row, _ in mine],
-            )
+    def bring_up(self, sequence: Sequence) -> None:
+        """Lets it know what has been drawn for it."""
+        if sequence.since < self._history.steps:
+            sequence.extend(self._history.of(sequence.row, sequence.since), self._now)
+            sequence.since = self._history.steps
+
+    def dissolve(self) -> None:
+        """It is over, and no round of it is under way: its sequences are as they were before they
+        joined, but further on."""
+        self._bring_all_up()
+        for sequence in self._alive.values():
+            sequence.row = -1
+
+    def _bring_all_up(self) -> None:
+        for sequence in self._members.values():
+            self.bring_up(sequence)
 
 
 def _of_rows(tokens: bytes, rows: list[int], width: int) -> bytes:
     """The tokens of `rows`, of all that there are, each `width` bytes."""
-    if len(rows) * width == len(tokens):
-        return tokens
     return b"".join([tokens[row * width : row * width + width] for row in rows])

@@ -26,6 +26,22 @@ FILLED_WORDS = 2 * _WIDE + _NARROW + MOST_STOP_IDS + 2  # of a row: all but `out
 RESULT_WORD = FILLED_WORDS - 2  # where slots, cursor and `out` begin, in words of all rows
 
 
+def _words() -> NDArray[np.int64]:
+    """Of each word that is filled of a row: its place, as multiples of the size and of the row, and
+    what comes on top: [3, FILLED_WORDS, 1]."""
+    words = [(2 * column, 2, half) for column in range(_WIDE) for half in range(2)]
+    begin = 2 * _WIDE
+    words += [(begin + column, 1, 0) for column in range(_NARROW)]
+    begin += _NARROW
+    words += [(begin, MOST_STOP_IDS, stop) for stop in range(MOST_STOP_IDS)]
+    begin += MOST_STOP_IDS
+    words += [(begin + column, 1, 0) for column in range(2)]
+    return np.array(words, np.int64).T[:, :, None]
+
+
+_WORDS = _words()
+
+
 class Columns(NamedTuple):
     """Of `size` rows; what they mean is said at `ops.draw_`."""
 
@@ -56,6 +72,23 @@ def columns(memory: Tensor, size: int) -> Columns:
         wide[0], wide[1], wide[2].view(torch.float64), narrow[0], narrow[1], narrow[2],
         floats[3], floats[4], stops, last[0], last[1], last[2 : 2 + MOST_STEPS],
     )  # fmt: skip
+
+
+def words_of(rows: Sequence[int], size: int) -> NDArray[np.int64]:
+    """Where what is filled of `rows` lies in the memory of `size` rows: [FILLED_WORDS, rows]."""
+    at_size, at_row, more = _WORDS
+    places: NDArray[np.int64] = at_size * size + at_row * np.asarray(rows, np.int64) + more
+    return places
+
+
+class Drawing(NamedTuple):
+    """Rows that a round has drawn the first tokens for, on the device until the next round reads
+    prompts."""
+
+    keys: list[int]  # of their sequences
+    words: Tensor  # int32: the memory of their columns
+    size: int  # rows that it is made for
+    tokens: Tensor  # [rows] int32; negative where the logits are not finite
 
 
 def draw_rows(logits: Tensor, at: Columns) -> None:
@@ -123,9 +156,9 @@ class Parameters:
         at.cursor.numpy()[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
-        seeds = torch.tensor([one.seed for one in params])
-        choices = torch.tensor([one.choice for one in params])
-        self._streams[slots] = distribution.stream_ids(seeds, choices).numpy()
+        seeds = np.array([one.seed for one in params], np.int64)
+        choices = np.array([one.choice for one in params], np.int64)
+        self._streams[slots] = distribution.stream_ids(seeds, choices)
         self._top_p[slots] = [one.top_p for one in params]
         self._top_k[slots] = [one.top_k if one.top_k < self._vocab_size else 0 for one in params]
         self._temperature[slots] = [_temperature(one) for one in params]

@@ -2,9 +2,10 @@
 
 What a row needs (its slot, last token, position, parameters) lies in one piece of device memory,
 the columns of engine/columns.py. It is uploaded at once when the batch is made, and left there
-while rounds follow one another: a step reads it, and `draw_` moves it on. What a round brings
-(which rows are left, how many tokens each drew, and these) lies at the end of the same memory and
-is fetched at once.
+while rounds follow one another: a step reads it, and `draw_` moves it on. A sequence that joins
+later is copied in from where its first token was drawn, so that the host need not know that.
+What a round brings (which rows are left, how many tokens each drew, and these) lies at the end of
+the same memory and is fetched at once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.columns import FILLED_WORDS, RESULT_WORD, Columns, Parameters, columns, draw_rows
+from engine.columns import (
+    FILLED_WORDS,
+    RESULT_WORD,
+    Columns,
+    Drawing,
+    Parameters,
+    columns,
+    draw_rows,
+    words_of,
+)
 from engine.device import upload
 from engine.graphs import BucketGraphs
-from engine.plan import MOST_STEPS, DecodeRow, Drawn
+from engine.indices import to_device
+from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
 
 ModelStep = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,13 +58,13 @@ class DecodeState:
         self._memory = torch.zeros(_WORDS * max_batch, dtype=torch.int32, device=device)
         # Written only when no round is under way, so that its copy to the device has ended.
         self._staging = torch.zeros(FILLED_WORDS * max_batch, dtype=torch.int32, pin_memory=on_gpu)
-        # In turn, for the one round that is read while the next one runs.
+        # In turn, since one round is read while the next one runs.
         self._results = [
             torch.zeros((2 + MOST_STEPS) * max_batch, dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(2)
         ]
         self._views: dict[int, Columns] = {}  # by size
-        self._keys: list[int] = []  # of the batch, row by row
+        self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
         self._graphs: BucketGraphs | None = None
 
@@ -71,12 +82,16 @@ class DecodeState:
         at = self._at(size)
         draw_rows(self._step(at.tokens, at.slots), at)
 
-    def start(self, rows: Sequence[DecodeRow], again: bool, steps: int) -> Round:
-        """Takes `steps` steps (at most MOST_STEPS); with `again` of the batch that is there."""
-        if again:
-            self._at(self._size).cursor.zero_()
+    def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
+        """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
+        if plan.again:
+            self._change(plan)
         else:
-            self._upload(rows)
+            self._upload(plan.decode)
+        self._join(plan, drawings)
+        return self._go(plan.steps)
+
+    def _go(self, steps: int) -> Round:
         size = self._size
         for _ in range(steps):
             if self._graphs is not None and self._graphs.size_of(size) is not None:
@@ -97,19 +112,77 @@ class DecodeState:
             view = self._views[size] = columns(self._memory[: _WORDS * size], size)
         return view
 
+    def _size_for(self, rows: int) -> int:
+        return (self._graphs and self._graphs.size_of(rows)) or rows
+
     def _upload(self, rows: Sequence[DecodeRow]) -> None:
-        batch = len(rows)
-        size = (self._graphs and self._graphs.size_of(batch)) or batch
+        """A new batch."""
+        size = self._size_for(len(rows))
         staging = self._staging[: FILLED_WORDS * size]
-        self._parameters.fill(
-            columns(staging, size),
-            np.array([row.slot for row in rows], np.int32),
-            np.array([row.position for row in rows], np.int64),
-            np.array([row.token for row in rows], np.int64),
-        )
+        self._fill(columns(staging, size), rows)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
         self._keys = [row.key for row in rows]
         self._size = size
+
+    def _fill(self, at: Columns, rows: Sequence[DecodeRow]) -> None:
+        self._parameters.fill(
+            at,
+            np.array([row.slot for row in rows], np.int32),
+            np.array([row.position for row in rows], np.int64),
+            np.array([max(row.token, 0) for row in rows], np.int64),
+        )
+
+    def _change(self, plan: Plan) -> None:
+        """The batch goes on: ends rows, and makes room for more."""
+        at = self._at(self._size)
+        if plan.leave:
+            at.slots.index_fill_(0, to_device(plan.leave, self._device), -1)
+        if plan.at:
+            size = self._size_for(max(len(self._keys), 1 + max(plan.at)))
+            if size != self._size:
+                self._widen(size)
+            keys = self._keys.copy()
+            keys += [-1] * (1 + max(plan.at) - len(keys))
+            for row, joining in zip(plan.at, plan.decode, strict=True):
+                keys[row] = joining.key
+            self._keys = keys
+        self._at(self._size).cursor.zero_()
+
+    def _widen(self, size: int) -> None:
+        """The same rows in memory of another size; the rest becomes padding."""
+        rows = range(len(self._keys))
+        filled = self._memory[self._places(rows, self._size)]
+        self._clear(size)
+        self._memory[self._places(rows, size)] = filled
+        self._size = size
+
+    def _join(self, plan: Plan, drawings: Sequence[Drawing]) -> None:
+        """Copies in the rows that join and are not there yet."""
+        rows = dict(zip((row.key for row in plan.decode), plan.at, strict=True))
+        known = [row for row in plan.decode if row.token >= 0] if plan.again else []
+        if known:
+            size = len(known)
+            host = torch.empty(
+                FILLED_WORDS * size, dtype=torch.int32, pin_memory=self._device.type == "cuda"
+            )
+            self._fill(columns(host, size), known)
+            words = host.to(self._device, non_blocking=True)
+            self._copy_in(words, range(size), size, [rows[row.key] for row in known])
+        for drawing in drawings:
+            there = [index for index, key in enumerate(drawing.keys) if key in rows]
+            if there:
+                targets = [rows[drawing.keys[index]] for index in there]
+                self._copy_in(drawing.words, there, drawing.size, targets)
+        if rows:
+            self._at(self._size).cursor.zero_()
+
+    def _copy_in(
+        self, words: Tensor, sources: Sequence[int], size: int, targets: Sequence[int]
+    ) -> None:
+        self._memory[self._places(targets, self._size)] = words[self._places(sources, size)]
+
+    def _places(self, rows: Sequence[int], size: int) -> Tensor:
+        return to_device(words_of(rows, size), self._device)
 
 
 def to_drawn(round: Round) -> tuple[Drawn, list[int]]:

@@ -11,9 +11,11 @@ without the cumulative sum, but needs a hash and two logarithms per vocabulary e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
@@ -25,10 +27,12 @@ _WEIGHT_ONE = 2.0**38
 _MAX_LOGIT = torch.finfo(torch.float32).max
 
 # splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), its
-# constants as signed 64-bit integers; int64 tensors wrap around as its arithmetic asks.
+# constants as signed 64-bit integers; int64 tensors and arrays wrap around as its arithmetic asks.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+
+Int64 = TypeVar("Int64", Tensor, NDArray[np.int64])
 
 
 class Logprobs(NamedTuple):
@@ -127,7 +131,7 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
-def stream_ids(seeds: Tensor, choices: Tensor) -> Tensor:
+def stream_ids(seeds: Int64, choices: Int64) -> Int64:
     """One random stream for each (seed, choice): int64 [rows]."""
     return _mix(_mix(seeds) + (choices + 1) * _GOLDEN)
 
@@ -173,12 +177,12 @@ def _weights(logits: Tensor) -> Tensor:
     return ((logits - best).exp() * _WEIGHT_ONE).long()
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Int64, bits: int) -> Int64:
     """Shifts int64 as if it were unsigned."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Int64) -> Int64:
     """splitmix64's finaliser: a bijection of 64 bits that spreads every input bit over all."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2

@@ -1,8 +1,8 @@
 """Engine: one model's scheduler and runner, advanced round by round.
 
 A round is planned, started, awaited and committed. Where the runner's device works by itself, the
-next round is started before this one's results are awaited, if it does not depend on them: while
-the device goes on, the host takes in messages, commits, and sends what the round brought.
+next round is started before this one's results are awaited, unless the host has a part in them:
+while the device goes on, the host takes in messages, commits, and sends what the round brought.
 
 When the runner raises, the sequences that took part in the round fail, those of a round started
 after it too, and the engine lives on. A CUDA error is another matter: it spoils the process's
@@ -105,6 +105,7 @@ class Engine:
             max_waiting_tokens=config.max_waiting_tokens,
             state_bytes=info.state_bytes,
             most_steps=runner.most_steps,
+            overlaps=runner.overlaps,
             grammars=self._grammars,
             keeper=keeper,
             on_loaded=self._desk.loaded,
@@ -176,8 +177,6 @@ class Engine:
             self._await_grammar(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
-        if self._runner.overlaps:
-            self._scheduler.prepare(self._clock())
         try:
             result = self._finish(current)
         except Exception as error:
@@ -218,7 +217,7 @@ class Engine:
         if not self._runner.overlaps:
             return None
         plan = self._scheduler.plan_ahead(self._clock())
-        return None if plan is None else self._begin(plan)
+        return None if plan.empty else self._begin(plan)
 
     def _begin(self, plan: Plan) -> _Round:
         try:

@@ -358,8 +358,8 @@ class Keeper:
             "evictions": dict(evictions),
         }
 
-    def fail(self, plan: Plan) -> set[int]:
-        """What a failed plan copied to is lost, but for what a file has. Returns the places."""
+    def fail(self, plan: Plan) -> None:
+        """What a failed plan copied to is lost, but for what a file has."""
         places = self.tiers.tainted({move.target for move in (*plan.before, *plan.after)})
         lost = self.tiers.lost(places)
         self.states.drop({kept for kept in lost if not kept.written})
@@ -368,7 +368,6 @@ class Keeper:
             self.tiers.vacate(kept)
         for one in plan.exports:
             self.traffic.arrived(one.ticket, None)
-        return places
 
     def _answer(self, sequence: Sequence, keeping: Keeping) -> array[int]:
         return sequence.tokens[: keeping.kept_tokens]

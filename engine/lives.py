@@ -1,8 +1,8 @@
 """Lives: the sequences in flight, where each of them is, and how they end.
 
 A sequence waits, reads its prompt, decodes, and ends once: finished, or failed. Then its slot is
-free, at once or, where the device may still write to it, when the rounds under way are over. One
-whose kept state has to be made anew leaves its slot to a rebuild (`keeping`), which ends for it.
+free. One whose kept state has to be made anew leaves its slot to a rebuild (`keeping`), which ends
+for it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Lives:
         self._slots = SlotAllocator(slots)
         self._waiting = waiting
         self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
-        self._rebuilding: list[Sequence] = []  # those of them whose slots are not theirs yet
-        self._heirs: dict[int, Sequence] = {}  # rebuilds that wait for the slot of one that leaves
+        self._rebuilding: list[Sequence] = []  # those of them that no plan has admitted yet
         self._rounds = rounds  # the others that run
         self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
         self._deadlines: Ranking[Sequence] = Ranking()
@@ -49,6 +48,7 @@ class Lives:
     ) -> None:
         """`read`: how many of the answer's tokens its slot's state has read, where that is known
         (the device may have gone on)."""
+        self._rounds.bring_up(sequence)
         if self._keeper.needs_rebuild(sequence, reason, read):
             self._rebuild(sequence, reason, now)
             return
@@ -73,8 +73,9 @@ class Lives:
         heir.slot, sequence.over = sequence.slot, True
         self._deadlines.discard(sequence)
         self._clients[sequence.client][sequence.request.id] = heir
-        self._heirs[sequence.key] = heir
-        self._leave_slot(sequence)
+        self._leave(sequence)
+        self._prefilling[heir.key] = heir
+        self._rebuilding.append(heir)
 
     def _readmit(self, plan: Plan) -> None:
         """Those who rebuild a state have their slots already."""
@@ -88,6 +89,7 @@ class Lives:
                 self._fail(heir, error)
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        self._rounds.bring_up(sequence)
         self._end(sequence)
         self._outbox.failed(sequence.client, sequence.request.id, error)
 
@@ -107,27 +109,13 @@ class Lives:
             told = sequence.keeping.rebuilds
         self._waiting.give_back(sequence, told.unspent)
         self._keeper.end(sequence)
-        if told is sequence or self._heirs.pop(told.key, None) is None:
-            self._leave_slot(sequence)
+        self._leave(sequence)
+        self._slots.give_back(sequence.slot)
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
+        """It does nothing any more."""
         self._prefilling.pop(sequence.key, None)
         for place in self._keeper.leave(sequence):
             self._waiting.resume(place)
-        if self._rounds.remove(sequence):
-            self._vacate(sequence)
-        else:
-            self._settle()
-
-    def _settle(self) -> None:
-        for sequence in self._rounds.settled():
-            self._vacate(sequence)
-
-    def _vacate(self, sequence: Sequence) -> None:
+        self._rounds.remove(sequence)
         self._released.append(sequence.key)
-        heir = self._heirs.pop(sequence.key, None)
-        if heir is None:
-            self._slots.give_back(sequence.slot)
-        else:
-            self._prefilling[heir.key] = heir
-            self._rebuilding.append(heir)

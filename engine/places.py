@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.device import upload
 from engine.host_rows import HostRows
+from engine.indices import to_device
 from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
 from engine.state import StatePool
 
@@ -60,11 +60,11 @@ class Places:
         on_host = [i for i, source in enumerate(sources) if source < 0]
         on_device = [i for i, source in enumerate(sources) if source >= 0]
         if on_device:
-            rows = upload([sources[i] - self._slots for i in on_device], torch.int64, self._device)
-            found[upload(on_device, torch.int64, self._device)] = self._logits[rows]
+            rows = to_device([sources[i] - self._slots for i in on_device], self._device)
+            found[to_device(on_device, self._device)] = self._logits[rows]
         if on_host:
             states = self._host.load([~sources[i] for i in on_host])
-            found[upload(on_host, torch.int64, self._device)] = states[:, self._pool.width :]
+            found[to_device(on_host, self._device)] = states[:, self._pool.width :]
         return found
 
     def keep(self, copies: Sequence[Copy], rows: dict[int, int], logits: Tensor | None) -> None:
@@ -76,8 +76,8 @@ class Places:
         if with_logits:
             assert logits is not None
             targets = [copy.target - self._slots for copy in with_logits]
-            index = upload([rows[copy.key] for copy in with_logits], torch.int64, self._device)
-            self._logits[upload(targets, torch.int64, self._device)] = logits[index]
+            index = to_device([rows[copy.key] for copy in with_logits], self._device)
+            self._logits[to_device(targets, self._device)] = logits[index]
         on_host = [copy for copy in copies if copy.target < 0]
         if on_host:
             states = self._gather([copy.source for copy in on_host])
@@ -107,8 +107,8 @@ class Places:
         states[:, : self._pool.width] = self._pool.gather(sources)
         kept = [i for i, source in enumerate(sources) if source >= self._slots]
         if kept:
-            rows = upload([sources[i] - self._slots for i in kept], torch.int64, self._device)
-            index = upload(kept, torch.int64, self._device)
+            rows = to_device([sources[i] - self._slots for i in kept], self._device)
+            index = to_device(kept, self._device)
             states[index, self._pool.width :] = self._logits[rows]
         return states
 
@@ -145,15 +145,15 @@ class Places:
                 if source >= self._slots and target >= self._slots
             ]
             if kept:
-                rows = upload([one - self._slots for one, _ in kept], torch.int64, self._device)
+                rows = to_device([one - self._slots for one, _ in kept], self._device)
                 self._put_logits(self._logits[rows], [target for _, target in kept])
 
     def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
         """logits [n, vocab], for those of `targets` that have a place for them."""
         kept = [i for i, target in enumerate(targets) if target >= self._slots]
         if kept:
-            rows = upload([targets[i] - self._slots for i in kept], torch.int64, self._device)
-            self._logits[rows] = logits[upload(kept, torch.int64, self._device)]
+            rows = to_device([targets[i] - self._slots for i in kept], self._device)
+            self._logits[rows] = logits[to_device(kept, self._device)]
 
     def _put(self, move: Put) -> None:
         state = torch.frombuffer(bytearray(move.state), dtype=torch.float32)

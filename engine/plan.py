@@ -1,8 +1,8 @@
 """Plan: all that one round does, in plain integers.
 
 A round is what the engine asks of the device at once: one step, or several decode steps in a row.
-The runner carries a plan out in this order: `release`, `before`, `admit`, then `prefill` and
-`decode`, then `after` and `exports`. Slots are rows of the state pool. Kept states live in further
+The runner carries a plan out in this order: `release`, `before`, `admit`, `prefill`, `after`, then
+`decode` and `exports`. Slots are rows of the state pool. Kept states live in further
 rows of the same pool, so that forking a state is a copy of one row, and in rows of main memory: a
 place is a row of the pool, or ~row of main memory, which is negative. What a step has one of per
 running sequence is a msgspec.Struct, which is made several times faster than a frozen dataclass.
@@ -11,7 +11,7 @@ running sequence is a msgspec.Struct, which is made several times faster than a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -88,7 +88,8 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):
 
     key: int
     slot: int
-    token: int  # the last token drawn, to be read now
+    # The last token drawn, to be read now; negative: what the same plan's chunk of this key draws.
+    token: int
     position: int  # how many tokens have been drawn before the one that this step draws
 
 
@@ -97,16 +98,19 @@ class Plan:
     """One round. `sampled` of its result has one entry per chunk with `sample`, and then, unless
     the plan is `plain`, one per row.
 
-    In a `plain` plan the device draws for every row without the host and ends rows by itself (at
-    their stop ids and their max_tokens), so that it may take several `steps`. With `again`, its
-    rows are those of the plain plan before it, `decode` being that very list: the device goes on
-    where it is, passing over the rows that it has ended, and what the rows say of `token` and
-    `position` is out of date. Such a plan may be started before that one's result is known.
+    In a `plain` plan a batch decodes that the device keeps: it draws for every row without the host
+    and ends rows by itself (at their stop ids and their max_tokens), so that it may take several
+    `steps`. Without `again` the batch is a new one. With it, the device goes on where it is and
+    passes over the rows that have ended: those in `leave` end first, then those of `decode` come
+    in, at the rows `at`. Such a plan may be started before the result of the one before it is
+    known, if the device draws for all of its chunks.
     """
 
     admit: list[Admission] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)  # `plain`: those that join the batch
+    at: list[int] = field(default_factory=list)  # the row of the batch that each of these takes
+    leave: list[int] = field(default_factory=list)  # rows of the batch that the host has ended
     before: list[Copy | Put] = field(default_factory=list)  # one after the other
     after: list[Copy] = field(default_factory=list)  # snapshots; no two to one place
     exports: list[Export] = field(default_factory=list)
@@ -114,25 +118,23 @@ class Plan:
     release: list[int] = field(default_factory=list)
     plain: bool = False
     again: bool = False
-    steps: int = 1  # of `decode`; more than one only where `plain` and there is no prefill
+    steps: int = 1  # of those that decode; more than one only where `plain`
 
     def participants(self) -> list[int]:
-        """The keys of the sequences that take part."""
+        """The keys of the sequences that take part, but for those of the batch that goes on."""
         keys = [admission.key for admission in self.admit]
         keys += [chunk.key for chunk in self.prefill]
         return keys + [row.key for row in self.decode]
 
-    def keep_alive(self, running: Callable[[int], object | None]) -> None:
-        """Leaves out admissions whose keys are not `running` any more."""
-        dead = {one.key for one in self.admit if running(one.key) is None}
-        if dead:
-            self.admit = [one for one in self.admit if one.key not in dead]
-            self.prefill = [one for one in self.prefill if one.key not in dead]
+    @property
+    def decodes(self) -> bool:
+        """A token is read of at least one sequence that it was drawn for."""
+        return self.plain or bool(self.decode)
 
     @property
     def empty(self) -> bool:
         """Nothing to do; bookkeeping (`release`) may still be there."""
-        return not (self.prefill or self.decode or self.before or self.exports)
+        return not (self.prefill or self.decodes or self.before or self.exports)
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
@@ -146,11 +148,12 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What the rows of a plain plan drew: `Plan.steps` tokens each, but for those in `ended`."""
+    """What the rows of a plain plan's batch drew: `Plan.steps` tokens each, but for those in
+    `ended`."""
 
     tokens: bytes  # int32 [rows, steps] (messages.pack_ids); rubbish after the end of a row
-    # The rows that the device ended, now or before, and how many of the tokens are theirs. The last
-    # of these may be a stop id.
+    # The rows that have ended, now or before, and how many of the tokens are theirs. The last of
+    # these may be a stop id.
     ended: dict[int, int]
 
 
@@ -168,7 +171,7 @@ class StepResult:
     """What a round gives back to the scheduler."""
 
     sampled: list[Sampled] = field(default_factory=list)
-    drawn: Drawn | None = None  # of a plain plan with rows
+    drawn: Drawn | None = None  # of a plain plan
     scored: list[Scored] = field(default_factory=list)
     # Keys whose logits held NaN or infinity. What the step drew for them means nothing (it is in
     # `sampled`, `drawn` or `scored` nevertheless); their requests fail.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.columns import FILLED_WORDS, Columns, Parameters, columns, draw_rows
+from engine.columns import FILLED_WORDS, Columns, Drawing, Parameters, columns, draw_rows
 from engine.graphs import BucketGraphs, prompt_buckets
 from engine.models.cell import ModelState
 from engine.plan import PrefillChunk
@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
     hidden: Tensor | None  # [tokens, d_model], of all chunks, where there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    drawn: Tensor | None  # [rows] int32; negative where the logits are not finite
+    drawing: Drawing | None
 
 
 class _Shape(NamedTuple):
@@ -54,6 +54,7 @@ class _Shape(NamedTuple):
 class _Inputs(NamedTuple):
     """What is uploaded at once, and the place for the tokens drawn."""
 
+    words: Tensor  # the memory of `drawing`
     drawing: Columns | None  # of the rows; None without any
     last: Tensor  # [rows] int32: the position whose logits are the row's
     slots: Tensor  # [sequences] int32
@@ -63,16 +64,16 @@ class _Inputs(NamedTuple):
 
 def _inputs(memory: Tensor, shape: _Shape) -> _Inputs:
     """The inputs that lie in `memory` (int32, 1-d)."""
-    drawing, *rest = memory.split(shape.sizes)
-    return _Inputs(columns(drawing, shape.rows) if shape.rows else None, *rest)
+    words, *rest = memory.split(shape.sizes)
+    return _Inputs(words, columns(words, shape.rows) if shape.rows else None, *rest)
 
 
 class _Graphed(NamedTuple):
-    """A shape's places: on the host, written only when no round is under way, so that its copy to
-    the device has ended; and those that its graph reads and writes."""
+    """A shape's places: on the host, two that rounds use in turn, since a round may begin before
+    the copy of the one before it has ended; and those that its graph reads and writes."""
 
-    host: Tensor
-    given: _Inputs
+    hosts: list[Tensor]
+    given: list[_Inputs]
     memory: Tensor
     inputs: _Inputs
 
@@ -90,6 +91,7 @@ class PromptStep:
         self._device = device
         self._graphs: dict[int, BucketGraphs] = {}  # by sequences, rising
         self._places: dict[_Shape, _Graphed] = {}
+        self._turn = 0  # of the places on the host
 
     def capture(self, most_tokens: int, most_chunks: int, vocab_size: int, pool: Any) -> None:
         """Captures graphs for calls of up to so many tokens and chunks, and no more than pays."""
@@ -97,10 +99,12 @@ class PromptStep:
         shapes = [_Shape(size, chunks, chunks) for chunks in sizes for size in sizes[chunks]]
         words = max(sum(shape.sizes) for shape in shapes)
         memory = torch.zeros(words, dtype=torch.int32, device=self._device)
-        host = torch.zeros(words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        on_gpu = self._device.type == "cuda"
+        hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         for shape in shapes:
-            mine, its = (piece[: sum(shape.sizes)] for piece in (host, memory))
-            self._places[shape] = _Graphed(mine, _inputs(mine, shape), its, _inputs(its, shape))
+            *mine, its = (piece[: sum(shape.sizes)] for piece in (*hosts, memory))
+            given = [_inputs(one, shape) for one in mine]
+            self._places[shape] = _Graphed(mine, given, its, _inputs(its, shape))
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device)
         graphs = {
             chunks: BucketGraphs(
@@ -122,8 +126,9 @@ class PromptStep:
         hidden, logits = None, None
         if size is not None:
             place = self._places[size]
-            self._fill(place.given, chunks, draw)
-            place.memory.copy_(place.host, non_blocking=True)
+            self._turn = 1 - self._turn
+            self._fill(place.given[self._turn], chunks, draw)
+            place.memory.copy_(place.hosts[self._turn], non_blocking=True)
             self._graphs[size.sequences].replay(size.tokens)
             inputs = place.inputs
             logits = self._logits[:rows]
@@ -134,8 +139,25 @@ class PromptStep:
             self._fill(_inputs(host, shape), chunks, draw)
             inputs = _inputs(host.to(self._device, non_blocking=True), shape)
             hidden, logits = self._run(inputs, draw)
-        drawn = inputs.drawing.out[0, :rows] if draw and inputs.drawing is not None else None
-        return Read(hidden if scored else None, logits if rows else None, drawn if rows else None)
+        drawing = None
+        if draw and rows:
+            assert inputs.drawing is not None
+            keys = [chunk.key for chunk in chunks if chunk.sample]
+            drawn = inputs.drawing.out[0, :rows]
+            drawing = Drawing(keys, inputs.words, len(inputs.last), drawn)
+        return Read(hidden if scored else None, logits if rows else None, drawing)
+
+    def draw(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> Drawing:
+        """Draws from known logits [rows, vocab] fp32, a row for each of the chunks, whose requests
+        must be plain."""
+        size = len(chunks)
+        on_gpu = self._device.type == "cuda"
+        host = torch.empty(size * _ROW_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        self._fill_drawing(columns(host, size), [chunk.slot for chunk in chunks])
+        words = host.to(self._device, non_blocking=True)
+        at = columns(words, size)
+        draw_rows(logits, at)
+        return Drawing([chunk.key for chunk in chunks], words, size, at.out[0])
 
     def _graph_of(self, tokens: int, chunks: int) -> _Shape | None:
         for sequences, graphs in self._graphs.items():
@@ -163,9 +185,12 @@ class PromptStep:
         tokens[begin:] = 0
         ends[len(chunks) + 1 :] = begin
         if given.drawing is not None:
-            rows = np.array(drawn if draw else [], np.int32)
-            nothing = np.zeros(len(rows), np.int64)
-            self._parameters.fill(given.drawing, rows, positions=nothing, tokens=nothing)
+            self._fill_drawing(given.drawing, drawn if draw else [])
+
+    def _fill_drawing(self, given: Columns, slots: Sequence[int]) -> None:
+        nothing = np.zeros(len(slots), np.int64)
+        rows = np.array(slots, np.int32)
+        self._parameters.fill(given, rows, positions=nothing, tokens=nothing)
 
     def _run(self, inputs: _Inputs, draw: bool) -> tuple[Tensor, Tensor | None]:
         hidden = self._model.prefill(inputs.tokens, inputs.cu_seqlens, self._state, inputs.slots)
@@ -184,5 +209,5 @@ class PromptStep:
 
     def _clear(self, chunks: int, tokens: int) -> None:
         place = self._places[_Shape(tokens, chunks, chunks)]
-        self._fill(place.given, [], draw=False)
-        place.memory.copy_(place.host)
+        self._fill(place.given[0], [], draw=False)
+        place.memory.copy_(place.hosts[0])

@@ -1,10 +1,13 @@
 """Rounds: the sequences that decode, how many steps a round takes, what may follow it unseen.
 
-Sequences whose requests are all plain are kept in a DecodeBatch on the device. A slot of theirs is
-free only when no round under way, and none to come, writes to it: then `settled` names it.
+Sequences whose requests are all plain are kept in a DecodeBatch on the device. All that the device
+is asked for is done in order, so what a round under way still writes to the slot of a sequence that
+has ended is written before the next plan begins, and the slot is free at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from engine.batch import DecodeBatch
 from engine.messages import Stats
@@ -12,9 +15,9 @@ from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
-# New prompts interrupt a batch: its next round waits for the host, takes a single step, and is
-# followed by a new batch. So they are gathered: for a round per PATIENT_ROWS rows, within
-# PATIENCE_SECONDS.
+# Reading new prompts costs those that decode the time in which the weights are read once more. So
+# they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
+# a round in which prompts are read has one step, so that their first tokens are not held back.
 PATIENT_ROWS = 64
 PATIENCE_SECONDS = 0.008
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
@@ -26,8 +29,10 @@ class Rounds:
     def __init__(self, most_steps: int) -> None:
         self._most_steps = most_steps
         self.sequences: dict[int, Sequence] = {}  # by key
-        self.leaving: list[Sequence] = []  # ended, but rounds under way write to their slots
-        self._batch: DecodeBatch | None = None  # of all `sequences`, where they are plain
+        self._special = 0  # of them, that are not plain
+        self._outside: dict[int, Sequence] = {}  # of them, that are in no batch
+        self._batch: DecodeBatch | None = None
+        self._through_host = False  # what the latest plan draws passes there
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
         self._timed_rows = 0  # of that batch
@@ -39,73 +44,100 @@ class Rounds:
         rounds = int(PATIENCE_SECONDS / max(self._step_seconds, ROUND_SECONDS))
         return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
 
+    def may_go_ahead(self, coming: int) -> bool:
+        """Whether a plan may follow the one under way unseen; about `coming` more sequences will
+        decode soon."""
+        if len(self._under_way) != 1 or self._special or self._most_steps == 1:
+            return False
+        return not (self._through_host or self._is_thin(coming))
+
     def add(self, sequence: Sequence) -> None:
-        """From the next plan on, it decodes."""
+        """From the next plan on, it decodes; its last token is known."""
         self.sequences[sequence.key] = sequence
-        self._batch = None  # it lacks this one
+        self._special += not sequence.plain
+        self._outside[sequence.key] = sequence
 
-    def remove(self, sequence: Sequence) -> bool:
-        """It has ended; whether its slot is free already. If not, `settled` will name it."""
-        self.sequences.pop(sequence.key, None)
-        if self._batch is None or not self._batch.writes(sequence.key):
-            return True
-        self.leaving.append(sequence)
-        return False
-
-    def settled(self) -> list[Sequence]:
-        """Those of `leaving` whose slots are free now."""
-        if self._under_way or not self.leaving:
-            return []
-        self._batch = None  # it would go on writing
-        leaving, self.leaving = self.leaving, []
-        return leaving
-
-    def plan(self, plan: Plan, reading: bool) -> None:
-        """Adds one decode step to `plan`, or several unless prompts are being read.
-
-        No round may be under way.
-        """
-        sequences = self.sequences.values()
-        if self._batch is not None and not self._is_worth_it(self._batch):
-            self._batch = None
-        if self._batch is None and sequences and self._most_steps > 1:
-            plain = all(sequence.plain for sequence in sequences)
-            self._batch = DecodeBatch(sequences) if plain else None
-        if self._batch is not None:
-            self._go_on(plan, self._batch, reading)
+    def remove(self, sequence: Sequence) -> None:
+        """It has ended, or was never here."""
+        if self.sequences.pop(sequence.key, None) is None:
             return
-        for sequence in sequences:
-            plan.decode.append(
-                DecodeRow(sequence.key, sequence.slot, sequence.last_token, sequence.drawn)
-            )
+        self._special -= not sequence.plain
+        if sequence.row < 0:
+            del self._outside[sequence.key]
+        elif self._batch is not None:
+            self._batch.leave(sequence)
 
-    def plan_ahead(self) -> Plan | None:
-        """The plan after the one that is under way, whatever that brings."""
-        batch = self._batch
-        if batch is None or len(self._under_way) != 1:
-            return None
-        if not self._is_worth_it(batch) or batch.left() <= 0:
-            return None
-        plan = Plan()
-        self._go_on(plan, batch, reading=False)
-        return plan
+    def bring_up(self, sequence: Sequence) -> None:
+        """Lets a sequence know of all tokens that have been drawn for it."""
+        if sequence.row >= 0 and self._batch is not None:
+            self._batch.bring_up(sequence)
 
-    def _is_worth_it(self, batch: DecodeBatch) -> bool:
-        alive = len(self.sequences)
-        return not batch.spoiled and alive > 0 and alive >= LEAST_ALIVE * len(batch.rows)
+    def plan(self, plan: Plan, beginning: Collection[Sequence]) -> None:
+        """Adds decode steps to `plan`, which draws the first tokens of `beginning`. Those of these
+        that have a `row` afterwards decode from this plan on; for the others, `add` is called when
+        their first tokens are here.
 
-    def _go_on(self, plan: Plan, batch: DecodeBatch, reading: bool) -> None:
-        plan.plain, plan.again, plan.decode = True, batch.started, batch.rows
+        Where another round is under way, `may_go_ahead` has been asked.
+        """
+        if self._most_steps == 1 or self._special or not all(one.plain for one in beginning):
+            self._dissolve()
+            self._through_host = bool(self.sequences or beginning)
+            plan.decode += [
+                DecodeRow(one.key, one.slot, one.last_token, one.drawn)
+                for one in self.sequences.values()
+            ]
+            return
+        self._through_host = False
+        if not self._under_way and self._is_thin(len(beginning)):
+            self._dissolve()
+        lasting = [one for one in beginning if one.max_tokens > 1]
+        batch = DecodeBatch() if self._batch is None else self._batch
+        if not (lasting or self._outside or batch.left() > 0):
+            return
+        self._batch = batch
+        for sequence in self._outside.values():
+            batch.join(plan, sequence, drawn=False)
+        self._outside = {}
+        for sequence in lasting:
+            self.sequences[sequence.key] = sequence
+            batch.join(plan, sequence, drawn=True)
+        batch.go_on(plan, self._steps(batch, reading=bool(plan.prefill)))
+
+    def _steps(self, batch: DecodeBatch, reading: bool) -> int:
         # A much larger batch than the one that was timed takes one step to be timed.
-        timed = self._step_seconds > 0 and len(batch.rows) <= 2 * self._timed_rows
-        if timed and not reading:
-            fitting = round(ROUND_SECONDS / self._step_seconds)
-            plan.steps = max(1, min(fitting, self._most_steps, batch.left()))
-        batch.planned(plan.steps)
+        timed = self._step_seconds > 0 and batch.rows <= 2 * self._timed_rows
+        if not timed or (reading and len(batch) < PATIENT_ROWS):
+            return 1
+        fitting = round(ROUND_SECONDS / self._step_seconds)
+        return max(1, min(fitting, self._most_steps, batch.left()))
+
+    def _is_thin(self, coming: int) -> bool:
+        """Whether there should be another batch than the present one."""
+        batch = self._batch
+        if batch is None:
+            return False
+        alive = len(batch) + len(self._outside) + coming
+        return batch.spoiled or alive < LEAST_ALIVE * batch.rows
+
+    def _dissolve(self) -> None:
+        """No round of the batch may be under way."""
+        if self._batch is not None:
+            self._batch.dissolve()
+            self._outside = dict(self.sequences)
+            self._batch = None
 
     def start(self, plan: Plan) -> None:
         """The plan is under way."""
         self._under_way.append((plan, self._batch if plan.plain else None))
+        self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
+
+    def fail(self, plan: Plan) -> list[Sequence]:
+        """The plan could not be carried out: the sequences of the batch that took part in it."""
+        if self._batch is not None:
+            self._batch.spoiled = True
+        if self.land(plan) is None:
+            return []
+        return [one for one in self.sequences.values() if one.row >= 0]
 
     def land(self, plan: Plan) -> DecodeBatch | None:
         """The plan is under way no more; the batch that it moved on."""
@@ -117,17 +149,16 @@ class Rounds:
 
     def note(self, plan: Plan, result: StepResult, decoding: int, tokens: int) -> Stats:
         """Learns how long a step takes, and counts. Tells what the round did, which decoded
-        `decoding` sequences, if it is plain, and brought `tokens` tokens."""
-        self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
+        `decoding` sequences and brought `tokens` tokens."""
         if plan.plain and not plan.prefill:
             self._step_seconds = result.decode_seconds / plan.steps
-            self._timed_rows = len(plan.decode)
+            self._timed_rows = decoding
         return Stats(
-            batch_size=len(plan.prefill) + (decoding if plan.plain else len(plan.decode)),
+            batch_size=len(plan.prefill) + decoding,
             prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
             decode_tokens=tokens,
             prefill_seconds=result.prefill_seconds,
-            decode_steps=plan.steps if plan.decode else 0,
+            decode_steps=plan.steps if plan.decodes else 0,
             decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
                 one.request.prompt_tokens for one in plan.admit if not one.text

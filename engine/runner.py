@@ -7,7 +7,6 @@ waits for these, which is a round's one wait. On the CPU all of the work is done
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,13 +17,14 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint, device, distribution
-from engine.columns import Parameters
+from engine.columns import Drawing, Parameters
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
 from engine.grammars import Grammars
 from engine.graphs import buckets
+from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
 from engine.places import Places, exported
 from engine.plan import (
@@ -37,7 +37,7 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.prompts import PromptStep, Read
+from engine.prompts import PromptStep
 from engine.sampler import Allowed, Draws, Sampler
 from engine.scoring import score, to_messages, to_scored
 from engine.sequence import is_plain
@@ -50,9 +50,17 @@ class _Results(NamedTuple):
     host."""
 
     draws: Draws | None
-    first: Tensor | None  # drawn on the device for the chunks with `sample`: PromptStep's `drawn`
+    first: Tensor | None  # tokens that the device drew for the chunks with `sample`, [rows] int32
     scores: Logprobs | None
     exports: dict[int, Tensor]  # by ticket
+
+
+class _Read(NamedTuple):
+    """What reading a plan's chunks gives; rows are those of the chunks with `sample`."""
+
+    hidden: Tensor | None  # [tokens, d_model], where there are targets to score
+    logits: Tensor | None  # [rows, vocab] fp32
+    drawings: list[Drawing]  # of all rows, or none
 
 
 class Pending(NamedTuple):
@@ -60,11 +68,11 @@ class Pending(NamedTuple):
 
     plan: Plan
     results: _Results  # on the host, once the device is done
-    round: Round | None  # of a plain plan with rows
-    begin: _Mark
-    middle: _Mark  # prompts have been read
-    end: _Mark
-    done: _Mark  # the results are on the host
+    round: Round | None  # of a plain plan
+    begin: Mark
+    middle: Mark  # prompts have been read
+    end: Mark
+    done: Mark  # the results are on the host
 
 
 class Runner:
@@ -170,7 +178,8 @@ class Runner:
             row = DecodeRow(-1, 0, token=0, position=1)
             self.run(Plan(decode=[row]))
             if is_plain(sampling):
-                self.run(Plan(decode=[row], plain=True, steps=2))
+                self.run(Plan(decode=[row], at=[0], plain=True))
+                self.run(Plan(decode=[row], at=[0], leave=[0], plain=True, again=True, steps=2))
             self.run(Plan(release=[-1]))
         mask = torch.full((1, -(-self.model_config.vocab_size // 32)), -1, dtype=torch.int32)
         logits = torch.zeros(1, self.model_config.vocab_size, device=self._device)
@@ -182,8 +191,8 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, plan: Plan) -> Pending:
-        """Begins a round. At most one more may be begun before it is finished, and only of a plan
-        that goes on with its batch (`Plan.again`)."""
+        """Begins a round. At most one more may be begun before it is finished: of a plan in which
+        the host has no part in the draws, and that makes no new batch."""
         try:
             return self._begin(plan)
         except Exception:
@@ -199,31 +208,32 @@ class Runner:
             self._constraints.release(key)
         self._places.carry_out(plan.before)
         self._admit(plan.admit)
-        begin = _Mark(self._device)
-        hidden, logits, first = self._read(plan)
+        begin = Mark(self._device)
+        hidden, logits, drawings = self._read(plan)
         if plan.after:
             # The sampler may change the logits.
             self._places.keep(plan.after, _rows_by_key(plan), logits)
         scores = None
         if hidden is not None:
             scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
-        if first is not None:
+        first = None
+        if drawings:
+            first = torch.cat([one.tokens for one in drawings])
             logits = None  # they have served their purpose
         draws = round = None
         if plan.plain:
             if logits is not None:
                 chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
                 draws = self._sample(chunks, [0] * len(chunks), logits)
-            middle = _Mark(self._device)
-            if plan.decode:
-                round = self._decoding.start(plan.decode, plan.again, plan.steps)
+            middle = Mark(self._device)
+            round = self._decoding.start(plan, drawings)
         else:
-            middle = _Mark(self._device)
+            middle = Mark(self._device)
             draws = self._draw(plan, logits)
-        end = _Mark(self._device)
+        end = Mark(self._device)
         exports = self._places.export(plan.exports)
         results = self._fetch(_Results(draws, first, scores, exports))
-        return Pending(plan, results, round, begin, middle, end, _Mark(self._device))
+        return Pending(plan, results, round, begin, middle, end, Mark(self._device))
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
@@ -233,7 +243,7 @@ class Runner:
             draws = Draws(first, first >= 0, None)
         scored = [] if scores is None else to_scored(plan.prefill, scores)
         drawn, spoiled = (None, []) if round is None else to_drawn(round)
-        if not plan.decode:
+        if not plan.decodes:
             middle = end
         return StepResult(
             sampled=self._sampled(plan, draws),
@@ -243,7 +253,7 @@ class Runner:
             non_finite=_non_finite(plan, draws, scored) + spoiled,
             exports=exported(exports),
             prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
-            decode_seconds=middle.seconds_until(end) if plan.decode else 0.0,
+            decode_seconds=middle.seconds_until(end) if plan.decodes else 0.0,
         )
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
@@ -254,22 +264,30 @@ class Runner:
         self._parameters.admit(admissions)
         self._places.admit(admissions)
 
-    def _read(self, plan: Plan) -> Read:
-        """Reads every chunk; the device draws for them where the host has no part in it. Logits of
-        chunks that were read before come first."""
+    def _read(self, plan: Plan) -> _Read:
+        """Reads every chunk; the device draws for them where the host has no part in it. Chunks
+        that were read before come first."""
         known = self._places.logits_at(plan.prefill)
         reading = [chunk for chunk in plan.prefill if chunk.source is None]
-        if not reading:
-            return Read(None, known, None)
-        slots = [chunk.slot for chunk in reading if chunk.sample]
-        # In a plan that is not plain, chunks and rows go through the sampler together; so do those
-        # that are read and those that need not be.
-        alone = (plan.plain or not plan.decode) and known is None
-        read = self._prompts(reading, draw=alone and self._parameters.all_plain(slots))
-        if known is None:
-            return read
-        logits = known if read.logits is None else torch.cat([known, read.logits])
-        return Read(read.hidden, logits, None)
+        slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
+        # In a plan that is not plain, chunks and rows go through the sampler together.
+        draw = (plan.plain or not plan.decode) and self._parameters.all_plain(slots)
+        hidden, logits, drawings = None, [], []
+        if known is not None:
+            logits.append(known)
+            if draw:
+                done = [chunk for chunk in plan.prefill if chunk.source is not None]
+                drawings.append(self._prompts.draw(known, done))
+        if reading:
+            read = self._prompts(reading, draw)
+            hidden = read.hidden
+            if read.logits is not None:
+                logits.append(read.logits)
+            if read.drawing is not None:
+                drawings.append(read.drawing)
+        if len(logits) > 1:
+            logits = [torch.cat(logits)]
+        return _Read(hidden, logits[0] if logits else None, drawings)
 
     def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
         return self._model.step(tokens, self._pool.state, slots)
@@ -338,28 +356,6 @@ class Runner:
             Sampled(key, token, logprobs.get(row), complete.get(row, False))
             for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
         ]
-
-
-class _Mark:
-    """A moment of the device's work; seconds between two exist once the device has passed both."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if where.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        self._time = time.perf_counter()
-
-    def wait(self) -> None:
-        """Until the device has passed it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_until(self, later: _Mark) -> float:
-        if self._event is not None and later._event is not None:
-            milliseconds: float = self._event.elapsed_time(later._event)
-            return milliseconds / 1000
-        return later._time - self._time
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:

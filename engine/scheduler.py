@@ -2,9 +2,9 @@
 
 Continuous batching: a round is one step, which decodes one token of every sequence whose prompt has
 been read, and reads up to `max_step_tokens` prompt tokens of the others. State never grows, so a
-request is admitted as soon as a slot is free, in the order that `waiting` decides. While no prompt
-is being read and every request is plain (`Plan`), a round takes several decode steps, and the next
-one can be planned before its results are known.
+request is admitted as soon as a slot is free, in the order that `waiting` decides. While every
+request is plain (`Plan`), the next round is planned before the results of the one under way are
+known; while no prompt is being read either, a round takes several decode steps.
 
 Prompt chunks (`budget`) end where states are to be kept (`keeping`); with whole chunks, that
 changes no bit.
@@ -43,7 +43,9 @@ from engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
 
-PREPARED_AT_ONCE = 32  # requests admitted while a round is under way: about half a millisecond
+# Requests that a round admits at most while the device works beside the host: more would keep it
+# waiting for the host, now and, as they tend to end together, when they end.
+ADMITTED_AT_ONCE = 64
 
 
 class Scheduler(Lives):
@@ -54,7 +56,8 @@ class Scheduler(Lives):
     to follow; they are committed in their order. Every request that is added ends in exactly one
     `Finished` or `Failed` of `events`. Times are seconds of any one monotonic clock.
 
-    `most_steps` bounds the steps of a round; with 1, no plan is plain.
+    `most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps` says whether
+    `plan_ahead` will be called.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Scheduler(Lives):
         max_waiting_tokens: int = sys.maxsize,
         state_bytes: int,
         most_steps: int = 1,
+        overlaps: bool = False,
         with_whole_chunks: bool = False,
         grammars: Grammars | None = None,
         keeper: Keeper | None = None,
@@ -84,10 +88,9 @@ class Scheduler(Lives):
             keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
         )
         self._on_loaded = on_loaded
-        self._prepared = Plan()  # what the next plan begins with
+        self._most_admitted = ADMITTED_AT_ONCE if overlaps else sys.maxsize
         self._refusal: EngineError | None = None  # of everything new
         self._now = 0.0  # of the latest round's end
-        self._awaiting: set[Hashable] = set()  # clients: that slots are free that were not
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
 
     @property
@@ -149,8 +152,7 @@ class Scheduler(Lives):
         if self._refusal is not None:
             raise self._refusal
         check_request(request, self._vocab_size)
-        free = self._slots.free + len(self._rounds.leaving)
-        refusal = self._waiting.refusal(request.owner, request.prompt_tokens, free, now)
+        refusal = self._waiting.refusal(request.owner, request.prompt_tokens, self._slots.free, now)
         if refusal is not None:
             raise refusal
 
@@ -159,16 +161,34 @@ class Scheduler(Lives):
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._look_around(now)
-        plan, self._prepared = self._prepared, Plan()
-        plan.keep_alive(self._running)
-        self._keeper.tiers.begin_plan(one.source for one in plan.admit)
+        return self._plan(now)
+
+    def plan_ahead(self, now: float) -> Plan:
+        """What follows the one round under way, whatever that brings. Empty when nothing does, or
+        when that cannot be said, because the host has a part in the draws of either."""
+        self._look_around(now)
+        sequence = self._next() if self._slots.free else None
+        special = sequence is not None and sequence.needs_host
+        if special or any(one.needs_host for one in self._prefilling.values()):
+            return Plan()
+        coming = len(self._prefilling) + min(len(self._waiting), self._slots.free)
+        return self._plan(now, ahead=True) if self._rounds.may_go_ahead(coming) else Plan()
+
+    def _plan(self, now: float, ahead: bool = False) -> Plan:
+        plan = Plan()
+        self._keeper.tiers.begin_plan()
         self._readmit(plan)
-        if self._prefilling or not self._rounds.patient:
-            self._admit(plan, now)
-        self._rounds.plan(plan, reading=bool(self._prefilling))
+        waiting = min(len(self._waiting), self._slots.free)
+        if waiting >= self._most_admitted or self._prefilling or not self._rounds.patient:
+            self._admit(plan, now, ahead)
         reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
         for sequence, length in self._budget.share(reading):
             self._read(plan, sequence, length, now)
+        beginning = [self._prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
+        self._rounds.plan(plan, beginning)
+        for sequence in beginning:
+            if sequence.row >= 0:
+                del self._prefilling[sequence.key]
         if not plan.empty or self._keeper.traffic.fetching:
             self._keeper.traffic.take_moves(plan)
         if not plan.empty:
@@ -176,33 +196,15 @@ class Scheduler(Lives):
             self._rounds.start(plan)
         return plan
 
-    def plan_ahead(self, now: float) -> Plan | None:
-        """What follows the one round under way, whatever that brings; None when that cannot be
-        said: when it reads prompts, when the host has a part in its draws, when somebody can be
-        admitted after it or nobody may be left."""
-        self._look_around(now)
-        prompts = self._prefilling.values()
-        if any(sequence.started_at is not None for sequence in prompts):
-            return None
-        if not self._rounds.patient and (prompts or self._can_admit()):
-            return None
-        plan = self._rounds.plan_ahead()
-        if plan is not None:
-            self._rounds.start(plan)
-        return plan
-
-    def prepare(self, now: float) -> None:
-        """While a round is under way: admits some of those who wait, with the next `plan`."""
-        self._admit(self._prepared, now, most=PREPARED_AT_ONCE)
-
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
         self._now = now
         for ticket, state in result.exports.items():
             self._keeper.traffic.arrived(ticket, state)
-        batch, decoding = self._rounds.land(plan), len(self._rounds.sequences)
+        batch, decoding = self._rounds.land(plan), len(plan.decode)
         if batch is not None and result.drawn is not None:
-            batch.note_ended(result.drawn)
+            batch.note(result.drawn)
+            decoding = batch.members - sum(row.token < 0 for row in plan.decode)
         for key, error in result.errors():
             sequence = self._running(key)
             if sequence is not None:
@@ -231,23 +233,20 @@ class Scheduler(Lives):
                 now,
             )
         self._step = self._rounds.note(plan, result, decoding, tokens)
-        self._settle()
 
     def fail(self, plan: Plan, error: EngineError) -> None:
         """The plan could not be carried out: every sequence that took part in it fails.
 
         So must every plan under way after it.
         """
-        self._rounds.land(plan)
-        lost = self._keeper.fail(plan)
-        keys = plan.participants()
-        keys += [one.key for one in self._prepared.admit if one.source in lost]
-        for key in keys:
-            sequence = self._running(key)
-            if sequence is not None:
-                self._fail(sequence, error)
+        self._keeper.fail(plan)
+        for sequence in self._rounds.fail(plan):
+            self._fail(sequence, error)
+        for key in plan.participants():
+            participant = self._running(key)
+            if participant is not None:
+                self._fail(participant, error)
         self._released.extend(plan.release)
-        self._settle()
 
     def fail_all(self, error: EngineError) -> None:
         """Nothing can be served any more: every request fails, and so does every new one."""
@@ -259,7 +258,7 @@ class Scheduler(Lives):
         """What happened since the last call, for every client that has a part in it."""
         stats = msgspec.structs.replace(
             self._step,
-            running=self._slots.used - len(self._rounds.leaving),
+            running=self._slots.used,
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
             pace=self._waiting.pace(self._now),
@@ -269,9 +268,7 @@ class Scheduler(Lives):
             **self._keeper.stats(),
         )
         self._step = Stats()
-        events = self._outbox.take(stats, self._clients.keys() | self._awaiting)
-        self._awaiting = set(events) if self._rounds.leaving else set()
-        return events
+        return self._outbox.take(stats, self._clients.keys())
 
     # Planning.
 
@@ -287,11 +284,11 @@ class Scheduler(Lives):
                 return
             self._finish(sequence, "timeout", now)
 
-    def _admit(self, plan: Plan, now: float, most: int = sys.maxsize) -> None:
+    def _admit(self, plan: Plan, now: float, ahead: bool) -> None:
         admitted = 0
-        while (sequence := self._next()) is not None and self._slots.free and admitted < most:
-            if plan is self._prepared and sequence.begins_drawn:
-                break  # it would be in a batch before the plan that admits it
+        while (sequence := self._next()) is not None and self._slots.free:
+            if admitted == self._most_admitted or (ahead and sequence.needs_host):
+                break
             try:
                 found = self._keeper.find(sequence)
             except EngineError as error:
@@ -319,7 +316,7 @@ class Scheduler(Lives):
     def _next(self) -> Sequence | None:
         """The first that waits and whose grammar is compiled; has those before it compiled, while
         there is no slot one at a time: what is kept for long unused may be forgotten again."""
-        free = self._slots.free or self._rounds.leaving
+        free = self._slots.free
         while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
             lacking = self._grammars.lacking(sequence.request.sampling)
             if lacking is None:
@@ -329,10 +326,6 @@ class Scheduler(Lives):
             else:
                 self._waiting.hold(sequence, lacking)
         return None
-
-    def _can_admit(self) -> bool:
-        """Whether somebody waits for nothing but the end of a round."""
-        return self._next() is not None and bool(self._slots.free or self._rounds.leaving)
 
     def _read(
         self, plan: Plan, sequence: Sequence, length: int, now: float, source: int | None = None
@@ -353,21 +346,20 @@ class Scheduler(Lives):
             )
         )
         self._keeper.passes(plan, sequence, stop)
+        sequence.position = stop
+        if stop in sequence.marks:
+            sequence.anchor = stop
 
     # Committing.
 
     def _advance(self, sequence: Sequence, position: int, now: float) -> None:
-        sequence.position = position
-        if position in sequence.marks:
-            sequence.anchor = position
         place = self._keeper.landed(sequence, position)
         if place is not None:
             self._waiting.resume(place)
         if position == sequence.prompt_tokens:
             if sequence.max_tokens == 0:
                 self._finish(sequence, "length", now, read=0)
-            else:
-                del self._prefilling[sequence.key]
+            elif self._prefilling.pop(sequence.key, None) is not None:
                 self._rounds.add(sequence)
 
     def _take(self, sequence: Sequence, sampled: Sampled, now: float) -> int:

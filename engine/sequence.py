@@ -68,6 +68,7 @@ class Sequence:
         "first_token_at",
         "keeping",
         "key",
+        "last_step",
         "last_token",
         "last_token_at",
         "lead",
@@ -82,7 +83,9 @@ class Sequence:
         "priority",
         "prompt_tokens",
         "request",
+        "row",
         "samples",
+        "since",
         "slot",
         "started_at",
         "stop_ids",
@@ -112,7 +115,7 @@ class Sequence:
 
         self.over = False  # its terminal event is on its way
         self.slot = -1  # negative while it waits
-        self.position = 0  # prompt tokens that its state has read
+        self.position = 0  # prompt tokens that have been read, or are by the rounds under way
         self.anchor = 0  # the position that the multiples of SCAN_CHUNK are counted from
         self.cached_tokens = 0
         self.drawn = 0  # tokens delivered so far
@@ -120,10 +123,19 @@ class Sequence:
         self.tokens = array("i")  # all of them
         self.logprobs: list[TokenLogprobs] = []  # likewise
 
+        self.row = -1  # of the batch that it decodes in
+        self.since = 0  # the batch's step whose token it does not know yet
+        self.last_step = 0  # the batch's step after which it has max_tokens
+
         self.arrived_at = now
         self.started_at: float | None = None  # of its first step
         self.first_token_at: float | None = None
         self.last_token_at = now
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has a part in its draws."""
+        return self.samples and not self.plain
 
     @property
     def remaining(self) -> int:
@@ -212,6 +224,15 @@ class Sequence:
         self.tokens.append(token)
         if logprobs is not None and not self.request.stream:
             self.logprobs.append(logprobs)
+
+    def extend(self, packed: bytes, now: float) -> None:
+        """Takes drawn tokens into the answer, at least one, none of which ends it."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.tokens.frombytes(packed)
+        self.drawn = len(self.tokens)
+        self.last_token = self.tokens[-1]
 
     def take_last(self, ids: array[int], now: float) -> tuple[int, FinishReason | None]:
         """Takes drawn tokens up to the one that ends the sequence: (how many, the verdict)."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.device import available_memory, upload
+from engine.device import available_memory
 from engine.errors import ConfigError
+from engine.indices import to_device
 from engine.models.cell import ModelState
 
 
@@ -58,7 +59,7 @@ class StatePool:
     def _index(self, rows: Sequence[int]) -> Tensor:
         for row in rows:
             self._check_row(row)
-        return upload(rows, torch.int64, self.device)
+        return to_device(rows, self.device)
 
     def reset(self, rows: Sequence[int]) -> None:
         """Puts `rows` at the model's initial state."""

@@ -13,7 +13,7 @@ not given to another state within that round.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from engine.slots import SlotAllocator
 NOWHERE = 2**62  # a place: in no row
 # Of states that only the prefix cache holds, those that a plan moves to main memory at most: under
 # a load of new prompts, of which each leaves two, moving takes longer than what it may save.
-MOST_TO_HOST = 16
+MOST_TO_HOST = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +77,10 @@ class Tiers:
     def host_used(self) -> int:
         return self._host.used
 
-    def begin_plan(self, sources: Iterable[int | None] = ()) -> None:
-        """What the plan before this one reads and writes is done by the time this one begins, which
-        starts with copies of these rows."""
+    def begin_plan(self) -> None:
+        """What the plan before this one reads and writes is done by the time this one begins."""
         self._to_host = 0
         self._busy.clear()
-        self._busy.update(row for row in sources if row is not None)
         late, self._late = self._late, []
         for place in late:
             self._give_back(place)

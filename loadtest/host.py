@@ -80,8 +80,8 @@ class MockRunner:
         self._step_seconds = step_seconds
         self._paced = paced
         self._busy_until = 0.0
-        self._left: dict[int, int] = {}  # tokens still to draw, by key
-        self._keys: list[int] = []  # of the batch
+        self._most: dict[int, int] = {}  # tokens, by key
+        self._rows: list[int] = []  # of the batch: tokens still to draw
         self._token = pack_ids([TOKEN])
         self.config = EngineConfig(
             model="mock", device="cpu", dtype="float32", max_slots=slots, max_step_tokens=1 << 20
@@ -106,23 +106,24 @@ class MockRunner:
         seconds = self._step_seconds * plan.steps
         self._busy_until = max(self._busy_until, begin) + seconds
         for admission in plan.admit:
-            self._left[admission.key] = admission.request.sampling.max_tokens
+            self._most[admission.key] = admission.request.sampling.max_tokens
         sampled = [Sampled(chunk.key, TOKEN, None) for chunk in plan.prefill if chunk.sample]
-        for one in sampled:
-            self._left[one.key] -= 1
-        drawn = self._draw(plan) if plan.plain and plan.decode else None
+        drawn = self._draw(plan) if plan.plain else None
         self._clock.forget_since(begin)
         return StepResult(sampled, drawn, decode_seconds=seconds), self._busy_until
 
     def _draw(self, plan: Plan) -> Drawn:
         if not plan.again:
-            self._keys = [row.key for row in plan.decode]
-        ended = {}
-        for row, key in enumerate(self._keys):
-            if self._left[key] <= plan.steps:
-                ended[row] = self._left[key]
-            self._left[key] = max(0, self._left[key] - plan.steps)
-        return Drawn(self._token * (len(plan.decode) * plan.steps), ended)
+            self._rows = []
+        for ended in plan.leave:
+            self._rows[ended] = 0
+        self._rows += [0] * (1 + max(plan.at, default=-1) - len(self._rows))
+        for at, row in zip(plan.at, plan.decode, strict=True):
+            self._rows[at] = self._most[row.key] - row.position
+        steps = plan.steps
+        over = {number: left for number, left in enumerate(self._rows) if left <= steps}
+        self._rows = [left - steps if left > steps else 0 for left in self._rows]
+        return Drawn(self._token * (len(self._rows) * steps), over)
 
     def finish(self, pending: tuple[StepResult, float]) -> StepResult:
         result, end = pending

@@ -7,6 +7,7 @@ can draw on the device (a `plain` plan).
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -93,7 +94,7 @@ class Decoding:
         vocab = runner.info.vocab_size
         #: Of every sequence, the last token, which is read next.
         self.tokens = [row * FIRST_TOKENS_APART % vocab for row in range(batch)]
-        self._rows: list[DecodeRow] = []
+        self._begun = False
         requests = (_request(row, [0], _seeded(sampling, row)) for row in range(batch))
         runner.run(
             Plan(
@@ -132,16 +133,16 @@ class Decoding:
         return time.perf_counter() - start
 
     def _plan(self, steps: int) -> Plan:
-        again = self._plain and bool(self._rows)
-        if not again:
-            self._rows = [
-                DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
-                for row, token in enumerate(self.tokens)
-            ]
-        options: dict[str, Any] = {}
+        if self._plain and self._begun:
+            return Plan(plain=True, again=True, steps=steps)
+        self._begun = True
+        rows = [
+            DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
+            for row, token in enumerate(self.tokens)
+        ]
         if self._plain:
-            options = {"plain": True, "again": again, "steps": steps}
-        return Plan(decode=self._rows, **options)
+            return Plan(decode=rows, at=list(range(len(rows))), plain=True, steps=steps)
+        return Plan(decode=rows)
 
     def _take(self, result: Any, steps: int) -> None:
         batch = len(self.tokens)
@@ -213,7 +214,8 @@ def random_prompt(length: int, vocab_size: int) -> array[int]:
 
 def engine_seconds(runner: Runner, batch: int, tokens: int, sampling: SamplingParams) -> float:
     """Seconds in which a whole Engine advances `batch` requests by a token: from when all prompts
-    (one token each) have been read until all requests have finished, with `tokens` each.
+    (one token each) have been read until the first of the requests finishes, which have `tokens`
+    each, more than there are rounds until all prompts have been read.
 
     Raises WrongAnswerError unless every request gets all its tokens.
     """
@@ -224,25 +226,25 @@ def engine_seconds(runner: Runner, batch: int, tokens: int, sampling: SamplingPa
         params = _seeded(sampling, row, max_tokens=tokens)
         engine.add(_CLIENT, _request(row, prompt, params))
     read = drawn = finished = 0
-    start: float | None = None
+    start = end = math.nan
     while engine.has_work:
         events = engine.step().get(_CLIENT)
         if events is None:
             continue
         finished += _finished(events, tokens)
-        if start is None:
+        if read < batch:
             read += events.stats.prefill_tokens
+            start = time.perf_counter()
+        elif math.isnan(end):
             drawn += events.stats.decode_tokens
-            if read == batch:
-                start = time.perf_counter()
-    end = time.perf_counter()
+            if finished:
+                end = time.perf_counter()
     # An engine counts its sequences from 0 and releases the last ones with its next step: the next
     # engine's would be taken for them.
     runner.run(Plan(release=list(range(batch))))
-    left = batch * tokens - drawn
-    if finished != batch or start is None or left <= 0:
-        raise WrongAnswerError(f"{finished} of {batch} requests finished, {left} tokens timed")
-    return (end - start) * batch / left
+    if finished != batch or math.isnan(end):
+        raise WrongAnswerError(f"{finished} of {batch} requests finished, {drawn} tokens timed")
+    return (end - start) * batch / drawn
 
 
 def _finished(events: StepEvents, tokens: int) -> int:

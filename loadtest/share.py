@@ -24,7 +24,7 @@ import torch
 from engine.runner import Runner
 from loadtest.grammars import make_tokenizer
 from loadtest.http.command import measure
-from loadtest.http.options import parser
+from loadtest.http.options import LENGTHS, parser
 from loadtest.lm_driving import GREEDY, engine_config, engine_seconds, load
 from loadtest.lm_measure import typical
 from loadtest.lm_models import SIZES, subject
@@ -39,6 +39,7 @@ SHARE_BAR = 0.85  # of the engine's own tokens/s, plain answers of batches
 LLAMA_SERVER, LLAMA_TTFT = 727 / 4429, 632.0
 TIMES_LLAMA_SERVER, OF_LLAMA_TTFT = 3.0, 1 / 3
 PEER_ROWS = 64
+TOKENS_ALONE = 128  # of each request to the engine alone
 LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer with ids
 
 
@@ -46,7 +47,7 @@ def engine_alone(runner: Runner, args: argparse.Namespace) -> float:
     """Tokens per second of all slots."""
 
     def once() -> float:
-        return engine_seconds(runner, args.slots, max(4, args.output_length), GREEDY)
+        return engine_seconds(runner, args.slots, TOKENS_ALONE, GREEDY)
 
     return float(args.slots / typical(once, args.seconds / 4))
 
@@ -82,8 +83,7 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     asked = [
         *("--arrivals", "closed", "--max-concurrency", str(at_once)),
         *("--batch", str(args.batch), "--temperature", "0", "--timeout", "600"),
-        *("--prompt-length", str(args.prompt_length)),
-        *("--output-length", str(args.output_length)),
+        *("--prompt-length", args.prompt_length, "--output-length", args.output_length),
         *("--processes", str(args.processes), "--ids", str(SIZES[args.model]["vocab_size"] - 1)),
         *([] if args.stream else ["--no-stream"]),
     ]
@@ -125,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--slots", type=int, default=1024)
     options.add_argument("--batch", type=int, default=64, help="prompts per request")
     options.add_argument("--stream", action="store_true", help="an event per token")
-    options.add_argument("--prompt-length", type=int, default=16, help="tokens")
-    options.add_argument("--output-length", type=int, default=128, help="tokens")
+    options.add_argument("--prompt-length", default="16", help=f"tokens: {LENGTHS}")
+    options.add_argument("--output-length", default="128", help=f"tokens: {LENGTHS}")
     options.add_argument("--seconds", type=float, default=20.0)
     options.add_argument("--threads", type=int, help="of the engine on a CPU")
     options.add_argument("--processes", type=int, default=1, help="client processes")

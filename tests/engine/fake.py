@@ -35,7 +35,6 @@ from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
 from engine.plan import (
     INITIAL,
     Copy,
-    DecodeRow,
     Drawn,
     Plan,
     Put,
@@ -218,11 +217,15 @@ class FakeRunner:
             self.requests[admission.key] = admission.request
             self.constraints.admit(admission.key, admission.request.sampling)
             self.answers[admission.key] = []
-        slots = [chunk.slot for chunk in plan.prefill]
-        if plan.again:  # rows that the device has ended leave their slots to others
+        if plan.plain:
+            self._change(plan)
+        beginning = {row.key for row in plan.decode if row.token < 0}
+        slots = [chunk.slot for chunk in plan.prefill if chunk.key not in beginning]
+        if plan.plain:  # rows that have ended leave their slots to others
             slots += [row.slot for row in self.batch if row.slot >= 0]
         else:
             slots += [row.slot for row in plan.decode]
+        slots += [row.slot for row in plan.decode if row.token < 0]
         assert len(slots) == len(set(slots)), "a slot is used twice in one step"
         seconds = self.decode_seconds * plan.steps
         result = StepResult(prefill_seconds=1e-6, decode_seconds=seconds)
@@ -240,7 +243,14 @@ class FakeRunner:
             if chunk.sample:
                 assert len(row) == len(text)
                 result.sampled.append(self._draw(chunk.key, 0))
+        assert len({copy.target for copy in plan.after}) == len(plan.after)
+        for copy in plan.after:
+            self._move(copy)
+            if copy.key >= 0:
+                assert self.rows[copy.target] == self.texts[copy.key]
+                self.logits[copy.target] = self.texts[copy.key]
         if plan.plain:
+            self._join(plan)
             self._decode(plan, result)
         for decode in [] if plan.plain else plan.decode:
             row = self._row(decode.slot)
@@ -249,12 +259,6 @@ class FakeRunner:
             assert row == expected, f"row {decode.slot} holds {row}, not {expected}"
             assert decode.position == len(self.answers[decode.key])
             result.sampled.append(self._draw(decode.key, decode.position))
-        assert len({copy.target for copy in plan.after}) == len(plan.after)
-        for copy in plan.after:
-            self._move(copy)
-            if copy.key >= 0:
-                assert self.rows[copy.target] == self.texts[copy.key]
-                self.logits[copy.target] = self.texts[copy.key]
         for export in plan.exports:
             row = self._row(export.source)
             state = np.full(self.info.state_bytes // 4, len(self.outside), np.float32).tobytes()
@@ -275,12 +279,25 @@ class FakeRunner:
         if isinstance(move, Copy) and move.source in self.logits:
             self.logits[move.target] = self.logits[move.source]
 
+    def _change(self, plan: Plan) -> None:
+        """Ends rows of the batch, and makes room for those that join it."""
+        if not plan.again:
+            assert plan.leave == [] and plan.at == list(range(len(plan.decode)))
+            self.batch = []
+        for row in plan.leave:
+            self.batch[row].slot = -1
+        assert len(plan.at) == len(plan.decode) == len(set(plan.at))
+        more = max([0, *(row + 1 - len(self.batch) for row in plan.at)])
+        self.batch += [FakeRow(-1, -1, 0, 0, 0, frozenset()) for _ in range(more)]
+        assert all(self.batch[row].slot < 0 for row in plan.at), "a row is taken from another"
+
+    def _join(self, plan: Plan) -> None:
+        for at, row in zip(plan.at, plan.decode, strict=True):
+            self.batch[at] = self._upload(row.key, row.slot, row.token, row.position)
+
     def _decode(self, plan: Plan, result: StepResult) -> None:
         """As the device does it."""
         assert 1 <= plan.steps <= self.most_steps and self.most_steps > 1
-        if not plan.again:
-            self.batch = [self._upload(*row) for row in map(_fields, plan.decode)]
-        assert [row.key for row in self.batch] == [row.key for row in plan.decode]
         tokens, counts = array("i"), []
         for device_row in self.batch:
             drawn: list[int] = []
@@ -298,9 +315,14 @@ class FakeRunner:
         params = request.sampling
         assert is_plain(params)
         assert position == len(self.answers[key])
-        if position:
-            assert token == self.answers[key][-1]
         stops = stop_ids(params, self.info.eos_token_id)
+        if token < 0:
+            assert position == 1
+            token = self.answers[key][-1]
+            ended = token in stops or params.max_tokens == 1 or request.id in self.spoiled
+            slot = -1 if ended else slot
+        elif position:
+            assert token == self.answers[key][-1]
         return FakeRow(key, slot, token, position, params.max_tokens - position, stops)
 
     def _move_on(self, device_row: FakeRow) -> int:
@@ -377,10 +399,6 @@ class FakeRunner:
         logprobs = None if params.logprobs is None else self._report(row, token, params.logprobs)
         complete = constrained and self.constraints.take(key, token)
         return Sampled(key, token, logprobs, complete)
-
-
-def _fields(row: DecodeRow) -> tuple[int, int, int, int]:
-    return row.key, row.slot, row.token, row.position
 
 
 def _runner(config: EngineConfig, **options: Any) -> FakeRunner:

@@ -159,6 +159,7 @@ def test_answers_do_not_depend_on_how_many_steps_a_round_takes(
     assert serve(runner, requests) == expected
     assert any(plan.steps > 1 for plan in rounds) and any(plan.again for plan in rounds)
     assert any(plan.decode and not plan.plain for plan in rounds)
+    assert any(plan.decode and plan.again for plan in rounds)
 
 
 def test_answers_do_not_depend_on_overlap_and_on_aborted_neighbours(folder: Path) -> None:
@@ -191,14 +192,24 @@ def begin(runner: Runner, prompts: dict[int, list[int]], **sampling: Any) -> dic
     return {one.key: one.token for one in runner.run(plan).sampled}
 
 
-def drawn_by(plan: Plan, result: StepResult) -> dict[int, list[int]]:
+def drawn_by(plan: Plan, result: StepResult, keys: Sequence[int]) -> dict[int, list[int]]:
     """Each key's tokens, those of ended rows up to their end."""
     assert result.drawn is not None
     ids = memoryview(result.drawn.tokens).cast("i").tolist()
     return {
-        row.key: ids[i * plan.steps :][: result.drawn.ended.get(i, plan.steps)]
-        for i, row in enumerate(plan.decode)
+        key: ids[row * plan.steps :][: result.drawn.ended.get(row, plan.steps)]
+        for row, key in enumerate(keys)
     }
+
+
+def batch_of(rows: list[DecodeRow], steps: int = 1, **fields: Any) -> Plan:
+    """The first round of a batch."""
+    return Plan(decode=rows, at=list(range(len(rows))), plain=True, steps=steps, **fields)
+
+
+def more(steps: int = 1) -> Plan:
+    """A further round of the batch that is there."""
+    return Plan(plain=True, again=True, steps=steps)
 
 
 def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Runner) -> None:
@@ -207,20 +218,19 @@ def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Ru
     first = begin(runner, prompts, max_tokens=12, **sampling)
     state = runner._pool.state.cell.clone()
     rows = [DecodeRow(key, key, first[key], 1) for key in (3, 0, 4)]
-    long = Plan(decode=rows, plain=True, steps=9)
-    tokens = drawn_by(long, runner.run(long))
+    long = batch_of(rows, steps=9)
+    tokens = drawn_by(long, runner.run(long), (3, 0, 4))
     assert [len(ids) for ids in tokens.values()] == [9, 9, 9]
-    ending = Plan(decode=rows, plain=True, again=True, steps=4)
+    ending = more(steps=4)
     result = runner.run(ending)
     assert result.drawn is not None and result.drawn.ended == {0: 2, 1: 2, 2: 2}
-    for key, ids in drawn_by(ending, result).items():
+    for key, ids in drawn_by(ending, result, (3, 0, 4)).items():
         tokens[key] += ids
     assert all(len(set(ids)) > 5 for ids in tokens.values()), "positions move on"
     moved = (runner._pool.state.cell != state).any(dim=(0, 2)).nonzero().flatten().tolist()
     assert moved == [0, 3, 4]
     state = runner._pool.state.cell.clone()
-    over = Plan(decode=rows, plain=True, again=True, steps=3)
-    result = runner.run(over)
+    result = runner.run(more(steps=3))
     assert result.drawn is not None and result.drawn.ended == {0: 0, 1: 0, 2: 0}
     assert torch.equal(runner._pool.state.cell, state)
 
@@ -229,25 +239,88 @@ def test_a_batch_beside_a_prompt_takes_its_step(runner: Runner) -> None:
     prompts = {key: random_prompt(6, key) for key in (1, 2)}
     first = begin(runner, prompts)
     rows = [DecodeRow(key, key, first[key], 1) for key in (1, 2)]
-    alone = Plan(decode=rows, plain=True, steps=2)
-    expected = drawn_by(alone, runner.run(alone))
+    alone = batch_of(rows, steps=2)
+    expected = drawn_by(alone, runner.run(alone), (1, 2))
     runner.run(Plan(release=[1, 2]))
     assert begin(runner, prompts) == first
     prompt = random_prompt(9, 7)
-    mixed = Plan(
+    mixed = batch_of(
+        rows,
         admit=[Admission(request_of(7, prompt), 7, 7, None, 0)],
         prefill=[chunk_of(7, 7, prompt, 0, 9)],
-        decode=rows,
-        plain=True,
     )
     result = runner.run(mixed)
     assert [one.key for one in result.sampled] == [7]
     assert result.prefill_seconds > 0 and result.decode_seconds > 0
-    tokens = drawn_by(mixed, result)
-    more = Plan(decode=rows, plain=True, again=True)
-    for key, ids in drawn_by(more, runner.run(more)).items():
+    tokens = drawn_by(mixed, result, (1, 2))
+    for key, ids in drawn_by(more(), runner.run(more()), (1, 2)).items():
         tokens[key] += ids
     assert tokens == expected
+
+
+def test_rows_join_and_leave_while_others_go_on(runner: Runner) -> None:
+    """Whoever joins, with a token that is known or one that is drawn in the same round, draws what
+    it draws alone, and so do those that were there; whether the batch has room or has to grow."""
+    lengths = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    prompts = {key: random_prompt(3 + key, key) for key in range(7)}
+
+    def alone(key: int) -> list[int]:
+        first = begin(runner, {key: prompts[key]}, **lengths)
+        plan = batch_of([DecodeRow(key, key, first[key], 1)], steps=13)
+        tokens = [first[key], *drawn_by(plan, runner.run(plan), [key])[key]]
+        runner.run(Plan(release=[key]))
+        return tokens
+
+    expected = {key: alone(key) for key in prompts}
+    first = begin(runner, {key: prompts[key] for key in (0, 1, 2)}, **lengths)
+    told = {key: [token] for key, token in first.items()}
+
+    def run(plan: Plan, keys: list[int]) -> None:
+        result = runner.run(plan)
+        for one in result.sampled:
+            told[one.key] = [one.token]
+        for key, ids in drawn_by(plan, result, keys).items():
+            if key >= 0:
+                told.setdefault(key, []).extend(ids)
+
+    run(batch_of([DecodeRow(key, key, first[key], 1) for key in (0, 1)], steps=2), [0, 1])
+    # 2 is known, 3 and 4 are drawn in this round; 0 leaves its row to 4.
+    joining = Plan(plain=True, again=True, leave=[0], at=[2, 3, 0])
+    joining.decode = [DecodeRow(2, 2, first[2], 1), DecodeRow(3, 3, -1, 1), DecodeRow(4, 4, -1, 1)]
+    for key in (3, 4):
+        request = request_of(key, prompts[key], **lengths)
+        joining.admit.append(Admission(request, key, key, None, 0))
+        joining.prefill.append(chunk_of(key, key, prompts[key], 0, len(prompts[key])))
+    run(joining, [4, 1, 2, 3])
+    run(more(steps=4), [4, 1, 2, 3])
+    # 5 and 6 make the batch grow, in the slots of sequences that have left.
+    growing = Plan(plain=True, again=True, leave=[2], at=[4, 2], steps=1)
+    for key, slot in ((5, 0), (6, 2)):
+        growing.decode.append(DecodeRow(key, slot, -1, 1))
+        request = request_of(key, prompts[key], **lengths)
+        growing.admit.append(Admission(request, key, slot, None, 0))
+        growing.prefill.append(chunk_of(key, slot, prompts[key], 0, len(prompts[key])))
+    run(growing, [4, 1, 6, 3, 5])
+    run(more(steps=5), [4, 1, 6, 3, 5])
+    assert {key: len(tokens) for key, tokens in told.items()} == {
+        0: 3, 1: 14, 2: 6, 3: 12, 4: 12, 5: 7, 6: 7
+    }  # fmt: skip
+    assert told == {key: expected[key][: len(tokens)] for key, tokens in told.items()}
+
+
+def test_who_ends_with_its_first_token_never_decodes(runner: Runner) -> None:
+    prompt = random_prompt(6, 3)
+    (token,) = begin(runner, {3: prompt}).values()
+    runner.run(Plan(release=[3]))
+    state = runner._pool.state.cell.clone()
+    plan = batch_of([DecodeRow(3, 3, -1, 1)], steps=3)
+    request = request_of(3, prompt, stop_token_ids=(token,))
+    plan.admit.append(Admission(request, 3, 3, None, 0))
+    plan.prefill.append(chunk_of(3, 3, prompt, 0, 6))
+    result = runner.run(plan)
+    assert [one.token for one in result.sampled] == [token]
+    assert result.drawn is not None and result.drawn.ended == {0: 0}
+    assert torch.equal(runner._pool.state.cell[:, 3], state[:, 3])
 
 
 def test_a_row_whose_logits_are_not_finite_fails_in_its_round_and_no_other(
@@ -303,10 +376,11 @@ def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path) -> None:
         for runner in (eager, graphed):
             first = begin(runner, prompts, **sampling)
             rows = [DecodeRow(key, key, first[key], 1) for key in range(count)]
-            plans = [Plan(decode=rows, plain=True, again=again, steps=8) for again in (False, True)]
+            plans = [batch_of(rows, steps=8), more(steps=8)]
             pending = [runner.start(plan) for plan in plans]
             results = [runner.finish(one) for one in pending]
-            told.append([drawn_by(*pair) for pair in zip(plans, results, strict=True)])
+            pairs = zip(plans, results, strict=True)
+            told.append([drawn_by(*pair, range(count)) for pair in pairs])
             runner.run(Plan(release=list(prompts)))
         assert told[0] == told[1]
 

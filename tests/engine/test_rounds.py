@@ -10,6 +10,7 @@ import logging
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from engine.engine import Engine
@@ -143,7 +144,7 @@ def test_a_round_lasts_about_two_milliseconds() -> None:
         engine = Engine(runner)
         engine.add("c", ask(1))
         lengths = [len(tokens_of(engine.step()["c"])[1]) for _ in range(5)]
-        assert lengths == [1, 1, steps, steps, steps]
+        assert lengths == [2, 1, steps, steps, steps]
 
 
 def test_no_round_goes_beyond_the_longest_answer() -> None:
@@ -154,7 +155,7 @@ def test_no_round_goes_beyond_the_longest_answer() -> None:
         engine.add("c", ask(id, sampling))
     rounds = [tokens_of(engine.step()["c"]) for _ in range(3)]
     lengths = [{id: len(tokens) for id, tokens in one.items()} for one in rounds]
-    assert lengths == [{0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 3, 1: 10, 2: 18}]
+    assert lengths == [{0: 2, 1: 2, 2: 2}, {0: 1, 1: 1, 2: 1}, {0: 2, 1: 9, 2: 17}]
     assert not engine.has_work
 
 
@@ -167,6 +168,36 @@ def test_one_request_that_needs_the_host_makes_every_round_one_step() -> None:
         assert {id: len(ids) for id, ids in tokens_of(engine.step()["c"]).items()} == {1: 1, 2: 1}
     lengths = [len(tokens_of(engine.step()["c"])[1]) for _ in range(3)]
     assert lengths == [1, 1, 32], "the first round and the one behind it are untimed"
+
+
+def test_nothing_follows_a_round_unseen_in_which_the_host_draws() -> None:
+    """Also when those for whose sake it does have been aborted meanwhile."""
+    engine = Engine(FakeRunner(most_steps=32, overlaps=True))
+    engine.add("c", ask(1))
+    engine.add("c", ask(2, msgspec.structs.replace(LONG, logprobs=0)))
+    told: list[int] = []
+    for _ in range(3):
+        told += tokens_of(engine.step()["c"]).get(1, [])
+    engine.abort("c", [2])
+    for _ in range(3):
+        told += tokens_of(engine.step()["c"]).get(1, [])
+    assert told == recite([1], len(told)) and len(told) >= 6
+
+
+def test_nothing_follows_a_prompt_unseen_after_which_the_host_draws() -> None:
+    """Or else a request that is aborted would be forgotten before its round has drawn for it."""
+    scheduler = plain_scheduler(slots=4)
+    scheduler.add("c", ask(1), 0.0)
+    scheduler.add("c", ask(2, msgspec.structs.replace(LONG, logprobs=0)), 0.0)
+    plan = scheduler.plan(0.0)
+    assert len(plan.prefill) == 2 and not plan.plain
+    scheduler.abort("c", [2], "abort", 0.0)
+    scheduler.add("c", ask(3), 0.0)
+    assert scheduler.plan_ahead(0.0).empty
+    drawn = [Sampled(chunk.key, 5, None) for chunk in plan.prefill]
+    scheduler.commit(plan, StepResult(drawn), 0.0)
+    after = scheduler.plan(0.0)
+    assert after.plain and [row.token for row in after.decode] == [5, -1]
 
 
 def test_who_can_be_admitted_does_not_wait_for_the_batch_to_end() -> None:
@@ -215,38 +246,74 @@ def test_who_waits_without_a_free_slot_does_not_stop_the_batch() -> None:
     assert len(tokens_of(engine.step()["c"])[1]) == 32
 
 
-def test_an_aborted_sequence_keeps_its_slot_while_the_device_writes_to_it() -> None:
-    scheduler = Scheduler(
+def plain_scheduler(slots: int) -> Scheduler:
+    return Scheduler(
         vocab_size=100,
         eos_token_id=None,
-        slots=4,
+        slots=slots,
         share_slots=0,
         max_step_tokens=512,
         max_waiting=10,
         state_bytes=1,
         most_steps=32,
     )
+
+
+def first_result(plan: Plan) -> StepResult:
+    """Every chunk draws 5; a row draws 6 more than its number."""
+    sampled = [Sampled(chunk.key, 5, None) for chunk in plan.prefill if chunk.sample]
+    return StepResult(sampled, Drawn(pack_ids([6 + row for row in plan.at]), {}))
+
+
+def test_the_row_of_an_aborted_sequence_ends_before_others_take_it_and_its_slot() -> None:
+    scheduler = plain_scheduler(slots=4)
     for id in range(4):
         scheduler.add("c", ask(id), 0.0)
-    plan = scheduler.plan(0.0)
-    keys = [chunk.key for chunk in plan.prefill]
-    scheduler.commit(plan, StepResult([Sampled(key, 5, None) for key in keys]), 0.0)
     first = scheduler.plan(0.0)
+    assert first.plain and not first.again and first.at == [0, 1, 2, 3]
+    assert [(row.token, row.position) for row in first.decode] == [(-1, 1)] * 4
     second = scheduler.plan_ahead(0.0)
-    assert second is not None and second.again and second.decode is first.decode
-    assert scheduler.plan_ahead(0.0) is None, "one round ahead is enough"
+    assert second.again and (second.decode, second.leave) == ([], [])
+    assert scheduler.plan_ahead(0.0).empty, "one round ahead is enough"
     scheduler.abort("c", [2], "abort", 0.0)
-    stats = scheduler.events()["c"].stats
-    assert (stats.running, stats.slots_used) == (3, 4)
-    drawn = Drawn(pack_ids([6, 7, 8, 9]), {})
-    scheduler.commit(first, StepResult(drawn=drawn), 0.0)
-    events = scheduler.events()["c"]
-    assert tokens_of(events) == {0: [6], 1: [7], 3: [9]} and events.stats.slots_used == 4
-    scheduler.commit(second, StepResult(drawn=drawn), 0.0)
+    scheduler.add("c", ask(9), 0.0)
     assert scheduler.events()["c"].stats.slots_used == 3
-    third = scheduler.plan(0.0)
-    assert third.plain and not third.again and [row.key for row in third.decode] == [0, 1, 3]
-    assert [row.token for row in third.decode] == [6, 7, 9]
+    scheduler.commit(first, first_result(first), 0.0)
+    events = scheduler.events()["c"]
+    assert tokens_of(events) == {0: [5, 6], 1: [5, 7], 3: [5, 9]}
+    third = scheduler.plan_ahead(0.0)
+    assert third.again and third.leave == [2] and third.at == [2]
+    assert [admission.slot for admission in third.admit] == [first.admit[2].slot]
+    drawn = Drawn(pack_ids([16, 17, 18, 19]), {})
+    scheduler.commit(second, StepResult(drawn=drawn), 0.0)
+    assert tokens_of(scheduler.events()["c"]) == {0: [16], 1: [17], 3: [19]}
+    result = StepResult([Sampled(third.prefill[0].key, 5, None)], drawn)
+    scheduler.commit(third, result, 0.0)
+    assert tokens_of(scheduler.events()["c"]) == {0: [16], 1: [17], 3: [19], 9: [5, 18]}
+
+
+def test_what_a_sequence_has_drawn_is_known_when_it_leaves_its_batch() -> None:
+    """However many rounds that was, and whenever it joined."""
+    scheduler = plain_scheduler(slots=3)
+    plain = Request(id=0, prompt=pack_ids([1]), sampling=LONG, stream=False)
+    scheduler.add("c", plain, 0.0)
+    expected: dict[int, list[int]] = {0: [], 1: []}
+    for step in range(700):
+        if step == 450:
+            scheduler.add("c", msgspec.structs.replace(plain, id=1), 0.0)
+        plan = scheduler.plan(0.0)
+        token = 10 + step % 80
+        for chunk in plan.prefill:
+            expected[chunk.key].append(5)
+        for row in range(1 + (step >= 450)):
+            expected[row].append(token + row)
+        sampled = [Sampled(chunk.key, 5, None) for chunk in plan.prefill]
+        assert plan.steps == 1
+        drawn = Drawn(pack_ids([token, token + 1][: 1 + (step >= 450)]), {})
+        scheduler.commit(plan, StepResult(sampled, drawn, decode_seconds=1.0), 0.0)
+    scheduler.abort("c", None, "abort", 0.0)
+    ended = {end.request: end.tokens for end in scheduler.events()["c"].finished}
+    assert ended == expected
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -317,7 +384,7 @@ def test_a_round_that_fails_takes_the_one_started_after_it_along() -> None:
     assert [(one.request, one.code) for one in failed] == [(1, "step_failed")]
     assert not engine.has_work and runner.begun == []
     engine.add("c", ask(2))
-    assert tokens_of(engine.step()["c"]) == {2: recite([2], 1)}
+    assert tokens_of(engine.step()["c"]) == {2: recite([2], 2)}
 
 
 def test_a_round_ahead_that_cannot_start_fails_after_the_one_before_it_is_told() -> None:
@@ -340,4 +407,4 @@ def test_tokens_in_runs_are_packed_request_after_request() -> None:
         engine.step()
     (run,) = engine.step()["c"].runs
     assert (run.requests, run.length) == ([1, 2], 3)
-    assert unpack_ids(run.tokens).tolist() == [*recite([1], 5)[-3:], *recite([2], 5)[-3:]]
+    assert unpack_ids(run.tokens).tolist() == [*recite([1], 6)[-3:], *recite([2], 6)[-3:]]

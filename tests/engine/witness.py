@@ -51,11 +51,11 @@ class StrictRunner(FakeRunner):
         assert budget is not None
         assert not plan.empty
         assert sum(len(chunk.tokens) for chunk in plan.prefill) <= budget
-        # Of the rows of a batch that goes on, some may have ended; others have their slots then.
-        ended = sum(row.slot < 0 for row in self.batch) if plan.again else 0
-        assert len(plan.prefill) + len(plan.decode) - ended <= slots
-        assert plan.steps == 1 or (plan.plain and not plan.prefill)
-        assert not plan.again or plan.steps <= max(row.left for row in self.batch)
+        assert len(plan.prefill) <= slots and len(self.batch) <= slots
+        assert plan.steps == 1 or plan.plain
+        # The host does not know yet who has met a stop id in the round before.
+        left = max((row.left for row in self.batch), default=0)
+        assert not plan.again or plan.decode or plan.steps <= left
         assert len({copy.target for copy in plan.after}) == len(plan.after)
         assert all(copy.target >= slots > copy.source for copy in plan.after)
         for admission in plan.admit:

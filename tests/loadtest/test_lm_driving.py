@@ -146,12 +146,13 @@ class RoundRunner:
     plans: list[RoundPlan] = field(default_factory=list)
     info: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
     drawn: int = 0
+    rows: int = 0
     most_steps: int = 32
     overlaps: bool = True
     ended: dict[int, int] = field(default_factory=dict)
 
     def run(self, plan: RoundPlan) -> Any:
-        return self.finish(self.start(plan)) if plan.decode else StepResult()
+        return self.finish(self.start(plan)) if plan.plain else StepResult()
 
     def start(self, plan: RoundPlan) -> RoundPlan:
         self.calls.append("start")
@@ -162,7 +163,8 @@ class RoundRunner:
         self.calls.append("finish")
         tokens = list(range(self.drawn, self.drawn + plan.steps))
         self.drawn += plan.steps
-        packed = pack_ids(tokens * len(plan.decode))
+        self.rows = self.rows or len(plan.decode)
+        packed = pack_ids(tokens * self.rows)
         return SimpleNamespace(
             non_finite=[], sampled=[], drawn=SimpleNamespace(tokens=packed, ended=self.ended)
         )
@@ -187,7 +189,7 @@ def test_rounds_of_several_steps_overlap(rounds: RoundRunner) -> None:
         (True, True, 4),
         (True, True, 4),
     ]
-    assert all(plan.decode is rounds.plans[0].decode for plan in rounds.plans)
+    assert [(len(plan.decode), plan.at) for plan in rounds.plans] == [(2, [0, 1]), (0, []), (0, [])]
 
 
 def test_a_row_that_ends_early_is_no_figure(rounds: RoundRunner) -> None:

@@ -1,0 +1,29 @@
+"""Mark: a moment of the device's work, to be waited for, and to be timed from one to the other."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Mark:
+    """A moment of the device's work; seconds between two exist once the device has passed both."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if where.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until the device has passed it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_until(self, later: Mark) -> float:
+        if self._event is not None and later._event is not None:
+            milliseconds: float = self._event.elapsed_time(later._event)
+            return milliseconds / 1000
+        return later._time - self._time
