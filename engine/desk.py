@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from engine import snapshot
-from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
+from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.keeping import Keeper
 from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
 from engine.states import Named, Standing, check_id
@@ -85,7 +85,7 @@ class StateDesk:
         client: Hashable,
         call: AskState,
         then: Callable[[Hashable, AskState, Named], None],
-        tried: bool = False,
+        tries: int = 0,
     ) -> None:
         """`then`, once the state is in a row."""
         named = self._states.find(call.owner, call.id)
@@ -93,16 +93,12 @@ class StateDesk:
         if kept.place != NOWHERE:
             then(client, call, named)
             return
-        if not kept.files:
-            raise StateNotFound(f"state {call.id!r} is lost: its file cannot be read", param="id")
-        if tried:
-            raise StateQuota("no memory is left to bring the state back to")
+        self._traffic.load(kept, tries, "id")
 
         def again() -> None:
-            self._try(client, call, lambda: self._with_row(client, call, then, tried=True))
+            self._try(client, call, lambda: self._with_row(client, call, then, tries + 1))
 
         self._waiting.setdefault(kept, []).append(again)
-        self._traffic.load(kept)
 
     def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
         id = self._states.begin(call.owner, call.target, "target")

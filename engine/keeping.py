@@ -20,7 +20,7 @@ from typing import Any
 
 from engine import snapshot
 from engine.config import SCAN_CHUNK
-from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
+from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.messages import (
     ID_BYTES,
     Finished,
@@ -39,7 +39,7 @@ from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
 from engine.states import Standing, States
 from engine.tiers import NOWHERE, Kept, Tiers
-from engine.traffic import MOST_LOADS, Traffic
+from engine.traffic import Traffic
 
 Tell = Callable[[Finished | EngineError], None]
 
@@ -144,12 +144,8 @@ class Keeper:
         if keeping is not None and keeping.source is not None:
             kept = keeping.source.kept
             if kept.place == NOWHERE:
-                if not kept.files:
-                    raise StateNotFound("the state has been replaced meanwhile", param="state")
-                if keeping.loads >= MOST_LOADS:
-                    raise StateQuota("no memory is left to bring the state back to")
+                self.traffic.load(kept, keeping.loads, "state")
                 keeping.loads += 1
-                self.traffic.load(kept)
                 found.loading = kept
                 return found
             found.kept = kept

@@ -13,16 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import snapshot
-from engine.errors import EngineError, InvalidRequest, StateBusy, StateNotFound, StateQuota
+from engine.errors import (
+    EngineError,
+    InvalidRequest,
+    StateBusy,
+    StateMalformed,
+    StateNotFound,
+    StateQuota,
+)
 from engine.messages import StateInfo
 from engine.ranking import Ranking
 from engine.shelf import Shelf
 from engine.snapshot import Shape, Snapshot
 from engine.tiers import NOWHERE, Kept, Tiers
+from engine.traffic import MORE_BYTES
+from engine.validation import check_ttl
 
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # reads and writes that wait for the disk
+MOST_TIME = 2.0**40  # seconds since the epoch
 
 MOST_ID = 128  # characters
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
@@ -204,23 +214,32 @@ class States:
                 self._forget(*key, for_good=True)
 
     def load(self, shelf: Shelf) -> None:
-        """What a former process has left on the shelf; other models' states are left alone."""
+        """What a former process has left on the shelf, as far as it is what that wrote; other
+        models' states are left alone."""
         now = self._clock()
-        for name, content, written in shelf.scan(self._shape.most_bytes + 8192):
+        most = self._shape.most_bytes + MORE_BYTES
+        for name, content, changed in shelf.scan(self._shape.fingerprint, most):
             try:
                 found = snapshot.read(content, self._shape)
                 owner, id = found.extra["owner"], found.extra["id"]
                 ttl, created = float(found.extra["ttl"]), float(found.extra["created"])
                 check_id("id", id)
-                if Shelf.name(owner, id) != name:
-                    continue
-            except (EngineError, KeyError, ValueError) as error:
-                log.warning("%s: not taken over: %s", name, error)
+                check_ttl("ttl", ttl)
+                if not 0 <= created <= MOST_TIME:
+                    raise StateMalformed(f"created is {created}")
+                if shelf.name(self._shape.fingerprint, owner, id) != name:
+                    raise StateMalformed("the file has another name than its state")
+            except EngineError as error:
+                log.warning("%s: not taken over: %s", name, error.message)
                 continue
+            except (KeyError, ValueError) as error:
+                log.warning("%s: not taken over: %r", name, error)
+                continue
+            written = min(changed, now)
             if written + ttl <= now:
                 shelf.delete(name)
                 continue
-            kept = Kept(found.tokens - len(found.tail) // 4, files={name}, written=1)
+            kept = Kept(found.tokens - len(found.tail) // 4, files={name}, written={name})
             standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
             self._tiers.hold(kept)
             self._add(Named(owner, id, standing, created, ttl, written + ttl, name))
@@ -245,7 +264,7 @@ class States:
             self.files -= 1
             kept = named.standing.kept
             kept.files.discard(named.file)
-            kept.written = min(kept.written, len(kept.files))
+            kept.written.discard(named.file)
             if for_good:
                 self._shelf.delete(named.file)
         self._tiers.release(named.standing.kept)
@@ -253,10 +272,10 @@ class States:
     def _write(self, named: Named, shelf: Shelf) -> None:
         if (self.files + 1) * self._shape.most_bytes > self._disk_bytes:
             log.warning("disk_state_bytes are used up: state %r is in memory only", named.id)
-            shelf.delete(shelf.name(named.owner, named.id))  # of a former state
+            shelf.delete(self._file(named, shelf))  # of a former state
             return
         kept, standing = named.standing.kept, named.standing
-        named.file = shelf.name(named.owner, named.id)
+        file = named.file = self._file(named, shelf)
         self.files += 1
         extra = {
             "owner": named.owner,
@@ -265,14 +284,19 @@ class States:
             "created": repr(named.created),
         }
 
-        def written(content: bytes | None) -> None:
+        def unwritten() -> None:
+            kept.files.discard(file)
+            shelf.delete(file)  # what a former state has left there is not this one
+            named.file = ""
+            self.files -= 1
+
+        def written(result: bytes | OSError) -> None:
             if self._named.get((named.owner, named.id)) is not named:
                 return  # the name has gone, or a later write follows
-            if content is None:
-                kept.files.discard(named.file)
-                shelf.delete(named.file)  # what a former state has left there is not this one
+            if isinstance(result, OSError):
+                unwritten()
             else:
-                self._tiers.note_written(kept)
+                self._tiers.note_written(kept, file)
 
         def fetched(state: bytes | None) -> None:
             current = self._named.get((named.owner, named.id)) is named
@@ -281,10 +305,13 @@ class States:
             if state is None or shelf.pending >= MOST_PENDING:
                 if state is not None:
                     log.warning("the disk is too slow: state %r is in memory only", named.id)
-                shelf.delete(named.file)  # of a former state
+                unwritten()
                 return
             given = standing.snapshot(state, extra)
-            kept.files.add(named.file)
-            shelf.write(named.file, lambda: snapshot.write(given, self._shape), written)
+            kept.files.add(file)
+            shelf.write(file, lambda: snapshot.write(given, self._shape), written)
 
         self._fetch(kept, fetched)
+
+    def _file(self, named: Named, shelf: Shelf) -> str:
+        return shelf.name(self._shape.fingerprint, named.owner, named.id)

@@ -37,7 +37,8 @@ class Kept:
     logits: bool = False  # its row holds those after its last token
     node: Any = None  # of the prefix cache
     files: set[str] = field(default_factory=set)  # that hold it, or will
-    written: int = 0  # of these
+    written: set[str] = field(default_factory=set)  # those of them that do
+    trouble: str = ""  # why none could be read when this was last tried
     wanted: int = 0  # exports that no plan has yet: until then it stays in a row
 
     @property
@@ -109,9 +110,9 @@ class Tiers:
         else:
             self._fixed.add(kept)
 
-    def note_written(self, kept: Kept) -> None:
-        """A file has it."""
-        kept.written += 1
+    def note_written(self, kept: Kept, file: str) -> None:
+        """This file of it is whole."""
+        kept.written.add(file)
         if kept in self._fixed:
             self._fixed.discard(kept)
             self._on_host[kept] = None

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from engine import snapshot
-from engine.errors import EngineError, StateMalformed
+from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
 from engine.plan import Export, Plan, Put
 from engine.shelf import Shelf
 from engine.snapshot import Shape
@@ -84,28 +84,56 @@ class Traffic:
         self._tiers.stand(kept)
         return True
 
-    def load(self, kept: Kept) -> None:
-        """Brings a state that lies in no row back from its file; `collect` tells when that is
-        done. Where it cannot be read it loses its files."""
-        if kept in self._loading or self._shelf is None:
+    def load(self, kept: Kept, tries: int, param: str) -> None:
+        """Brings a state that lies in no row back from a file; `collect` tells when that is done.
+        It loses files that are gone or damaged. Where others cannot be read just now, `trouble`
+        says why. Who asks has done so `tries` times before. Raises StateNotFound, StateQuota or
+        StepFailed where it is of no use to ask."""
+        if not kept.files or self._shelf is None:
+            raise StateNotFound(
+                "the state is lost: it has been replaced, or its file cannot be read", param=param
+            )
+        if tries and kept.trouble:
+            raise StepFailed(f"the state's file cannot be read: {kept.trouble}")
+        if tries >= MOST_LOADS:
+            raise StateQuota("no memory is left to bring the state back to")
+        if kept in self._loading:
             return
-
-        def read(content: bytes | None) -> None:
-            self._loading.discard(kept)
-            self._loaded.append(kept)
-            try:
-                if content is None:
-                    raise StateMalformed("the file cannot be read")
-                state = snapshot.read(content, self._shape).state
-            except EngineError as error:
-                log.error("a state is lost: %s", error.message)
-                kept.files.clear()
-            else:
-                if kept.references and kept.place == NOWHERE:
-                    self.bring_in(kept, state)
-
         self._loading.add(kept)
-        self._shelf.read(next(iter(kept.files)), self._shape.most_bytes + MORE_BYTES, read)
+        kept.trouble = ""
+        self._read(self._shelf, kept, sorted(kept.files, key=lambda file: file in kept.written))
+
+    def _read(self, shelf: Shelf, kept: Kept, files: list[str]) -> None:
+        """From the last of the files that can be read."""
+        name = files.pop() if files else ""
+
+        def read(content: bytes | OSError) -> None:
+            try:
+                if isinstance(content, FileNotFoundError):
+                    raise StateMalformed(str(content))
+                if isinstance(content, OSError):
+                    kept.trouble = content.strerror or str(content)
+                    log.error("a file of a state cannot be read: %s", content)
+                else:
+                    state = snapshot.read(content, self._shape).state
+                    if kept.references and kept.place == NOWHERE:
+                        self.bring_in(kept, state)
+                    self._end_load(kept)
+                    return
+            except EngineError as error:
+                log.error("a file of a state is lost: %s: %s", name, error.message)
+                kept.files.discard(name)
+                kept.written.discard(name)
+            self._read(shelf, kept, [file for file in files if file in kept.files])
+
+        if name:
+            shelf.read(name, self._shape.most_bytes + MORE_BYTES, read)
+        else:
+            self._end_load(kept)
+
+    def _end_load(self, kept: Kept) -> None:
+        self._loading.discard(kept)
+        self._loaded.append(kept)
 
     def take_moves(self, plan: Plan) -> None:
         """What was to be copied before the plan's round, and what it is to export."""
