@@ -67,6 +67,8 @@ class StateDesk:
                 self._tell(client, call)
             case "fork":
                 self._with_row(client, call, self._fork)
+            case "move":
+                self._with_row(client, call, self._move)
             case "export":
                 self._with_row(client, call, self._export)
             case "import":
@@ -105,6 +107,10 @@ class StateDesk:
         self._states.end(call.owner, id)
         forked = self._states.put(call.owner, id, named.standing, call.ttl)
         self._tell(client, call, self._states.info(forked))
+
+    def _move(self, client: Hashable, call: AskState, named: Named) -> None:
+        moved = self._states.move(named, call.target, call.ttl)
+        self._tell(client, call, self._states.info(moved))
 
     def _export(self, client: Hashable, call: AskState, named: Named) -> None:
         info = self._states.info(named)

@@ -123,9 +123,10 @@ class States:
     def has(self, owner: str, id: str) -> bool:
         return (owner, id) in self._named
 
-    def begin(self, owner: str, id: str, param: str) -> str:
+    def begin(self, owner: str, id: str, param: str, leaving: int = 0) -> str:
         """A request, or a call, will put a state under this id, or a new one: the id, which is its
-        own until `end`. Raises InvalidRequest, StateBusy or StateQuota."""
+        own until `end`. So many others of the owner's are about to go. Raises InvalidRequest,
+        StateBusy or StateQuota."""
         if id:
             check_id(param, id)
         else:
@@ -134,7 +135,7 @@ class States:
             raise StateBusy(f"state {id!r} is being replaced by another request", param=param)
         if (owner, id) not in self._named:
             count = len(self._ids.get(owner, ())) + self._making.get(owner, 0)
-            if count >= self._most:
+            if count >= self._most + leaving:
                 raise StateQuota(f"{count} states are kept already; allowed: up to {self._most}")
             self._making[owner] = self._making.get(owner, 0) + 1
             self._new.add((owner, id))
@@ -161,6 +162,19 @@ class States:
         if self._shelf is not None:
             self._write(named, self._shelf)
         return named
+
+    def move(self, named: Named, target: str, ttl: float | None) -> Named:
+        """The same state under another id (or a new one), in the place of this one. Raises as
+        `begin` and `delete`."""
+        owner, id = named.owner, named.id
+        if (owner, id) in self._busy:
+            raise StateBusy(f"state {id!r} is being replaced by a request", param="id")
+        target = self.begin(owner, target, "target", leaving=1)
+        self.end(owner, target)
+        moved = self.put(owner, target, named.standing, ttl)
+        if target != id:
+            self._forget(owner, id, for_good=True)
+        return moved
 
     def delete(self, owner: str, id: str) -> None:
         """Raises StateNotFound, or StateBusy while a request will take its place."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.config import MOST_TTL
 from engine.errors import StateError, StateNotFound
 from engine.messages import Finished, Keep, StateInfo
 from service.errors import invalid
@@ -158,14 +159,19 @@ async def _bring_in(
     source: SnapshotSource, flight: Flight, timeout: float, param: str
 ) -> StateInfo:
     """A client's own state as one that the engine has while the request lasts."""
+    known = flight.brought.get(source.snapshot)  # one for several prompts
+    if known is not None:
+        return known
     content = read_base64(source.snapshot, param)
+    ttl = min(timeout + BORROWED_SECONDS, MOST_TTL)
     try:
-        reply = await flight.ask_state("import", content=content, ttl=timeout + BORROWED_SECONDS)
+        reply = await flight.ask_state("import", content=content, ttl=ttl)
     except StateError as error:
         error.param = param
         raise
     (info,) = reply.states
     flight.borrow(info.id)
+    flight.brought[source.snapshot] = info
     return info
 
 

@@ -273,6 +273,10 @@ def test_an_owner_has_so_many_and_memory_has_an_end() -> None:
     assert code(talk.run(b"abc", keep=Keep(id="c"))) == "state_quota"
     assert talk.code("fork", id="a") == "state_quota"
     assert text(talk.run(b"abc", keep=Keep(id="b"))) == b"def", "in the place of another"
+    assert talk.ask("move", id="b", target="c").states[0].id == "c", "its place goes along"
+    assert talk.ask("move", id="c", target="c").states[0].tokens == 6
+    assert talk.ask("move", id="c").states[0].id.startswith("st_")
+    assert [talk.code("get", id=id) for id in ("a", "b", "c")] == ["ok", *["state_not_found"] * 2]
     assert text(talk.run(b"abc", keep=Keep(id="c"), owner="bob")) == b"def"
     small = Talk(share_slots=1, host_rows=1)
     for id in ("a", "b"):

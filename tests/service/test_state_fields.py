@@ -15,6 +15,7 @@ from tests.service.harness import (
     fake_runner,
     running,
     save_byte_tokenizer,
+    until,
     usage_of,
 )
 
@@ -202,6 +203,32 @@ async def test_a_declared_point_is_cached(service: Service) -> None:
 )
 async def test_bad_input(service: Service, path: str, body: Any, param: str) -> None:
     await service.refused(path, body, param)
+
+
+async def test_one_snapshot_for_several_prompts_is_brought_in_once(service: Service) -> None:
+    body = {"prompts": ["abc"], "max_tokens": 1, "temperature": 0, "return_state": "snapshot"}
+    (result,) = (await service.post(GENERATE, body))["results"]
+    state = {"snapshot": result["state"]["snapshot"]}
+    asked: list[str] = []
+    ask = service.engine.ask
+    service.engine.ask = lambda client, call: (  # type: ignore[method-assign]
+        asked.append(call.action), ask(client, call),
+    )[1]  # fmt: skip
+    body = {"prompts": ["", "x", "y"], "state": state, "max_tokens": 1, "temperature": 0}
+    answer = await service.post(GENERATE, body)
+    assert [result["text"] for result in answer["results"]] == ["e", "y", "z"]
+    await until(lambda: asked.count("delete") == 1)
+    assert asked.count("import") == 1
+
+
+async def test_a_snapshot_is_borrowed_for_no_longer_than_states_may_stay(
+    byte_folder: Path,
+) -> None:
+    async with running(fake_runner(byte_folder, host_rows=8), max_request_timeout=1e9) as service:
+        made = await service.post(STATES, {"prompt": "abc", "return_state": "snapshot"})
+        body = {"prompts": [""], "state": {"snapshot": made["snapshot"]}, "timeout": 1e9}
+        answer = await service.post(GENERATE, {**body, "max_tokens": 1, "temperature": 0})
+        assert answer["results"][0]["text"] == "d"
 
 
 async def test_a_bad_snapshot_is_told(service: Service) -> None:
