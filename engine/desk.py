@@ -131,7 +131,8 @@ class StateDesk:
         found = snapshot.read(call.content, self._shape)
         id = self._states.begin(call.owner, call.target, "target")
         self._states.end(call.owner, id)
-        kept = Kept(found.tokens - len(found.tail) // ID_BYTES)
+        self._states.check_part(call.owner, id)
+        kept = Kept(found.tokens - len(found.tail) // ID_BYTES, call.owner)
         if not self._traffic.bring_in(kept, found.state):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
         standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)

@@ -161,7 +161,10 @@ class Keeper:
             base = base // SCAN_CHUNK * SCAN_CHUNK
         if found.kept is not None:
             self.tiers.use(found.kept)  # it stays where it is in this plan
-        spare = Kept(self._before(sequence) + base)
+        owner = sequence.request.owner
+        if keeping.id:
+            self.states.check_part(owner, keeping.id)
+        spare = Kept(self._before(sequence) + base, owner)
         if not self.tiers.put(spare):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
         keeping.spare = self.tiers.hold(spare)

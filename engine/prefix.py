@@ -1,7 +1,8 @@
 """PrefixCache: which texts have a state kept, so that what begins with them need not read them.
 
 Every owner and salt has a trie of its own: whether a text has been read before would tell others
-of it. Rows are common to all, and go to whatever was used last.
+of it. Rows, and what tries take, are common to all; where they are short, who has the most of them
+gives way (`shares`).
 
 A state is kept
 - at the end of a prompt, with its logits: the same prompt again is not read at all;
@@ -24,6 +25,7 @@ from engine.config import SCAN_CHUNK
 from engine.messages import ID_BYTES, pack_ids
 from engine.plan import Copy
 from engine.sequence import Sequence
+from engine.shares import Weights
 from engine.tiers import NOWHERE, Kept, Tiers
 from engine.trie import Node, Trie
 
@@ -55,7 +57,8 @@ class PrefixCache:
         self._most_bytes = most_bytes
         self._align = SCAN_CHUNK if with_whole_chunks else 1
         self._tries: dict[tuple[str, str], Trie[Kept]] = {}
-        self._bytes = 0
+        self._bytes = Weights()  # that tries take
+        self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
         self._claims: dict[int, dict[int, Place]] = {}  # by reader and length
         self._written: dict[int, dict[int, Kept]] = {}  # likewise: a copy there is planned
@@ -116,10 +119,11 @@ class PrefixCache:
         """It reads up to those of `marks` that nobody has kept or reads to."""
         if not self._tiers.rows or not marks:
             return
-        scope = sequence.request.owner, sequence.request.cache_salt
+        request = sequence.request
+        scope = request.owner, request.cache_salt
         trie = self._tries.get(scope)
         if trie is None:
-            trie = self._tries[scope] = Trie()
+            trie = self._tries[scope] = Trie(request.owner)
         before = trie.bytes
         mine: dict[int, Place] = {}
         for mark in marks:
@@ -129,7 +133,7 @@ class PrefixCache:
                 mine[mark] = node
         if mine:
             self._claims[sequence.key] = mine
-        self._account(trie.bytes - before)
+        self._account(trie, trie.bytes - before)
 
     def _lacks_logits(self, node: Place, sequence: Sequence) -> bool:
         return (
@@ -145,7 +149,8 @@ class PrefixCache:
     def reserve(self, sequence: Sequence, length: int) -> Kept | None:
         """A place for the state of a prompt of which `length` tokens, a mark of its reader, are
         read in the plan being made; None where there is no room."""
-        kept = Kept(length, logits=length == sequence.prompt_tokens and sequence.samples)
+        with_logits = length == sequence.prompt_tokens and sequence.samples
+        kept = Kept(length, sequence.request.owner, logits=with_logits)
         if not self._tiers.put(kept, for_cache=True):
             return None
         self._written.setdefault(sequence.key, {})[length] = self._tiers.hold(kept)
@@ -183,18 +188,18 @@ class PrefixCache:
             return
         text = sequence.text + pack_ids(sequence.tokens[:read])
         scope = sequence.request.owner, sequence.request.cache_salt
-        trie = self._tries.setdefault(scope, Trie())
+        trie = self._tries.setdefault(scope, Trie(scope[0]))
         path, _ = trie.walk(text)
         last = path[-1] if path else trie.root
         known = last.value is not None or last.reader >= 0
         if known and last.length * ID_BYTES == len(text):
             return
-        kept = Kept(len(text) // ID_BYTES)
+        kept = Kept(len(text) // ID_BYTES, sequence.request.owner)
         if self._tiers.put(kept, for_cache=True):
             self._tiers.moves.append(Copy(sequence.slot, kept.place))
             before = trie.bytes
             self._set(trie.insert(text, kept.position), self._tiers.hold(kept))
-            self._account(trie.bytes - before)
+            self._account(trie, trie.bytes - before)
 
     def forget(self, kept: Kept) -> None:
         """Keeps a state no more."""
@@ -225,12 +230,14 @@ class PrefixCache:
         trie: Trie[Kept] = node.trie
         before = trie.bytes
         trie.tidy(node)
-        self._bytes += trie.bytes - before
+        self._bytes.add(trie.owner, trie.bytes - before)
 
-    def _account(self, more: int) -> None:
-        self._bytes += more
-        while self._bytes > self._most_bytes and self._tiers.make_room():
-            pass
+    def _account(self, trie: Trie[Kept], more: int) -> None:
+        if more:
+            self._bytes.add(trie.owner, more)
+        while self._bytes.total > self._most_bytes:
+            if not self._tiers.make_room(self._bytes.heaviest() or ""):
+                break
         if len(self._tries) > 2 * self._scopes + SPARE_SCOPES:
             self._tries = {scope: trie for scope, trie in self._tries.items() if not trie.empty}
             self._scopes = len(self._tries)

@@ -123,6 +123,13 @@ class States:
     def has(self, owner: str, id: str) -> bool:
         return (owner, id) in self._named
 
+    def check_part(self, owner: str, id: str) -> None:
+        """Raises StateQuota where the owner has no part in memory left for a state of this id."""
+        if (owner, id) not in self._named and not self._tiers.has_part(owner):
+            raise StateQuota(
+                "the states of one key may not take all memory; delete some, or wait for others"
+            )
+
     def begin(self, owner: str, id: str, param: str, leaving: int = 0) -> str:
         """A request, or a call, will put a state under this id, or a new one: the id, which is its
         own until `end`. So many others of the owner's are about to go. Raises InvalidRequest,
@@ -253,7 +260,7 @@ class States:
             if written + ttl <= now:
                 shelf.delete(name)
                 continue
-            kept = Kept(found.tokens - len(found.tail) // 4, files={name}, written={name})
+            kept = Kept(found.tokens - len(found.tail) // 4, owner, files={name}, written={name})
             standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
             self._tiers.hold(kept)
             self._add(Named(owner, id, standing, created, ttl, written + ttl, name))
@@ -262,6 +269,7 @@ class States:
     def _add(self, named: Named) -> None:
         key = named.owner, named.id
         self._named[key] = named
+        self._tiers.note_name(named.standing.kept)
         bisect.insort(self._ids.setdefault(named.owner, []), named.id)
         self._expiry.put(key, (named.expires, named.id, named.owner))
 
@@ -269,6 +277,7 @@ class States:
         named = self._named.pop((owner, id), None)
         if named is None:
             return
+        kept = named.standing.kept
         self._expiry.discard((owner, id))
         ids = self._ids[owner]
         del ids[bisect.bisect_left(ids, id)]
@@ -276,12 +285,11 @@ class States:
             del self._ids[owner]
         if named.file and self._shelf is not None:
             self.files -= 1
-            kept = named.standing.kept
-            kept.files.discard(named.file)
-            kept.written.discard(named.file)
+            self._tiers.note_lost(kept, named.file)
             if for_good:
                 self._shelf.delete(named.file)
-        self._tiers.release(named.standing.kept)
+        self._tiers.note_name(kept, -1)
+        self._tiers.release(kept)
 
     def _write(self, named: Named, shelf: Shelf) -> None:
         if (self.files + 1) * self._shape.most_bytes > self._disk_bytes:
@@ -299,7 +307,7 @@ class States:
         }
 
         def unwritten() -> None:
-            kept.files.discard(file)
+            self._tiers.note_lost(kept, file)
             shelf.delete(file)  # what a former state has left there is not this one
             named.file = ""
             self.files -= 1

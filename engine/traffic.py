@@ -122,8 +122,7 @@ class Traffic:
                     return
             except EngineError as error:
                 log.error("a file of a state is lost: %s: %s", name, error.message)
-                kept.files.discard(name)
-                kept.written.discard(name)
+                self._tiers.note_lost(kept, name)
             self._read(shelf, kept, [file for file in files if file in kept.files])
 
         if name:

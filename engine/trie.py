@@ -34,7 +34,8 @@ class Node(Generic[T]):
 class Trie(Generic[T]):
     """Texts are packed ids (`messages.pack_ids`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "") -> None:
+        self.owner = owner  # whose texts these are
         self.root: Node[T] = Node(self, None, b"", 0)
         self.bytes = 0  # that nodes take
 
