@@ -140,17 +140,17 @@ class Keeper:
         """Where it may start. With `awaited` it has to wait for that; Raises EngineError where it
         cannot start at all."""
         keeping = sequence.keeping
+        source = None if keeping is None or keeping.source is None else keeping.source.kept
         found = Found()
-        if keeping is not None and keeping.source is not None:
-            kept = keeping.source.kept
-            if kept.place == NOWHERE:
-                self.traffic.load(kept, keeping.loads, "state")
-                keeping.loads += 1
-                found.loading = kept
-                return found
-            found.kept = kept
-        else:
+        if source is None or sequence.request.cache_points:
             found = self.cache.look(sequence)
+        if keeping is not None and source is not None and not (found.kept or found.awaited):
+            found.reason = ""
+            if source.place == NOWHERE:
+                self.traffic.load(source, keeping.loads, "state")
+                keeping.loads += 1
+                return Found(loading=source)
+            found.kept = source
         if keeping is not None and keeping.keep is not None and found.awaited is None:
             self._reserve(sequence, keeping, found)
         return found
@@ -182,7 +182,8 @@ class Keeper:
         cached = found.length
         self.cache.claim(sequence, found.marks)
         sequence.marks = found.ends
-        sequence.cached_tokens = sequence.position = sequence.anchor = cached
+        sequence.position = sequence.anchor = cached
+        sequence.cached_tokens = max(cached - sequence.lead, 0)  # of its own prompt
         before = self._before(sequence)
         if (spare := self._base_due(sequence, cached)) is not None:
             self.tiers.moves.append(Copy(INITIAL if place is None else place, spare.place))

@@ -1,8 +1,10 @@
 """PrefixCache: which texts have a state kept, so that what begins with them need not read them.
 
 Every owner and salt has a trie of its own: whether a text has been read before would tell others
-of it. Rows, and what tries take, are common to all; where they are short, who has the most of them
-gives way (`shares`).
+of it. So has every named state that texts are read after, if their requests name places for states
+(samples do: they read a prompt once); of most such texts nobody will ever go on from. Rows, and
+what tries take, are common to all; where they are short, who has the most of them gives way
+(`shares`).
 
 A state is kept
 - at the end of a prompt, with its logits: the same prompt again is not read at all;
@@ -34,6 +36,7 @@ LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or wait
 SPARE_SCOPES = 256  # tries that may be empty
 
 Place = Node[Kept]
+Scope = tuple[str, str, Kept | None]  # owner, salt and the state that texts go on from
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ class PrefixCache:
         self._tiers = tiers
         self._most_bytes = most_bytes
         self._align = SCAN_CHUNK if with_whole_chunks else 1
-        self._tries: dict[tuple[str, str], Trie[Kept]] = {}
+        self._tries: dict[Scope, Trie[Kept]] = {}
         self._bytes = Weights()  # that tries take
         self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
@@ -65,12 +68,12 @@ class PrefixCache:
 
     def look(self, sequence: Sequence) -> Found:
         """What is known of its prompt."""
-        found, request = Found(), sequence.request
+        found = Found()
         most, length = sequence.cacheable_tokens, sequence.prompt_tokens
         if not self._tiers.rows:
-            found.ends = found.marks = self._aligned(request.cache_points)
+            found.ends = found.marks = self._aligned(sequence.cache_points)
             return found
-        trie = self._tries.get((request.owner, request.cache_salt))
+        trie = self._tries.get(_scope(sequence))
         path, same = ([], 0) if trie is None else trie.walk(sequence.text)
         known = False
         for node in path:
@@ -96,13 +99,11 @@ class PrefixCache:
         return found
 
     def _is_worth_it(self, node: Place, found: Found, sequence: Sequence) -> bool:
-        return (
-            node.length - found.length >= LEAST_GAIN or node.length in sequence.request.cache_points
-        )
+        return node.length - found.length >= LEAST_GAIN or node.length in sequence.cache_points
 
     def _mark(self, found: Found, sequence: Sequence, same: int) -> None:
-        request, length, align = sequence.request, sequence.prompt_tokens, self._align
-        ends = set(self._aligned(request.cache_points))
+        length, align = sequence.prompt_tokens, self._align
+        ends = set(self._aligned(sequence.cache_points))
         leaves = same // align * align
         if leaves < length and leaves - found.length >= LEAST_GAIN:
             ends.add(leaves)
@@ -119,11 +120,10 @@ class PrefixCache:
         """It reads up to those of `marks` that nobody has kept or reads to."""
         if not self._tiers.rows or not marks:
             return
-        request = sequence.request
-        scope = request.owner, request.cache_salt
+        scope = _scope(sequence)
         trie = self._tries.get(scope)
         if trie is None:
-            trie = self._tries[scope] = Trie(request.owner)
+            trie = self._tries[scope] = Trie(sequence.request.owner)
         before = trie.bytes
         mine: dict[int, Place] = {}
         for mark in marks:
@@ -187,8 +187,7 @@ class PrefixCache:
         if self._align > 1 or read <= 0 or not self._tiers.rows:
             return
         text = sequence.text + pack_ids(sequence.tokens[:read])
-        scope = sequence.request.owner, sequence.request.cache_salt
-        trie = self._tries.setdefault(scope, Trie(scope[0]))
+        trie = self._tries.setdefault(_scope(sequence), Trie(sequence.request.owner))
         path, _ = trie.walk(text)
         last = path[-1] if path else trie.root
         known = last.value is not None or last.reader >= 0
@@ -241,3 +240,9 @@ class PrefixCache:
         if len(self._tries) > 2 * self._scopes + SPARE_SCOPES:
             self._tries = {scope: trie for scope, trie in self._tries.items() if not trie.empty}
             self._scopes = len(self._tries)
+
+
+def _scope(sequence: Sequence) -> Scope:
+    keeping, request = sequence.keeping, sequence.request
+    source = None if keeping is None or keeping.source is None else keeping.source.kept
+    return request.owner, request.cache_salt, source

@@ -143,12 +143,19 @@ class Sequence:
         before the first scored token.
         """
         limit = self.prompt_tokens - 1
-        return min(limit, self.request.score_from - 1) if self.request.score else limit
+        return min(limit, self.lead + self.request.score_from - 1) if self.request.score else limit
+
+    @property
+    def cache_points(self) -> tuple[int, ...]:
+        """Lengths of `text` that its request has named."""
+        points = self.request.cache_points
+        return tuple(self.lead + point for point in points) if self.lead else points
 
     @property
     def resumable(self) -> bool:
         """Whether it may begin with the logits that a cached state of its whole prompt has."""
-        return self.samples and not self.request.score and self.keeping is None
+        keeps = self.keeping is not None and self.keeping.keep is not None
+        return self.samples and not self.request.score and not keeps
 
     @property
     def begins_drawn(self) -> bool:

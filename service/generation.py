@@ -92,8 +92,14 @@ class Task:
             score_top=self.score_top or 0,
             timeout=self.timeout,
             priority=self.priority,
-            **self.use.fields((len(self.prompt),) if self.shared else ()),
+            **self.use.fields(self._points()),
         )
+
+    def _points(self) -> tuple[int, ...]:
+        """Up to where tasks with the same prompt read it once. What leaves a state has to read the
+        last token by itself."""
+        length = len(self.prompt) - (self.use.keep is not None)
+        return (length,) if self.shared and length > 0 else ()
 
 
 class Outcome:

@@ -56,8 +56,7 @@ class StateUse:
         told: dict[str, Any] = {"cache_salt": self.cache_salt}
         if self.source:
             told |= {"state": self.source, "state_optional": self.optional}
-        else:
-            told["cache_points"] = self.cache_points or tuple(points)
+        told["cache_points"] = self.cache_points or tuple(points)
         if self.keep is not None:
             told["keep"] = self.keep
         return told
@@ -89,8 +88,8 @@ async def read_use(
     keep = _keep(given, name)
     salt, points = given["cache_salt"] or "", tuple(given["cache_points"] or ())
     _check_salt(salt, name)
-    if points and (state is not None or session is not None):
-        raise invalid(name("cache_points"), "allowed without state and session_id only")
+    if points and session is not None:
+        raise invalid(name("cache_points"), "allowed without session_id only")
     use = StateUse(keep=keep, cache_salt=salt, cache_points=points)
     if isinstance(state, SnapshotSource):
         info = await _bring_in(state, flight, timeout, f"{name('state')}.snapshot")

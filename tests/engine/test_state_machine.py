@@ -201,18 +201,30 @@ class StateMachine(RuleBasedStateMachine):
     @rule(
         target=asked,
         name=names,
+        length=st.sampled_from([0, 0, 5, 127, 128, 200]),
         own=st.lists(st.integers(0, VOCAB - 1), max_size=150),
         count=st.integers(0, 9),
         keep=st.sampled_from([None, "same", "d"]),
+        marked=st.booleans(),
         plain=st.booleans(),
         stream=st.booleans(),
     )
     def go_on(
-        self, name: str, own: list[int], count: int, keep: str | None, plain: bool, stream: bool
+        self,
+        name: str,
+        length: int,
+        own: list[int],
+        count: int,
+        keep: str | None,
+        marked: bool,
+        plain: bool,
+        stream: bool,
     ) -> Any:
         if name not in self.texts:
             return multiple()
         keep = name if keep == "same" else keep
+        own = [i * i % VOCAB for i in range(length)] + own
+        points = tuple({max(length, 1), len(own)} - {0}) if marked and own else ()
         return self._add(
             self.texts[name],
             own,
@@ -222,6 +234,7 @@ class StateMachine(RuleBasedStateMachine):
             stream=stream,
             temperature=0.0,
             state=name,
+            cache_points=points,
         )
 
     def _add(
@@ -282,6 +295,17 @@ class StateMachine(RuleBasedStateMachine):
             assert reply.failed.code in ("state_busy", "state_not_found", "state_quota")
         return new
 
+    @rule(target=names, name=consumes(names), new=st.sampled_from(["e", "j"]))
+    def move(self, name: str, new: str) -> str:
+        reply = self._ask("move", id=name, target=new)
+        if reply.failed is None:
+            self.texts[new] = self.texts[name]
+            if new != name:
+                del self.texts[name]
+        else:
+            assert reply.failed.code in ("state_busy", "state_not_found", "state_quota")
+        return new
+
     @rule(target=names, name=names, new=st.sampled_from(["h", "i"]))
     def move_out_and_in(self, name: str, new: str) -> str:
         text = self.texts.get(name)
@@ -309,7 +333,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def evict(self, times: int) -> None:
         for _ in range(times):
-            self.engine._keeper.tiers.make_room()
+            self.engine._keeper.tiers.make_room("")
 
     # What comes of it.
 
@@ -326,6 +350,9 @@ class StateMachine(RuleBasedStateMachine):
         raise AssertionError("a call is never answered")
 
     def _step(self) -> None:
+        rounds = self.engine._scheduler._rounds
+        if rounds._step_seconds:  # else how long a step took would decide what a rule finds
+            rounds._step_seconds = 1e-3
         for events in self.engine.step().values():
             self.seen["hits"] += events.stats.prefix_hits
             self.seen.update(events.stats.evictions)
@@ -506,7 +533,7 @@ def drive(
             "stream": chance.random() < 0.8,
         }
         name, new = chance.choice(names), chance.choice(names)
-        match chance.choice("sssggggtttttaaafmde"):
+        match chance.choice("sssggggtttttaaafmMde"):
             case "s":
                 length = chance.choice([0, 1, 5, 40, 128, 129, 200, 250, 300])
                 one = machine.submit(
@@ -523,8 +550,13 @@ def drive(
                 own = chance.choices(tokens, k=chance.choice([0, 0, 1, 3, 130]))
                 keep = chance.choice([None, name, new])
                 if len(machine.texts[name].tokens) < 1500:
-                    text = machine.texts[name]
-                    one = machine._add(text, own, keep, temperature=0.0, state=name, **how)
+                    text, points = machine.texts[name], ()
+                    if chance.random() < 0.5:  # what others may have read after it already
+                        own = [i * i % VOCAB for i in range(chance.choice([1, 40, 130]))] + own
+                        points = (len(own),)
+                    one = machine._add(
+                        text, own, keep, temperature=0.0, state=name, cache_points=points, **how
+                    )
                     under_way.append(one)
             case "a" if under_way:
                 one = under_way.pop(chance.randrange(len(under_way)))
@@ -533,6 +565,8 @@ def drive(
                 machine.fork(name, new)
             case "m":
                 machine.move_out_and_in(name, new)
+            case "M":
+                machine.move(name, new)
             case "d":
                 machine.delete(name)
             case "e":

@@ -231,6 +231,25 @@ async def test_a_snapshot_is_borrowed_for_no_longer_than_states_may_stay(
         assert answer["results"][0]["text"] == "d"
 
 
+@pytest.mark.parametrize("kept", [False, True])
+async def test_samples_after_a_state_read_their_prompt_once(service: Service, kept: bool) -> None:
+    body = {"prompt": "x" * 30, "state": "abc", "n": 4, "max_tokens": 2, "temperature": 0}
+    chunks: list[Any] = []
+    start = service.runner.start
+    service.runner.start = lambda plan: (  # type: ignore[method-assign]
+        chunks.extend(chunk.tokens for chunk in plan.prefill), start(plan),
+    )[1]  # fmt: skip
+    answer = await service.post(COMPLETIONS, {**body, "return_state": kept})
+    assert [choice["text"] for choice in answer["choices"]] == ["yz"] * 4
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}, "of the first sample"
+    read = sum(map(len, chunks))
+    assert read == 1 + 30 + (3 if kept else 0), "who leaves a state reads the last token itself"
+    if kept:
+        states = [choice["state"] for choice in answer["choices"]]
+        assert [state["tokens"] for state in states] == [35] * 4
+        assert len({state["id"] for state in states}) == 4
+
+
 async def test_a_bad_snapshot_is_told(service: Service) -> None:
     body = {"prompts": ["a"], "state": {"snapshot": "YWJj"}}
     answer = await service.post(GENERATE, body, 400)

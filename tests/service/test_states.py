@@ -261,7 +261,6 @@ async def test_a_text_may_be_too_long(byte_folder: Path) -> None:
         ({"prompt": "a", "return_state": "both"}, "return_state"),
         ({"prompt": "abc", "cache_points": [1, 4]}, "cache_points[1]"),
         ({"prompt": "abc", "cache_points": [0]}, "cache_points[0]"),
-        ({"prompt": "a", "state": "x", "cache_points": [1]}, "cache_points"),
         ({"prompt": "a", "cache_salt": "é" * 33}, "cache_salt"),
         ({"prompt": "a", "return_state": "snapshot", "ttl": 9}, "ttl"),
         ({"prompt": "a", "stream": True}, "stream"),
