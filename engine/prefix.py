@@ -21,6 +21,7 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import SCAN_CHUNK
@@ -32,6 +33,8 @@ from engine.tiers import NOWHERE, Kept, Tiers
 from engine.trie import Node, Trie
 
 LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
+
+MOST_LOADS = 3  # of cached states for one request: others may have taken the row meanwhile
 
 SPARE_SCOPES = 256  # tries that may be empty
 
@@ -63,6 +66,7 @@ class PrefixCache:
         self._bytes = Weights()  # that tries take
         self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
+        self.on_forgotten: Callable[[Kept], None] = lambda kept: None
         self._claims: dict[int, dict[int, Place]] = {}  # by reader and length
         self._written: dict[int, dict[int, Kept]] = {}  # likewise: a copy there is planned
 
@@ -82,8 +86,11 @@ class PrefixCache:
             if node.length % self._align and node.length != length:
                 known = known or node.value is not None
                 continue
-            if node.value is not None and (node.length < length or node.value.logits):
-                found.kept, found.length = node.value, node.length
+            value = node.value
+            if value is not None and value.place == NOWHERE and sequence.loads >= MOST_LOADS:
+                value = None  # others have always taken its row before it was used
+            if value is not None and (node.length < length or value.logits):
+                found.kept, found.length = value, node.length
             elif node.reader >= 0 and self._is_worth_it(node, found, sequence):
                 found.awaited = node
         if found.awaited is not None and found.awaited.length <= found.length:
@@ -123,7 +130,7 @@ class PrefixCache:
         scope = _scope(sequence)
         trie = self._tries.get(scope)
         if trie is None:
-            trie = self._tries[scope] = Trie(sequence.request.owner)
+            trie = self._tries[scope] = Trie(sequence.request.owner, scope)
         before = trie.bytes
         mine: dict[int, Place] = {}
         for mark in marks:
@@ -187,7 +194,8 @@ class PrefixCache:
         if self._align > 1 or read <= 0 or not self._tiers.rows:
             return
         text = sequence.text + pack_ids(sequence.tokens[:read])
-        trie = self._tries.setdefault(_scope(sequence), Trie(sequence.request.owner))
+        scope = _scope(sequence)
+        trie = self._tries.setdefault(scope, Trie(sequence.request.owner, scope))
         path, _ = trie.walk(text)
         last = path[-1] if path else trie.root
         known = last.value is not None or last.reader >= 0
@@ -205,13 +213,24 @@ class PrefixCache:
         node: Place | None = kept.node
         if node is None:
             return
+        self.on_forgotten(kept)
         node.value = kept.node = None
         self._tiers.release(kept)
         self._tidy(node)
 
+    def restore(self, scope: Scope, text: bytes, kept: Kept) -> None:
+        """A state of a former process, which a file has."""
+        trie = self._tries.setdefault(scope, Trie(scope[0], scope))
+        before = trie.bytes
+        node = trie.insert(text, kept.position)
+        node.value, kept.node = self._tiers.hold(kept), node
+        self._tiers.rest(kept)
+        self._account(trie, trie.bytes - before)
+
     def _set(self, node: Place, kept: Kept) -> None:
         if node.value is not None:
             old, node.value = node.value, None
+            self.on_forgotten(old)
             old.node = None
             self._tiers.release(old)
         node.value, kept.node = kept, node

@@ -23,7 +23,7 @@ from engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from engine.keeping import Keeping
+    from engine.retention import Keeping
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
@@ -71,6 +71,7 @@ class Sequence:
         "last_token",
         "last_token_at",
         "lead",
+        "loads",
         "logprobs",
         "marks",
         "max_tokens",
@@ -101,6 +102,7 @@ class Sequence:
         self.text = request.prompt  # what it reads, packed
         self.prompt_tokens = request.prompt_tokens  # of `text`
         self.lead = 0  # how many of them are the last ones of the state that it goes on from
+        self.loads = 0  # how often a cached state was read from a file for it
         self.samples = request.sampling.max_tokens > 0  # a token is drawn after the prompt
         self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
         self.keeping: Keeping | None = None  # what it does with kept states

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from engine.errors import ConfigError
 
@@ -47,10 +48,7 @@ class Shelf:
             _write_new(probe, b"")
             probe.unlink()
         except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(
-                f"state_folder {str(folder)!r} cannot be written to: {reason}", param="state_folder"
-            ) from error
+            raise _unusable(folder, error) from error
         self._asked: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Done, bytes | OSError]] = queue.SimpleQueue()
         self.pending = 0  # things asked for and not yet collected
@@ -100,18 +98,31 @@ class Shelf:
         while self.pending and time.monotonic() < until:
             self.wait(0.1)
 
-    def scan(self, model: str, most: int) -> Iterator[tuple[str, bytes, float]]:
-        """Every file of a model, of up to `most` bytes, with its name, content and the time of its
-        last change; removes what a former process left unfinished."""
-        mine = _model_part(model)
-        for name in sorted(os.listdir(self._folder)):
-            path = self._folder / name
+    def scan(
+        self,
+        model: str,
+        most: int,
+        folder: str = "",
+        read: Callable[[BinaryIO], bytes] | None = None,
+    ) -> Iterator[tuple[str, bytes, os.stat_result]]:
+        """Every file of a model, of up to `most` bytes, with its name, what `read` reads of it (by
+        default all) and its status; removes what a former process left unfinished. `folder`: one
+        within this, which is made if need be."""
+        mine, within = _model_part(model), self._folder / folder
+        try:
+            within.mkdir(mode=0o700, exist_ok=True)
+            names = sorted(os.listdir(within))
+        except OSError as error:
+            raise _unusable(within, error) from error
+        for name in names:
+            path = within / name
             if name.endswith(TEMPORARY):
                 with suppress(OSError):
                     path.unlink()
             elif name.startswith(mine) and name.endswith(SUFFIX):
                 try:
-                    yield name, _read(path, most), path.lstat().st_mtime
+                    content = _read(path, most, read)
+                    yield str(path.relative_to(self._folder)), content, path.lstat()
                 except OSError as error:
                     log.warning("%s: cannot be read, and is left alone: %s", path, error)
 
@@ -151,6 +162,13 @@ class Shelf:
         return b""
 
 
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(
+        f"state_folder {str(folder)!r} cannot be written to: {reason}", param="state_folder"
+    )
+
+
 def _model_part(model: str) -> str:
     return hashlib.blake2b(model.encode(), digest_size=8).hexdigest() + "-"
 
@@ -164,8 +182,9 @@ def _write_new(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _read(path: Path, most: int) -> bytes:
-    """Raises OSError; FileNotFoundError for what is no file of up to `most` bytes."""
+def _read(path: Path, most: int, read: Callable[[BinaryIO], bytes] | None = None) -> bytes:
+    """What `read` reads (all). Raises OSError; FileNotFoundError for what is no file of up to
+    `most` bytes."""
     # Without O_NONBLOCK a pipe would be waited for.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -178,7 +197,9 @@ def _read(path: Path, most: int) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.EINVAL, "is no regular file", str(path))
-        content = file.read(most + 1) if found.st_size <= most else b""
+        content = b""
+        if found.st_size <= most:
+            content = file.read(most + 1) if read is None else read(file)
         if found.st_size > most or len(content) > most:
             raise FileNotFoundError(errno.EFBIG, f"has more than {most} bytes", str(path))
         return content

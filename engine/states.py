@@ -239,7 +239,7 @@ class States:
         models' states are left alone."""
         now = self._clock()
         most = self._shape.most_bytes + MORE_BYTES
-        for name, content, changed in shelf.scan(self._shape.fingerprint, most):
+        for name, content, status in shelf.scan(self._shape.fingerprint, most):
             try:
                 found = snapshot.read(content, self._shape)
                 owner, id = found.extra["owner"], found.extra["id"]
@@ -256,7 +256,7 @@ class States:
             except (KeyError, ValueError) as error:
                 log.warning("%s: not taken over: %r", name, error)
                 continue
-            written = min(changed, now)
+            written = min(status.st_mtime, now)
             if written + ttl <= now:
                 shelf.delete(name)
                 continue

@@ -63,7 +63,9 @@ class Tiers:
         self._host = SlotAllocator(host_rows)
         self._on_device: Shares[Kept] = Shares()
         self._on_host: Shares[Kept] = Shares()  # those that may lose their row
+        self._on_disk: Shares[Kept] = Shares()  # cached states that only a file has
         self._fixed: set[Kept] = set()  # the others in main memory
+        self.on_host: Callable[[Kept], None] = lambda kept: None  # told of cached ones there
         self._pinned = Weights()
         self._forget = forget
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
@@ -110,12 +112,26 @@ class Tiers:
 
     def stand(self, kept: Kept) -> None:
         """Its row holds it, as far as later plans are concerned."""
+        self._on_disk.discard(kept)
         if kept.place >= 0:
             self._on_device.add(kept)
         elif kept.node is not None or kept.written:
             self._on_host.add(kept)
+            if kept.node is not None and not kept.files:
+                self.on_host(kept)
         else:
             self._fixed.add(kept)
+
+    def rest(self, kept: Kept) -> None:
+        """A cached state needs no row: a file has it."""
+        self.vacate(kept)
+        self._on_disk.add(kept)
+
+    def has_row(self, kept: Kept) -> bool:
+        return kept.place != NOWHERE
+
+    def cached_on_device(self) -> Iterable[Kept]:
+        return (kept for kept in self._on_device if kept.node is not None)
 
     def note_written(self, kept: Kept, file: str) -> None:
         """This file of it is whole."""
@@ -183,6 +199,7 @@ class Tiers:
         """It needs no row any more."""
         self._on_device.discard(kept)
         self._on_host.discard(kept)
+        self._on_disk.discard(kept)
         self._fixed.discard(kept)
         if kept.place != NOWHERE:
             self._give_back(kept.place)
@@ -191,10 +208,11 @@ class Tiers:
     def make_room(self, owner: str) -> bool:
         """Forgets the owner's cached state that was used the longest ago, or if there is none
         another one's."""
-        for tier in (self._on_host, self._on_device):
+        tiers = ("disk", self._on_disk), ("host", self._on_host), ("device", self._on_device)
+        for name, tier in tiers:
             for kept in chain(tier.of(owner), tier):
                 if kept.only_cached and kept.place not in self._busy:
-                    self.evictions["host" if kept.place < 0 else "device"] += 1
+                    self.evictions[name] += 1
                     self._forget(kept)
                     return True
         return False
@@ -226,7 +244,7 @@ class Tiers:
                 self._move(kept, row)
             elif kept.only_cached:
                 self.evictions["device"] += 1
-                self._forget(kept)
+                self._give_way(kept)
             elif kept.written and not kept.wanted:
                 self.evictions["device"] += 1
                 self.vacate(kept)
@@ -234,6 +252,13 @@ class Tiers:
                 continue
             return self._device.take()
         return None
+
+    def _give_way(self, kept: Kept) -> None:
+        """A cached state loses its row."""
+        if kept.written:
+            self.rest(kept)
+        else:
+            self._forget(kept)
 
     def _enough_on_host(self) -> bool:
         """Whether a plan has moved as many as it may; counts the one that is about to be."""
@@ -248,7 +273,7 @@ class Tiers:
                 if kept.place in self._busy:
                     continue
                 if kept.only_cached:
-                    self._forget(kept)
+                    self._give_way(kept)
                 elif kept.written and not kept.wanted:
                     self.vacate(kept)
                 else:
