@@ -6,6 +6,7 @@ Rows that hold nothing are filled with NaN after every step: nobody may read wha
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections import Counter
@@ -29,6 +30,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine import disk_cache
 from engine.checkpoint import save_model
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
@@ -46,6 +48,8 @@ from engine.messages import (
 from engine.models.lm import LM
 from engine.plan import Copy, Plan
 from engine.runner import Runner
+from engine.tiers import NOWHERE
+from engine.traffic import Traffic
 
 VOCAB = 61
 CLOSE = 2e-4  # log-probabilities of a text that was read in other pieces
@@ -151,6 +155,7 @@ class StateMachine(RuleBasedStateMachine):
     """Bundles: requests under way, and names of states."""
 
     device = "cpu"
+    folder = ""  # where states lie as files too; "": nowhere
     asked = Bundle("asked")
     names = Bundle("names")
 
@@ -158,7 +163,13 @@ class StateMachine(RuleBasedStateMachine):
     def start(self, deterministic: bool) -> None:
         self.deterministic = deterministic
         self.runner = _runner(deterministic, False, self.device)
+        config = self.runner.config
+        if self.folder:
+            self.runner.config = dataclasses.replace(
+                config, state_folder=self.folder, disk_cache_bytes=2**22
+            )
         self.engine = Engine(self.runner)
+        self.runner.config = config
         self.all: dict[int, Asked] = {}
         self.texts: dict[str, Text] = {}
         self.next = 0
@@ -499,12 +510,19 @@ class StateMachine(RuleBasedStateMachine):
         keeper = self.engine._keeper
         assert self.engine._scheduler._slots.used == 0
         assert not keeper.states._busy and not keeper.states._making and not keeper.traffic.busy
+        for _ in range(1000 if self.folder else 0):  # what is on its way to the disk
+            keeper.traffic.wait(0.001)
+            keeper.collect()
+            if self.engine._keeper.traffic._shelf.pending == 0:  # type: ignore[union-attr]
+                break
         held = {named.standing.kept for named in keeper.states._named.values()}
         for trie in keeper.cache._tries.values():
             held |= {node.value for node in trie if node.value is not None}
             assert all(node.reader < 0 for node in trie)
         keeper.tiers.begin_plan()
-        assert keeper.tiers.device_used + keeper.tiers.host_used == len(held)
+        without = {kept for kept in held if kept.place == NOWHERE}
+        assert all(kept.written for kept in without)
+        assert keeper.tiers.device_used + keeper.tiers.host_used == len(held - without)
 
 
 TestStates = StateMachine.TestCase
@@ -517,11 +535,11 @@ TestStates.settings = settings(
 
 
 def drive(
-    chance: random.Random, steps: int, deterministic: bool, device: str = "cpu"
+    chance: random.Random, steps: int, deterministic: bool, device: str = "cpu", folder: str = ""
 ) -> StateMachine:
     """The same machine for longer than hypothesis goes on: `steps` rules at random."""
     machine = StateMachine()
-    machine.device = device
+    machine.device, machine.folder = device, folder
     machine.start(deterministic)
     under_way: list[Asked] = []
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
@@ -587,6 +605,28 @@ def test_long_lives(seed: int, deterministic: bool) -> None:
     assert machine.seen["hits"] and machine.seen["rebuilds"]
     assert machine.seen["exact"] or not deterministic
     assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_long_lives_with_files(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named and cached states leave main memory for a folder, and come back."""
+    monkeypatch.setattr(disk_cache, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(disk_cache, "WRITES_PER_SECOND", 1e9)
+    reads: Counter[bool] = Counter()
+    load_from = Traffic.load_from
+
+    def counted(self: Traffic, shelf: Any, kept: Any, *rest: Any) -> None:
+        reads[kept.node is not None] += 1
+        load_from(self, shelf, kept, *rest)
+
+    monkeypatch.setattr(Traffic, "load_from", counted)
+    steps = STEPS if STEPS != 60 else 400
+    machine = drive(random.Random(7), steps, deterministic, folder=str(tmp_path))
+    machine.engine.close()
+    assert machine.seen["hits"] and machine.seen["rebuilds"]
+    assert reads[True] and reads[False], "named and cached ones were read from files"
 
 
 @pytest.mark.gpu
