@@ -14,6 +14,7 @@ from engine.client import Update
 from engine.errors import EngineError
 from engine.messages import SamplingParams
 from service.answer import Answer, EndRule, Piece
+from service.beginnings import junctions
 from service.flight import Flight
 from service.runtime import Runtime
 from service.states import NO_STATES, StateUse
@@ -73,7 +74,8 @@ class Task:
         """Tokens of the prompt that have log-probabilities."""
         return max(len(self.prompt) - self.use.first_scored, 0)
 
-    def submit(self, flight: Flight, *, stream: bool) -> None:
+    def submit(self, flight: Flight, *, stream: bool, junctions: tuple[int, ...] = ()) -> None:
+        """`junctions`: lengths of the prompt at which others of the same batch part from it."""
         params, run_on = self.params, 0
         if self._runs_on:
             run_on = min(RUN_ON, MOST_TOKENS - params.max_tokens)
@@ -92,7 +94,7 @@ class Task:
             score_top=self.score_top or 0,
             timeout=self.timeout,
             priority=self.priority,
-            **self.use.fields(self._points()),
+            **self.use.fields((*junctions, *self._points())),
         )
 
     def _points(self) -> tuple[int, ...]:
@@ -100,6 +102,11 @@ class Task:
         last token by itself."""
         length = len(self.prompt) - (self.use.keep is not None)
         return (length,) if self.shared and length > 0 else ()
+
+    @property
+    def company(self) -> tuple[str, str]:
+        """Tasks of one company begin alike where their prompts do."""
+        return self.use.source, self.use.cache_salt
 
 
 class Outcome:
@@ -207,8 +214,25 @@ async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
 def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
     """All of them, or none: then raises EngineError."""
     flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    points = _junctions(tasks)
     for task in tasks:
-        task.submit(flight, stream=stream)
+        task.submit(flight, stream=stream, junctions=points.get((task.company, task.packed), ()))
+
+
+def _junctions(tasks: list[Task]) -> dict[tuple[tuple[str, str], bytes], tuple[int, ...]]:
+    """Where the prompts of tasks part from others, by company and prompt."""
+    if len(tasks) < 2 or tasks[0].packed is tasks[-1].packed:  # one prompt, or its samples
+        return {}
+    companies: dict[tuple[str, str], set[bytes]] = {}
+    for task in tasks:
+        companies.setdefault(task.company, set()).add(task.packed)
+    found = {}
+    for company, distinct in companies.items():
+        prompts = list(distinct)
+        for prompt, points in zip(prompts, junctions(prompts), strict=True):
+            if points:
+                found[company, prompt] = points
+    return found
 
 
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:
