@@ -8,12 +8,31 @@ read: so that one leaves a state wherever another parts from it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.messages import ID_BYTES
 
 LEAST = 16  # tokens of a shared part: fewer are read in the time that another step takes
 MOST_POINTS = 8  # of one prompt, the longest ones
+
+
+Company = tuple[str, str]  # of prompts that begin at the same state and may know of each other
+Points = dict[tuple[Company, bytes], tuple[int, ...]]
+
+
+def junctions_of(prompts: Iterable[tuple[Company, bytes]]) -> Points:
+    """`junctions` of each company's prompts, which may come several times; those without any are
+    left out."""
+    companies: dict[Company, set[bytes]] = {}
+    for company, prompt in prompts:
+        companies.setdefault(company, set()).add(prompt)
+    found: Points = {}
+    for company, distinct in companies.items():
+        texts = list(distinct)
+        for prompt, points in zip(texts, junctions(texts), strict=True):
+            if points:
+                found[company, prompt] = points
+    return found
 
 
 def junctions(prompts: Sequence[bytes]) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from engine.client import Update
 from engine.errors import EngineError
 from engine.messages import SamplingParams
 from service.answer import Answer, EndRule, Piece
-from service.beginnings import junctions
+from service.beginnings import Points, junctions_of
 from service.flight import Flight
 from service.runtime import Runtime
 from service.states import NO_STATES, StateUse
@@ -102,11 +102,6 @@ class Task:
         last token by itself."""
         length = len(self.prompt) - (self.use.keep is not None)
         return (length,) if self.shared and length > 0 else ()
-
-    @property
-    def company(self) -> tuple[str, str]:
-        """Tasks of one company begin alike where their prompts do."""
-        return self.use.source, self.use.cache_salt
 
 
 class Outcome:
@@ -214,25 +209,12 @@ async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
 def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
     """All of them, or none: then raises EngineError."""
     flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
-    points = _junctions(tasks)
+    points: Points = {}
+    if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
+        points = junctions_of((task.use.company, task.packed) for task in tasks)
     for task in tasks:
-        task.submit(flight, stream=stream, junctions=points.get((task.company, task.packed), ()))
-
-
-def _junctions(tasks: list[Task]) -> dict[tuple[tuple[str, str], bytes], tuple[int, ...]]:
-    """Where the prompts of tasks part from others, by company and prompt."""
-    if len(tasks) < 2 or tasks[0].packed is tasks[-1].packed:  # one prompt, or its samples
-        return {}
-    companies: dict[tuple[str, str], set[bytes]] = {}
-    for task in tasks:
-        companies.setdefault(task.company, set()).add(task.packed)
-    found = {}
-    for company, distinct in companies.items():
-        prompts = list(distinct)
-        for prompt, points in zip(prompts, junctions(prompts), strict=True):
-            if points:
-                found[company, prompt] = points
-    return found
+        found = points.get((task.use.company, task.packed), ())
+        task.submit(flight, stream=stream, junctions=found)
 
 
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:

@@ -51,6 +51,11 @@ class StateUse:
         """Index of the first token of the prompt that has a log-probability."""
         return 0 if self.source and not self.optional else 1
 
+    @property
+    def company(self) -> tuple[str, str]:
+        """Prompts of one company begin alike where their texts do."""
+        return self.source, self.cache_salt
+
     def fields(self, points: Sequence[int] = ()) -> dict[str, Any]:
         """Those of messages.Request; `points` where the client named none."""
         told: dict[str, Any] = {"cache_salt": self.cache_salt}

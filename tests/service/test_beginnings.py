@@ -13,7 +13,9 @@ from engine.messages import pack_ids
 from service.beginnings import LEAST, MOST_POINTS, junctions
 from tests.service.harness import Service, fake_runner, running
 
-GENERATE, COMPLETIONS, STATES = (f"/v1/{name}" for name in ("generate", "completions", "states"))
+GENERATE, COMPLETIONS, SCORE, STATES = (
+    f"/v1/{name}" for name in ("generate", "completions", "score", "states")
+)
 
 
 def found(*prompts: str) -> list[tuple[int, ...]]:
@@ -69,11 +71,12 @@ async def tokens_read(service: Service, path: str, body: Any) -> tuple[int, Any]
     service.runner.start = lambda plan: (  # type: ignore[method-assign]
         read.extend(len(chunk.tokens) for chunk in plan.prefill), start(plan),
     )[1]  # fmt: skip
-    answer = await service.post(path, {"max_tokens": 1, "temperature": 0, **body})
+    answer = await service.post(path, body if path == SCORE else {**ONE, **body})
     service.runner.start = start  # type: ignore[method-assign]
     return sum(read), answer
 
 
+ONE = {"max_tokens": 1, "temperature": 0}
 STEM = "once upon a time there was a "
 PROMPTS = [STEM + "king " * 10 + "a", STEM + "king " * 10 + "b", STEM + "queen", STEM + "cat"]
 SHARED = len(STEM) + 50 + 1 + 1 + len("queen") + len("cat")
@@ -104,3 +107,16 @@ async def test_samples_of_several_prompts_share_them(service: Service) -> None:
     read, answer = await tokens_read(service, COMPLETIONS, {"prompt": PROMPTS, "n": 3})
     assert read == SHARED
     assert len(answer["choices"]) == 12
+
+
+async def test_contexts_of_several_items_share_their_beginning(service: Service) -> None:
+    """As examples in front of every question do."""
+    items = [
+        {"context": STEM * 4 + question, "continuations": [" yes", " no"]}
+        for question in ("is it?", "was it?", "how?")
+    ]
+    read, answer = await tokens_read(service, SCORE, {"items": items})
+    # Each continuation reads its context's last token and its own.
+    contexts = len(STEM) * 4 + sum(len(item["context"]) - len(STEM) * 4 - 1 for item in items)
+    assert read == contexts + 3 * (1 + len(" yes") + 1 + len(" no"))
+    assert [len(result["continuations"]) for result in answer["results"]] == [2, 2, 2]
