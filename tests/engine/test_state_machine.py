@@ -41,6 +41,7 @@ from engine.messages import (
     Keep,
     Request,
     SamplingParams,
+    StateInfo,
     StateReply,
     TokenLogprobs,
     pack_ids,
@@ -299,18 +300,20 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(target=names, name=names, new=st.sampled_from(["e", "f", "g"]))
     def fork(self, name: str, new: str) -> str:
+        before = self.texts.get(name)
         reply = self._ask("fork", id=name, target=new)
         if reply.failed is None:
-            self.texts[new] = self.texts[name]
+            self.texts[new] = self._meant(name, before, reply.states[0])
         else:
             assert reply.failed.code in ("state_busy", "state_not_found", "state_quota")
         return new
 
     @rule(target=names, name=consumes(names), new=st.sampled_from(["e", "j"]))
     def move(self, name: str, new: str) -> str:
+        before = self.texts.get(name)
         reply = self._ask("move", id=name, target=new)
         if reply.failed is None:
-            self.texts[new] = self.texts[name]
+            self.texts[new] = self._meant(name, before, reply.states[0])
             if new != name:
                 del self.texts[name]
         else:
@@ -324,7 +327,7 @@ class StateMachine(RuleBasedStateMachine):
         if out.failed is not None:
             assert text is None and out.failed.code == "state_not_found", out.failed
             return new
-        assert text is not None
+        text = self._meant(name, text, out.states[0])
         back = self._ask("import", content=out.content, target=new)
         if back.failed is None:
             self.texts[new] = text
@@ -332,6 +335,17 @@ class StateMachine(RuleBasedStateMachine):
         else:
             assert back.failed.code in ("state_busy", "state_quota")
         return new
+
+    def _meant(self, name: str, before: Text | None, info: StateInfo) -> Text:
+        """What the name stood for when the engine came to it, which reading a file may have put
+        off: what it stands for now, or what it did when it was asked."""
+        for text in (self.texts.get(name), before):
+            if text is not None and (len(text.tokens), text.tokens[-4:]) == (
+                info.tokens,
+                tuple(info.recent),
+            ):
+                return text
+        raise AssertionError(f"{name} is another state than it should be: {info}")
 
     @rule(name=consumes(names))
     def delete(self, name: str) -> None:
