@@ -8,42 +8,55 @@ that keep what they have. Alone, an owner may have all of it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from typing import Generic, Protocol, TypeVar
 
 from engine.ranking import Ranking
 
 
 class Weights:
-    """How much each owner has. Nothing is ranked while there is one owner only."""
+    """How much each owner has; ranked when somebody asks, not whenever a weight changes."""
 
     def __init__(self) -> None:
         self.of: dict[str, int] = {}  # those who have something
         self.total = 0
-        self._ranking: Ranking[str] = Ranking()
+        self._order = _Order()
 
     def add(self, owner: str, more: int) -> None:
         """It has so much more than before, or less."""
         weight = self.of.get(owner, 0) + more
         self.total += more
+        self._order.changed.add(owner)
         if weight:
-            new = owner not in self.of
             self.of[owner] = weight
-            if new and len(self.of) == 2:  # what was ranked before is out of date
-                self._ranking = Ranking()
-                for each, its in self.of.items():
-                    self._ranking.put(each, (-its, each))
-            elif len(self.of) > 1:
-                self._ranking.put(owner, (-weight, owner))
         else:
             self.of.pop(owner, None)
-            self._ranking.discard(owner)
 
     def heaviest(self) -> str | None:
         """The owner who has the most."""
-        if len(self.of) > 1:
-            return self._ranking.first()
-        return next(iter(self.of), None)
+        return self._order.first(self.of)
+
+
+class _Order:
+    """Owners by weight, the heaviest first."""
+
+    def __init__(self) -> None:
+        self.changed: set[str] = set()  # owners whose weights have, since they were ranked
+        self._ranking: Ranking[str] = Ranking()
+
+    def first(self, of: Mapping[str, int | Sized]) -> str | None:
+        """The heaviest of all, by weight or length."""
+        if len(of) < 2:
+            return next(iter(of), None)
+        for owner in self.changed:
+            weight = of.get(owner)
+            if weight is None:
+                self._ranking.discard(owner)
+            else:
+                weight = weight if isinstance(weight, int) else len(weight)
+                self._ranking.put(owner, (-weight, owner))
+        self.changed.clear()
+        return self._ranking.first()
 
 
 class Owned(Protocol):
@@ -62,7 +75,7 @@ class Shares(Generic[T]):
 
     def __init__(self) -> None:
         self._lists: dict[str, OrderedDict[T, None]] = {}  # least recently used first
-        self._weights = Weights()
+        self._order = _Order()
 
     def __contains__(self, one: T) -> bool:
         return one in self._lists.get(one.owner, ())
@@ -70,13 +83,12 @@ class Shares(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Whoever should give way first comes first. What the loop is at may be taken out, if that
         ends the loop."""
-        heaviest = self._weights.heaviest()
+        heaviest = self._order.first(self._lists)
         if heaviest is None:
             return
         yield from self._lists[heaviest]
         if len(self._lists) > 1:
-            others = sorted(self._weights.of.items(), key=lambda item: -item[1])
-            for owner, _ in others:
+            for owner in sorted(self._lists, key=lambda owner: -len(self._lists[owner])):
                 if owner != heaviest:
                     yield from self._lists[owner]
 
@@ -89,9 +101,8 @@ class Shares(Generic[T]):
         mine = self._lists.get(one.owner)
         if mine is None:
             mine = self._lists[one.owner] = OrderedDict()
-        if one not in mine:
-            self._weights.add(one.owner, 1)
         mine[one] = None
+        self._order.changed.add(one.owner)
 
     def discard(self, one: T) -> None:
         """Takes one out, if it is in."""
@@ -99,7 +110,7 @@ class Shares(Generic[T]):
         if mine is None or one not in mine:
             return
         del mine[one]
-        self._weights.add(one.owner, -1)
+        self._order.changed.add(one.owner)
         if not mine:
             del self._lists[one.owner]
 
