@@ -241,6 +241,7 @@ class EngineConfig:
     # Where kept states lie as files too, so that they survive a restart; None = nowhere.
     state_folder: str | None = None
     disk_state_bytes: int = 2**36  # that the files there may have; more states are refused
+    disk_cache_bytes: int = 0  # of cached states there, beside the kept ones; 0 = none
     state_ttl: float = 86400.0  # seconds after its last use that a kept state is forgotten
     max_states: int = 2**17  # kept states of one owner; more are refused
     threads: int | None = None  # CPU threads of the engine; None = what the container may use
@@ -289,6 +290,7 @@ class EngineConfig:
             )
         for name, least, most in (
             ("disk_state_bytes", 0, 2**60),
+            ("disk_cache_bytes", 0, 2**60),
             ("host_state_bytes", 0, 2**60),
             ("max_states", 0, 2**40),
         ):
@@ -311,6 +313,12 @@ class EngineConfig:
             "state_folder",
             self.state_folder,
             "a folder",
+        )
+        _check(
+            not self.disk_cache_bytes or self.state_folder is not None,
+            "disk_cache_bytes",
+            self.disk_cache_bytes,
+            "0 without a state_folder",
         )
         for name in ("max_step_tokens", "threads"):
             value = getattr(self, name)

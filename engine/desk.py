@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from engine import snapshot
-from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
+from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.keeping import Keeper
 from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
 from engine.states import Named, Standing, check_id
@@ -67,6 +67,8 @@ class StateDesk:
                 self._tell(client, call)
             case "fork":
                 self._with_row(client, call, self._fork)
+            case "move":
+                self._with_row(client, call, self._move)
             case "export":
                 self._with_row(client, call, self._export)
             case "import":
@@ -85,7 +87,7 @@ class StateDesk:
         client: Hashable,
         call: AskState,
         then: Callable[[Hashable, AskState, Named], None],
-        tried: bool = False,
+        tries: int = 0,
     ) -> None:
         """`then`, once the state is in a row."""
         named = self._states.find(call.owner, call.id)
@@ -93,22 +95,22 @@ class StateDesk:
         if kept.place != NOWHERE:
             then(client, call, named)
             return
-        if not kept.files:
-            raise StateNotFound(f"state {call.id!r} is lost: its file cannot be read", param="id")
-        if tried:
-            raise StateQuota("no memory is left to bring the state back to")
+        self._traffic.load(kept, tries, "id")
 
         def again() -> None:
-            self._try(client, call, lambda: self._with_row(client, call, then, tried=True))
+            self._try(client, call, lambda: self._with_row(client, call, then, tries + 1))
 
         self._waiting.setdefault(kept, []).append(again)
-        self._traffic.load(kept)
 
     def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
         id = self._states.begin(call.owner, call.target, "target")
         self._states.end(call.owner, id)
         forked = self._states.put(call.owner, id, named.standing, call.ttl)
         self._tell(client, call, self._states.info(forked))
+
+    def _move(self, client: Hashable, call: AskState, named: Named) -> None:
+        moved = self._states.move(named, call.target, call.ttl)
+        self._tell(client, call, self._states.info(moved))
 
     def _export(self, client: Hashable, call: AskState, named: Named) -> None:
         info = self._states.info(named)
@@ -129,7 +131,8 @@ class StateDesk:
         found = snapshot.read(call.content, self._shape)
         id = self._states.begin(call.owner, call.target, "target")
         self._states.end(call.owner, id)
-        kept = Kept(found.tokens - len(found.tail) // ID_BYTES)
+        self._states.check_part(call.owner, id)
+        kept = Kept(found.tokens - len(found.tail) // ID_BYTES, call.owner)
         if not self._traffic.bring_in(kept, found.state):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
         standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)

@@ -92,6 +92,8 @@ class Engine:
             most_states=config.max_states,
             shelf=shelf,
             disk_bytes=config.disk_state_bytes,
+            disk_cache_bytes=config.disk_cache_bytes,
+            variant=_variant(info),
         )
         self._keeper = keeper
         self._desk = StateDesk(keeper)
@@ -159,6 +161,10 @@ class Engine:
 
     def close(self) -> None:
         """Returns when what is to lie on disk does; the last call."""
+        if not self.broken:
+            self._keeper.disk.save_all()
+            while self._keeper.traffic.fetching:
+                self.step()
         self._keeper.traffic.close()
 
     def abort_all(self) -> None:
@@ -245,6 +251,12 @@ class _Round:
     plan: Plan
     pending: Any
     error: Exception | None
+
+
+def _variant(info: ModelInfo) -> str:
+    """What decides over the bits of states."""
+    parts = info.fingerprint, info.dtype, info.quantization, info.device_name, info.deterministic
+    return "|".join(map(str, parts))
 
 
 def _reason(error: Exception) -> str:

@@ -12,20 +12,18 @@ state is copied there, and is its *base*. At its end there are three cases:
 from __future__ import annotations
 
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine import snapshot
 from engine.config import SCAN_CHUNK
-from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
+from engine.disk_cache import DiskCache
+from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.messages import (
     ID_BYTES,
     Finished,
     FinishReason,
-    Keep,
     Request,
     SamplingParams,
     StateInfo,
@@ -34,31 +32,15 @@ from engine.messages import (
 )
 from engine.plan import INITIAL, Admission, Copy, Plan
 from engine.prefix import Found, Place, PrefixCache
+from engine.retention import Keeping
 from engine.sequence import Sequence
 from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
 from engine.states import Standing, States
 from engine.tiers import NOWHERE, Kept, Tiers
-from engine.traffic import MOST_LOADS, Traffic
+from engine.traffic import Traffic
 
 Tell = Callable[[Finished | EngineError], None]
-
-
-@dataclass(eq=False, slots=True)
-class Keeping:
-    """What one sequence does with kept states."""
-
-    source: Standing | None  # that it starts from
-    keep: Keep | None
-    id: str = ""  # under which it will be kept
-    spare: Kept | None = None
-    base: int = -1  # how much of its text the state in `spare` has read; negative: not yet there
-    kept_tokens: int | None = None  # of the answer, where not all of them are
-    loads: int = 0  # how often it was read from its file
-    left: bool = False  # the source is not needed any more
-    rebuilds: Sequence | None = None  # the sequence whose state this one rebuilds
-    reason: FinishReason = "stop"  # with which that one ended
-    answer: array[int] = field(default_factory=lambda: array("i"))  # that is kept of it
 
 
 class Keeper:
@@ -78,9 +60,12 @@ class Keeper:
         most_states: int = 2**17,
         shelf: Shelf | None = None,
         disk_bytes: int = 0,
+        disk_cache_bytes: int = 0,
+        variant: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """What is on the shelf is there; `clock` is the time of day."""
+        """What is on the shelf is there: named states, up to `disk_bytes`, and cached ones of the
+        same `variant` of the model; `clock` is the time of day."""
         self.shape = shape or Shape("", 2**31, (1, 1), None)
         self.row_bytes = self.shape.bytes + 4 * self.shape.vocab_size  # of main memory
         self.tiers = Tiers(device_rows, first_row, host_rows, lambda kept: self.cache.forget(kept))
@@ -98,6 +83,9 @@ class Keeper:
         )
         if shelf is not None:
             self.states.load(shelf)
+        self.disk = DiskCache(
+            self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes
+        )
         self._with_whole_chunks = with_whole_chunks
         self._hits = 0
         self._misses: Counter[str] = Counter()
@@ -106,7 +94,11 @@ class Keeper:
         """What has been read from files since this was last called; also forgets what is out of
         date."""
         self.states.expire()
-        return self.traffic.collect()
+        loaded = self.traffic.collect()
+        for kept in loaded:
+            if kept.node is not None and kept.place == NOWHERE:
+                self.cache.forget(kept)  # it cannot be read, or there is no row for it
+        return loaded
 
     # A sequence's life.
 
@@ -140,21 +132,21 @@ class Keeper:
         """Where it may start. With `awaited` it has to wait for that; Raises EngineError where it
         cannot start at all."""
         keeping = sequence.keeping
+        source = None if keeping is None or keeping.source is None else keeping.source.kept
         found = Found()
-        if keeping is not None and keeping.source is not None:
-            kept = keeping.source.kept
-            if kept.place == NOWHERE:
-                if not kept.files:
-                    raise StateNotFound("the state has been replaced meanwhile", param="state")
-                if keeping.loads >= MOST_LOADS:
-                    raise StateQuota("no memory is left to bring the state back to")
-                keeping.loads += 1
-                self.traffic.load(kept)
-                found.loading = kept
-                return found
-            found.kept = kept
-        else:
+        if source is None or sequence.request.cache_points:
             found = self.cache.look(sequence)
+        if found.kept is not None and found.kept.place == NOWHERE:
+            self.disk.fetch(found.kept)
+            sequence.loads += 1
+            return Found(loading=found.kept)
+        if keeping is not None and source is not None and not (found.kept or found.awaited):
+            found.reason = ""
+            if source.place == NOWHERE:
+                self.traffic.load(source, keeping.loads, "state")
+                keeping.loads += 1
+                return Found(loading=source)
+            found.kept = source
         if keeping is not None and keeping.keep is not None and found.awaited is None:
             self._reserve(sequence, keeping, found)
         return found
@@ -165,7 +157,10 @@ class Keeper:
             base = base // SCAN_CHUNK * SCAN_CHUNK
         if found.kept is not None:
             self.tiers.use(found.kept)  # it stays where it is in this plan
-        spare = Kept(self._before(sequence) + base)
+        owner = sequence.request.owner
+        if keeping.id:
+            self.states.check_part(owner, keeping.id)
+        spare = Kept(self._before(sequence) + base, owner)
         if not self.tiers.put(spare):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
         keeping.spare = self.tiers.hold(spare)
@@ -180,10 +175,13 @@ class Keeper:
         elif found.reason:
             self._misses[found.reason] += 1
         place = None if kept is None else self.tiers.use(kept)
+        if kept is not None and kept.node is not None:
+            self.disk.used(kept)
         cached = found.length
         self.cache.claim(sequence, found.marks)
         sequence.marks = found.ends
-        sequence.cached_tokens = sequence.position = sequence.anchor = cached
+        sequence.position = sequence.anchor = cached
+        sequence.cached_tokens = max(cached - sequence.lead, 0)  # of its own prompt
         before = self._before(sequence)
         if (spare := self._base_due(sequence, cached)) is not None:
             self.tiers.moves.append(Copy(INITIAL if place is None else place, spare.place))
@@ -226,19 +224,16 @@ class Keeper:
         """It ends: whether its state has to be made from its base. Its slot's has read `read`
         tokens of the answer."""
         keeping = sequence.keeping
-        if keeping is None or keeping.rebuilds is not None or not self._has_base(keeping):
+        if keeping is None or keeping.rebuilds is not None or not keeping.has_base:
             return False
-        answer = self._answer(sequence, keeping)
+        answer = keeping.answer_of(sequence)
         return reason != "abort" and len(answer) > 0 and read != len(answer) - 1
-
-    def _has_base(self, keeping: Keeping) -> bool:
-        return keeping.base >= 0 and keeping.spare is not None and keeping.spare.place != NOWHERE
 
     def rebuild(self, sequence: Sequence, key: int, reason: FinishReason, now: float) -> Sequence:
         """The sequence that takes the place of this one, which has ended."""
         keeping, request = sequence.keeping, sequence.request
         assert keeping is not None
-        answer = self._answer(sequence, keeping)
+        answer = keeping.answer_of(sequence)
         text = sequence.text[keeping.base * ID_BYTES :] + pack_ids(answer[:-1])
         again = Request(
             id=request.id,
@@ -285,7 +280,7 @@ class Keeper:
         if keep is None or keeping.base < 0 or reason == "abort":
             tell(told.finished(reason, now))
             return
-        if not self._has_base(keeping):
+        if not keeping.has_base:
             tell(StepFailed("the state that was to be kept is lost"))
             return
         standing = self._standing(sequence, told, keeping)
@@ -316,7 +311,7 @@ class Keeper:
         """What is kept; plans the copy to where it is to lie."""
         spare, source = keeping.spare, keeping.source
         assert spare is not None
-        answer = keeping.answer if keeping.rebuilds else self._answer(sequence, keeping)
+        answer = keeping.answer if keeping.rebuilds else keeping.answer_of(sequence)
         tokens = self._before(sequence) + told.prompt_tokens + len(answer)
         latest = pack_ids(source.recent) if source is not None else b""
         latest += told.request.prompt[-MOST_RECENT * ID_BYTES :] + pack_ids(answer[-MOST_RECENT:])
@@ -351,7 +346,7 @@ class Keeper:
         self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
         return {
             "host_state_bytes": self.tiers.host_used * self.row_bytes,
-            "disk_state_bytes": self.states.files * self.shape.bytes,
+            "disk_state_bytes": self.states.files * self.shape.bytes + self.disk.bytes,
             "states": len(self.states),
             "prefix_hits": hits,
             "prefix_misses": dict(misses),
@@ -364,13 +359,13 @@ class Keeper:
         lost = self.tiers.lost(places)
         self.states.drop({kept for kept in lost if not kept.written})
         for kept in lost:
-            self.cache.forget(kept)
-            self.tiers.vacate(kept)
+            if kept.node is not None and kept.written:
+                self.tiers.rest(kept)
+            else:
+                self.cache.forget(kept)
+                self.tiers.vacate(kept)
         for one in plan.exports:
             self.traffic.arrived(one.ticket, None)
-
-    def _answer(self, sequence: Sequence, keeping: Keeping) -> array[int]:
-        return sequence.tokens[: keeping.kept_tokens]
 
     def _base_due(self, sequence: Sequence, length: int) -> Kept | None:
         """Its spare, where that is to become its base when `length` tokens are read."""
@@ -388,10 +383,7 @@ class Keeper:
 
     def _before(self, sequence: Sequence) -> int:
         """Tokens that the state at the beginning of its text has read."""
-        keeping = sequence.keeping
-        if keeping is None or keeping.source is None:
-            return 0
-        return keeping.source.tokens - len(keeping.source.tail) // ID_BYTES
+        return 0 if sequence.keeping is None else sequence.keeping.before
 
     def _leave_source(self, keeping: Keeping) -> None:
         if keeping.source is not None and not keeping.left:

@@ -144,19 +144,20 @@ class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Asks something of the kept states of `owner`; `StateReply` of the same `call` answers.
 
     get: the state `id`, which counts as a use of it. fork: the same state under another id,
-    `target` ("": a new one). delete: forgets `id`. list: up to `limit` states in order of their
+    `target` ("": a new one). move: likewise, but then `id` is forgotten, and its place in the quota
+    is the other's. delete: forgets `id`. list: up to `limit` states in order of their
     ids, from the first after `id` on. export: `id` as a file. import: the file `content` under the
     id `target` ("": a new one).
     """
 
     call: int
-    action: Literal["get", "fork", "delete", "list", "export", "import"]
+    action: Literal["get", "fork", "move", "delete", "list", "export", "import"]
     owner: str = ""
     id: str = ""
     target: str = ""
     content: bytes = b""
     limit: int = 100
-    ttl: float | None = None  # of what fork and import keep; None: the engine's own
+    ttl: float | None = None  # of what fork, move and import keep; None: the engine's own
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

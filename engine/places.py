@@ -91,12 +91,15 @@ class Places:
         """The states, by ticket, once the device is done: `exported` reads them."""
         found = {}
         for one in exports:
+            width = self._host_width if one.logits else self._pool.width
             if one.source < 0:
-                found[one.ticket] = self._host.get(~one.source)[: self._pool.width].clone()
+                found[one.ticket] = self._host.get(~one.source)[:width].clone()
                 continue
             state = self._pool.gather([one.source])[0]
+            if one.logits:
+                state = torch.cat([state, self._logits[one.source - self._slots]])
             if self._device.type == "cuda":
-                there = torch.empty(self._pool.width, pin_memory=True)
+                there = torch.empty(width, pin_memory=True)
                 state = there.copy_(state, non_blocking=True)
             found[one.ticket] = state
         return found
@@ -162,7 +165,10 @@ class Places:
         else:
             if self._device.type == "cuda":
                 state = state.pin_memory().to(self._device, non_blocking=True)
-            self._pool.scatter(state.unsqueeze(0), [move.target])
+            state = state.unsqueeze(0)
+            self._pool.scatter(state[:, : self._pool.width], [move.target])
+            if state.shape[1] > self._pool.width:
+                self._put_logits(state[:, self._pool.width :], [move.target])
 
 
 class _Levels:

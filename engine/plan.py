@@ -53,7 +53,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A state that comes from outside, packed as `Export` gives it, is put at a place."""
+    """A state that comes from outside, packed as `Export` gives it, is put at a place; it may have
+    logits."""
 
     target: int
     state: bytes
@@ -62,10 +63,11 @@ class Put:
 @dataclass(frozen=True, slots=True)
 class Export:
     """The state at a place is fetched: fp32, cell [layers, inner] and then conv [layers, taps - 1,
-    d_model], as bytes."""
+    d_model], as bytes; then, if asked for, the logits that are kept there."""
 
     ticket: int
     source: int
+    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
 """PrefixCache: which texts have a state kept, so that what begins with them need not read them.
 
 Every owner and salt has a trie of its own: whether a text has been read before would tell others
-of it. Rows are common to all, and go to whatever was used last.
+of it. So has every named state that texts are read after, if their requests name places for states
+(samples do: they read a prompt once); of most such texts nobody will ever go on from. Rows, and
+what tries take, are common to all; where they are short, who has the most of them gives way
+(`shares`).
 
 A state is kept
 - at the end of a prompt, with its logits: the same prompt again is not read at all;
@@ -18,20 +21,25 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import SCAN_CHUNK
 from engine.messages import ID_BYTES, pack_ids
 from engine.plan import Copy
 from engine.sequence import Sequence
+from engine.shares import Weights
 from engine.tiers import NOWHERE, Kept, Tiers
 from engine.trie import Node, Trie
 
 LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
 
+MOST_LOADS = 3  # of cached states for one request: others may have taken the row meanwhile
+
 SPARE_SCOPES = 256  # tries that may be empty
 
 Place = Node[Kept]
+Scope = tuple[str, str, Kept | None]  # owner, salt and the state that texts go on from
 
 
 @dataclass(slots=True)
@@ -54,20 +62,22 @@ class PrefixCache:
         self._tiers = tiers
         self._most_bytes = most_bytes
         self._align = SCAN_CHUNK if with_whole_chunks else 1
-        self._tries: dict[tuple[str, str], Trie[Kept]] = {}
-        self._bytes = 0
+        self._tries: dict[Scope, Trie[Kept]] = {}
+        self._bytes = Weights()  # that tries take
+        self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
+        self.on_forgotten: Callable[[Kept], None] = lambda kept: None
         self._claims: dict[int, dict[int, Place]] = {}  # by reader and length
         self._written: dict[int, dict[int, Kept]] = {}  # likewise: a copy there is planned
 
     def look(self, sequence: Sequence) -> Found:
         """What is known of its prompt."""
-        found, request = Found(), sequence.request
+        found = Found()
         most, length = sequence.cacheable_tokens, sequence.prompt_tokens
         if not self._tiers.rows:
-            found.ends = found.marks = self._aligned(request.cache_points)
+            found.ends = found.marks = self._aligned(sequence.cache_points)
             return found
-        trie = self._tries.get((request.owner, request.cache_salt))
+        trie = self._tries.get(_scope(sequence))
         path, same = ([], 0) if trie is None else trie.walk(sequence.text)
         known = False
         for node in path:
@@ -76,8 +86,11 @@ class PrefixCache:
             if node.length % self._align and node.length != length:
                 known = known or node.value is not None
                 continue
-            if node.value is not None and (node.length < length or node.value.logits):
-                found.kept, found.length = node.value, node.length
+            value = node.value
+            if value is not None and value.place == NOWHERE and sequence.loads >= MOST_LOADS:
+                value = None  # others have always taken its row before it was used
+            if value is not None and (node.length < length or value.logits):
+                found.kept, found.length = value, node.length
             elif node.reader >= 0 and self._is_worth_it(node, found, sequence):
                 found.awaited = node
         if found.awaited is not None and found.awaited.length <= found.length:
@@ -93,13 +106,11 @@ class PrefixCache:
         return found
 
     def _is_worth_it(self, node: Place, found: Found, sequence: Sequence) -> bool:
-        return (
-            node.length - found.length >= LEAST_GAIN or node.length in sequence.request.cache_points
-        )
+        return node.length - found.length >= LEAST_GAIN or node.length in sequence.cache_points
 
     def _mark(self, found: Found, sequence: Sequence, same: int) -> None:
-        request, length, align = sequence.request, sequence.prompt_tokens, self._align
-        ends = set(self._aligned(request.cache_points))
+        length, align = sequence.prompt_tokens, self._align
+        ends = set(self._aligned(sequence.cache_points))
         leaves = same // align * align
         if leaves < length and leaves - found.length >= LEAST_GAIN:
             ends.add(leaves)
@@ -116,10 +127,10 @@ class PrefixCache:
         """It reads up to those of `marks` that nobody has kept or reads to."""
         if not self._tiers.rows or not marks:
             return
-        scope = sequence.request.owner, sequence.request.cache_salt
+        scope = _scope(sequence)
         trie = self._tries.get(scope)
         if trie is None:
-            trie = self._tries[scope] = Trie()
+            trie = self._tries[scope] = Trie(sequence.request.owner, scope)
         before = trie.bytes
         mine: dict[int, Place] = {}
         for mark in marks:
@@ -129,7 +140,7 @@ class PrefixCache:
                 mine[mark] = node
         if mine:
             self._claims[sequence.key] = mine
-        self._account(trie.bytes - before)
+        self._account(trie, trie.bytes - before)
 
     def _lacks_logits(self, node: Place, sequence: Sequence) -> bool:
         return (
@@ -145,7 +156,8 @@ class PrefixCache:
     def reserve(self, sequence: Sequence, length: int) -> Kept | None:
         """A place for the state of a prompt of which `length` tokens, a mark of its reader, are
         read in the plan being made; None where there is no room."""
-        kept = Kept(length, logits=length == sequence.prompt_tokens and sequence.samples)
+        with_logits = length == sequence.prompt_tokens and sequence.samples
+        kept = Kept(length, sequence.request.owner, logits=with_logits)
         if not self._tiers.put(kept, for_cache=True):
             return None
         self._written.setdefault(sequence.key, {})[length] = self._tiers.hold(kept)
@@ -182,32 +194,43 @@ class PrefixCache:
         if self._align > 1 or read <= 0 or not self._tiers.rows:
             return
         text = sequence.text + pack_ids(sequence.tokens[:read])
-        scope = sequence.request.owner, sequence.request.cache_salt
-        trie = self._tries.setdefault(scope, Trie())
+        scope = _scope(sequence)
+        trie = self._tries.setdefault(scope, Trie(sequence.request.owner, scope))
         path, _ = trie.walk(text)
         last = path[-1] if path else trie.root
         known = last.value is not None or last.reader >= 0
         if known and last.length * ID_BYTES == len(text):
             return
-        kept = Kept(len(text) // ID_BYTES)
+        kept = Kept(len(text) // ID_BYTES, sequence.request.owner)
         if self._tiers.put(kept, for_cache=True):
             self._tiers.moves.append(Copy(sequence.slot, kept.place))
             before = trie.bytes
             self._set(trie.insert(text, kept.position), self._tiers.hold(kept))
-            self._account(trie.bytes - before)
+            self._account(trie, trie.bytes - before)
 
     def forget(self, kept: Kept) -> None:
         """Keeps a state no more."""
         node: Place | None = kept.node
         if node is None:
             return
+        self.on_forgotten(kept)
         node.value = kept.node = None
         self._tiers.release(kept)
         self._tidy(node)
 
+    def restore(self, scope: Scope, text: bytes, kept: Kept) -> None:
+        """A state of a former process, which a file has."""
+        trie = self._tries.setdefault(scope, Trie(scope[0], scope))
+        before = trie.bytes
+        node = trie.insert(text, kept.position)
+        node.value, kept.node = self._tiers.hold(kept), node
+        self._tiers.rest(kept)
+        self._account(trie, trie.bytes - before)
+
     def _set(self, node: Place, kept: Kept) -> None:
         if node.value is not None:
             old, node.value = node.value, None
+            self.on_forgotten(old)
             old.node = None
             self._tiers.release(old)
         node.value, kept.node = kept, node
@@ -225,12 +248,20 @@ class PrefixCache:
         trie: Trie[Kept] = node.trie
         before = trie.bytes
         trie.tidy(node)
-        self._bytes += trie.bytes - before
+        self._bytes.add(trie.owner, trie.bytes - before)
 
-    def _account(self, more: int) -> None:
-        self._bytes += more
-        while self._bytes > self._most_bytes and self._tiers.make_room():
-            pass
+    def _account(self, trie: Trie[Kept], more: int) -> None:
+        if more:
+            self._bytes.add(trie.owner, more)
+        while self._bytes.total > self._most_bytes:
+            if not self._tiers.make_room(self._bytes.heaviest() or ""):
+                break
         if len(self._tries) > 2 * self._scopes + SPARE_SCOPES:
             self._tries = {scope: trie for scope, trie in self._tries.items() if not trie.empty}
             self._scopes = len(self._tries)
+
+
+def _scope(sequence: Sequence) -> Scope:
+    keeping, request = sequence.keeping, sequence.request
+    source = None if keeping is None or keeping.source is None else keeping.source.kept
+    return request.owner, request.cache_salt, source

@@ -23,7 +23,7 @@ from engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from engine.keeping import Keeping
+    from engine.retention import Keeping
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
@@ -72,6 +72,7 @@ class Sequence:
         "last_token",
         "last_token_at",
         "lead",
+        "loads",
         "logprobs",
         "marks",
         "max_tokens",
@@ -104,6 +105,7 @@ class Sequence:
         self.text = request.prompt  # what it reads, packed
         self.prompt_tokens = request.prompt_tokens  # of `text`
         self.lead = 0  # how many of them are the last ones of the state that it goes on from
+        self.loads = 0  # how often a cached state was read from a file for it
         self.samples = request.sampling.max_tokens > 0  # a token is drawn after the prompt
         self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
         self.keeping: Keeping | None = None  # what it does with kept states
@@ -155,12 +157,19 @@ class Sequence:
         before the first scored token.
         """
         limit = self.prompt_tokens - 1
-        return min(limit, self.request.score_from - 1) if self.request.score else limit
+        return min(limit, self.lead + self.request.score_from - 1) if self.request.score else limit
+
+    @property
+    def cache_points(self) -> tuple[int, ...]:
+        """Lengths of `text` that its request has named."""
+        points = self.request.cache_points
+        return tuple(self.lead + point for point in points) if self.lead else points
 
     @property
     def resumable(self) -> bool:
         """Whether it may begin with the logits that a cached state of its whole prompt has."""
-        return self.samples and not self.request.score and self.keeping is None
+        keeps = self.keeping is not None and self.keeping.keep is not None
+        return self.samples and not self.request.score and not keeps
 
     @property
     def begins_drawn(self) -> bool:

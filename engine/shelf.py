@@ -3,18 +3,26 @@
 A file is written under another name first and then renamed, so what lies there under its name is
 whole. That outlasts this process, but not a loss of power: nothing waits for the disk. The thread
 does one thing after the other, in the order in which it was asked.
+
+Names begin with what tells models apart, so several may share a folder. Whatever else lies there is
+never followed, waited for or overwritten through: links, pipes, devices, folders.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import logging
+import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from engine.errors import ConfigError
 
@@ -24,8 +32,8 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
 CLOSE_SECONDS = 10.0  # for what is still to be written at the end
 
-Work = Callable[[], bytes | None]
-Done = Callable[[bytes | None], None]
+Work = Callable[[], bytes | OSError]
+Done = Callable[[bytes | OSError], None]
 
 
 class Shelf:
@@ -37,31 +45,28 @@ class Shelf:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = folder / f"probe{TEMPORARY}"
-            probe.write_bytes(b"")
+            _write_new(probe, b"")
             probe.unlink()
         except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(
-                f"state_folder {str(folder)!r} cannot be written to: {reason}", param="state_folder"
-            ) from error
+            raise _unusable(folder, error) from error
         self._asked: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Done, bytes | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Done, bytes | OSError]] = queue.SimpleQueue()
         self.pending = 0  # things asked for and not yet collected
         threading.Thread(target=self._run, name="shelf", daemon=True).start()
 
     @staticmethod
-    def name(owner: str, id: str) -> str:
-        """The file's name of a state: of one length, whatever its owner is called."""
-        digest = hashlib.blake2b(id.encode(), key=owner.encode(), digest_size=24).hexdigest()
-        return digest + SUFFIX
+    def name(model: str, *parts: str) -> str:
+        """The name of a model's file of what these parts tell apart: of one length."""
+        text = json.dumps(parts).encode()
+        return _model_part(model) + hashlib.blake2b(text, digest_size=24).hexdigest() + SUFFIX
 
     def write(self, name: str, content: Callable[[], bytes], done: Done) -> None:
-        """`done` is called with the content; with None if it could not be written."""
+        """`done` is called with nothing (b"") when it is written, or with the error."""
         self._ask(lambda: self._write(name, content()), done)
 
     def read(self, name: str, most: int, done: Done) -> None:
-        """`done` is called with the content, or None if it cannot be read or has over `most`
-        bytes."""
+        """`done` is called with the content, or with the error: FileNotFoundError where there is no
+        such file, or none of up to `most` bytes."""
         self._ask(lambda: _read(self._folder / name, most), done)
 
     def delete(self, name: str) -> None:
@@ -77,6 +82,7 @@ class Shelf:
                 return
             self.pending -= 1
             done(content)
+            del content  # which may be large, and is nobody's any more
 
     def wait(self, seconds: float) -> None:
         """Waits until something is done, or the time is over; then collects."""
@@ -92,20 +98,33 @@ class Shelf:
         while self.pending and time.monotonic() < until:
             self.wait(0.1)
 
-    def scan(self, most: int) -> Iterator[tuple[str, bytes, float]]:
-        """Every file of up to `most` bytes with its name, content and the time of its last change;
-        removes what a former process left unfinished."""
-        for path in sorted(self._folder.iterdir()):
-            if path.name.endswith(TEMPORARY):
+    def scan(
+        self,
+        model: str,
+        most: int,
+        folder: str = "",
+        read: Callable[[BinaryIO], bytes] | None = None,
+    ) -> Iterator[tuple[str, bytes, os.stat_result]]:
+        """Every file of a model, of up to `most` bytes, with its name, what `read` reads of it (by
+        default all) and its status; removes what a former process left unfinished. `folder`: one
+        within this, which is made if need be."""
+        mine, within = _model_part(model), self._folder / folder
+        try:
+            within.mkdir(mode=0o700, exist_ok=True)
+            names = sorted(os.listdir(within))
+        except OSError as error:
+            raise _unusable(within, error) from error
+        for name in names:
+            path = within / name
+            if name.endswith(TEMPORARY):
                 with suppress(OSError):
                     path.unlink()
-            elif path.name.endswith(SUFFIX):
-                content = _read(path, most)
-                if content is None:
-                    log.warning("%s: no state that can be read; left alone", path)
-                else:
-                    with suppress(OSError):
-                        yield path.name, content, path.stat().st_mtime
+            elif name.startswith(mine) and name.endswith(SUFFIX):
+                try:
+                    content = _read(path, most, read)
+                    yield str(path.relative_to(self._folder)), content, path.lstat()
+                except OSError as error:
+                    log.warning("%s: cannot be read, and is left alone: %s", path, error)
 
     def _ask(self, work: Work, done: Done) -> None:
         self.pending += 1
@@ -114,35 +133,73 @@ class Shelf:
     def _run(self) -> None:
         while True:
             work, done = self._asked.get()
+            result: bytes | OSError
             try:
                 result = work()
-            except Exception:
+            except OSError as error:
+                result = error
+            except Exception as error:
                 log.exception("unexpected error with a file of a state")
-                result = None
+                result = OSError(str(error))
             self._done.put((done, result))
+            del work, done, result  # they hold a state until the next one comes
 
-    def _write(self, name: str, content: bytes) -> bytes | None:
+    def _write(self, name: str, content: bytes) -> bytes:
         temporary = self._folder / (name + TEMPORARY)
         try:
-            with temporary.open("wb") as file:
-                file.write(content)
+            _write_new(temporary, content)
             temporary.replace(self._folder / name)
         except OSError as error:
             log.error("a state cannot be written: %s", error)
             with suppress(OSError):
                 temporary.unlink()
-            return None
-        return content
+            raise
+        return b""
 
-    def _delete(self, name: str) -> None:
+    def _delete(self, name: str) -> bytes:
         with suppress(OSError):
             (self._folder / name).unlink()
+        return b""
 
 
-def _read(path: Path, most: int) -> bytes | None:
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(
+        f"state_folder {str(folder)!r} cannot be written to: {reason}", param="state_folder"
+    )
+
+
+def _model_part(model: str) -> str:
+    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest() + "-"
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Writes a file that nobody else has made: what has its name goes first."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _read(path: Path, most: int, read: Callable[[BinaryIO], bytes] | None = None) -> bytes:
+    """What `read` reads (all). Raises OSError; FileNotFoundError for what is no file of up to
+    `most` bytes."""
+    # Without O_NONBLOCK a pipe would be waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with path.open("rb") as file:
-            content = file.read(most + 1)
-    except OSError:
-        return None
-    return content if len(content) <= most else None
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise FileNotFoundError(error.errno, "is no regular file", str(path)) from error
+        raise
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(errno.EINVAL, "is no regular file", str(path))
+        content = b""
+        if found.st_size <= most:
+            content = file.read(most + 1) if read is None else read(file)
+        if found.st_size > most or len(content) > most:
+            raise FileNotFoundError(errno.EFBIG, f"has more than {most} bytes", str(path))
+        return content

@@ -13,16 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import snapshot
-from engine.errors import EngineError, InvalidRequest, StateBusy, StateNotFound, StateQuota
+from engine.errors import (
+    EngineError,
+    InvalidRequest,
+    StateBusy,
+    StateMalformed,
+    StateNotFound,
+    StateQuota,
+)
 from engine.messages import StateInfo
 from engine.ranking import Ranking
 from engine.shelf import Shelf
 from engine.snapshot import Shape, Snapshot
 from engine.tiers import NOWHERE, Kept, Tiers
+from engine.traffic import MORE_BYTES
+from engine.validation import check_ttl
 
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # reads and writes that wait for the disk
+MOST_TIME = 2.0**40  # seconds since the epoch
 
 MOST_ID = 128  # characters
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
@@ -113,9 +123,17 @@ class States:
     def has(self, owner: str, id: str) -> bool:
         return (owner, id) in self._named
 
-    def begin(self, owner: str, id: str, param: str) -> str:
+    def check_part(self, owner: str, id: str) -> None:
+        """Raises StateQuota where the owner has no part in memory left for a state of this id."""
+        if (owner, id) not in self._named and not self._tiers.has_part(owner):
+            raise StateQuota(
+                "the states of one key may not take all memory; delete some, or wait for others"
+            )
+
+    def begin(self, owner: str, id: str, param: str, leaving: int = 0) -> str:
         """A request, or a call, will put a state under this id, or a new one: the id, which is its
-        own until `end`. Raises InvalidRequest, StateBusy or StateQuota."""
+        own until `end`. So many others of the owner's are about to go. Raises InvalidRequest,
+        StateBusy or StateQuota."""
         if id:
             check_id(param, id)
         else:
@@ -124,7 +142,7 @@ class States:
             raise StateBusy(f"state {id!r} is being replaced by another request", param=param)
         if (owner, id) not in self._named:
             count = len(self._ids.get(owner, ())) + self._making.get(owner, 0)
-            if count >= self._most:
+            if count >= self._most + leaving:
                 raise StateQuota(f"{count} states are kept already; allowed: up to {self._most}")
             self._making[owner] = self._making.get(owner, 0) + 1
             self._new.add((owner, id))
@@ -151,6 +169,19 @@ class States:
         if self._shelf is not None:
             self._write(named, self._shelf)
         return named
+
+    def move(self, named: Named, target: str, ttl: float | None) -> Named:
+        """The same state under another id (or a new one), in the place of this one. Raises as
+        `begin` and `delete`."""
+        owner, id = named.owner, named.id
+        if (owner, id) in self._busy:
+            raise StateBusy(f"state {id!r} is being replaced by a request", param="id")
+        target = self.begin(owner, target, "target", leaving=1)
+        self.end(owner, target)
+        moved = self.put(owner, target, named.standing, ttl)
+        if target != id:
+            self._forget(owner, id, for_good=True)
+        return moved
 
     def delete(self, owner: str, id: str) -> None:
         """Raises StateNotFound, or StateBusy while a request will take its place."""
@@ -204,23 +235,32 @@ class States:
                 self._forget(*key, for_good=True)
 
     def load(self, shelf: Shelf) -> None:
-        """What a former process has left on the shelf; other models' states are left alone."""
+        """What a former process has left on the shelf, as far as it is what that wrote; other
+        models' states are left alone."""
         now = self._clock()
-        for name, content, written in shelf.scan(self._shape.most_bytes + 8192):
+        most = self._shape.most_bytes + MORE_BYTES
+        for name, content, status in shelf.scan(self._shape.fingerprint, most):
             try:
                 found = snapshot.read(content, self._shape)
                 owner, id = found.extra["owner"], found.extra["id"]
                 ttl, created = float(found.extra["ttl"]), float(found.extra["created"])
                 check_id("id", id)
-                if Shelf.name(owner, id) != name:
-                    continue
-            except (EngineError, KeyError, ValueError) as error:
-                log.warning("%s: not taken over: %s", name, error)
+                check_ttl("ttl", ttl)
+                if not 0 <= created <= MOST_TIME:
+                    raise StateMalformed(f"created is {created}")
+                if shelf.name(self._shape.fingerprint, owner, id) != name:
+                    raise StateMalformed("the file has another name than its state")
+            except EngineError as error:
+                log.warning("%s: not taken over: %s", name, error.message)
                 continue
+            except (KeyError, ValueError) as error:
+                log.warning("%s: not taken over: %r", name, error)
+                continue
+            written = min(status.st_mtime, now)
             if written + ttl <= now:
                 shelf.delete(name)
                 continue
-            kept = Kept(found.tokens - len(found.tail) // 4, files={name}, written=1)
+            kept = Kept(found.tokens - len(found.tail) // 4, owner, files={name}, written={name})
             standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
             self._tiers.hold(kept)
             self._add(Named(owner, id, standing, created, ttl, written + ttl, name))
@@ -229,6 +269,7 @@ class States:
     def _add(self, named: Named) -> None:
         key = named.owner, named.id
         self._named[key] = named
+        self._tiers.note_name(named.standing.kept)
         bisect.insort(self._ids.setdefault(named.owner, []), named.id)
         self._expiry.put(key, (named.expires, named.id, named.owner))
 
@@ -236,6 +277,7 @@ class States:
         named = self._named.pop((owner, id), None)
         if named is None:
             return
+        kept = named.standing.kept
         self._expiry.discard((owner, id))
         ids = self._ids[owner]
         del ids[bisect.bisect_left(ids, id)]
@@ -243,20 +285,19 @@ class States:
             del self._ids[owner]
         if named.file and self._shelf is not None:
             self.files -= 1
-            kept = named.standing.kept
-            kept.files.discard(named.file)
-            kept.written = min(kept.written, len(kept.files))
+            self._tiers.note_lost(kept, named.file)
             if for_good:
                 self._shelf.delete(named.file)
-        self._tiers.release(named.standing.kept)
+        self._tiers.note_name(kept, -1)
+        self._tiers.release(kept)
 
     def _write(self, named: Named, shelf: Shelf) -> None:
         if (self.files + 1) * self._shape.most_bytes > self._disk_bytes:
             log.warning("disk_state_bytes are used up: state %r is in memory only", named.id)
-            shelf.delete(shelf.name(named.owner, named.id))  # of a former state
+            shelf.delete(self._file(named, shelf))  # of a former state
             return
         kept, standing = named.standing.kept, named.standing
-        named.file = shelf.name(named.owner, named.id)
+        file = named.file = self._file(named, shelf)
         self.files += 1
         extra = {
             "owner": named.owner,
@@ -265,14 +306,19 @@ class States:
             "created": repr(named.created),
         }
 
-        def written(content: bytes | None) -> None:
+        def unwritten() -> None:
+            self._tiers.note_lost(kept, file)
+            shelf.delete(file)  # what a former state has left there is not this one
+            named.file = ""
+            self.files -= 1
+
+        def written(result: bytes | OSError) -> None:
             if self._named.get((named.owner, named.id)) is not named:
                 return  # the name has gone, or a later write follows
-            if content is None:
-                kept.files.discard(named.file)
-                shelf.delete(named.file)  # what a former state has left there is not this one
+            if isinstance(result, OSError):
+                unwritten()
             else:
-                self._tiers.note_written(kept)
+                self._tiers.note_written(kept, file)
 
         def fetched(state: bytes | None) -> None:
             current = self._named.get((named.owner, named.id)) is named
@@ -281,10 +327,13 @@ class States:
             if state is None or shelf.pending >= MOST_PENDING:
                 if state is not None:
                     log.warning("the disk is too slow: state %r is in memory only", named.id)
-                shelf.delete(named.file)  # of a former state
+                unwritten()
                 return
             given = standing.snapshot(state, extra)
-            kept.files.add(named.file)
-            shelf.write(named.file, lambda: snapshot.write(given, self._shape), written)
+            kept.files.add(file)
+            shelf.write(file, lambda: snapshot.write(given, self._shape), written)
 
         self._fetch(kept, fetched)
+
+    def _file(self, named: Named, shelf: Shelf) -> str:
+        return shelf.name(self._shape.fingerprint, named.owner, named.id)

@@ -2,8 +2,8 @@
 
 A kept state never changes once it stands, so whoever needs it holds a reference: a node of the
 prefix cache, a name, a sequence that starts from it. What only the cache holds may go whenever room
-is needed, least recently used first; what has a name stays until its name goes, but needs no row
-while a file has it.
+is needed; what has a name stays until its name goes, but needs no row while a file has it. Who has
+the most gives way first (`shares`), and no owner's named states take rows that none is left of.
 
 Places are integers: a row of the device's pool, or ~row of main memory. Moves between them are
 `Copy`s, carried out in their order before a round admits anybody. A row that a round admits from is
@@ -12,12 +12,15 @@ not given to another state within that round.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+from engine.config import has_room
 from engine.plan import Copy, Put
+from engine.shares import Shares, Weights
 from engine.slots import SlotAllocator
 
 NOWHERE = 2**62  # a place: in no row
@@ -31,13 +34,17 @@ class Kept:
     """One state, after `position` tokens."""
 
     position: int
+    owner: str = ""
     place: int = NOWHERE
     references: int = 0
     whole: bool = False  # read from the beginning in whole chunks: as a miss would read it
     logits: bool = False  # its row holds those after its last token
     node: Any = None  # of the prefix cache
     files: set[str] = field(default_factory=set)  # that hold it, or will
-    written: int = 0  # of these
+    written: set[str] = field(default_factory=set)  # those of them that do
+    trouble: str = ""  # why none could be read when this was last tried
+    names: int = 0  # that refer to it
+    pinned: bool = False  # it has names, and no file: it needs its row
     wanted: int = 0  # exports that no plan has yet: until then it stays in a row
 
     @property
@@ -54,9 +61,12 @@ class Tiers:
     ) -> None:
         self._device = SlotAllocator(device_rows, first_row)
         self._host = SlotAllocator(host_rows)
-        self._on_device: OrderedDict[Kept, None] = OrderedDict()  # least recently used first
-        self._on_host: OrderedDict[Kept, None] = OrderedDict()  # those that may lose their row
+        self._on_device: Shares[Kept] = Shares()
+        self._on_host: Shares[Kept] = Shares()  # those that may lose their row
+        self._on_disk: Shares[Kept] = Shares()  # cached states that only a file has
         self._fixed: set[Kept] = set()  # the others in main memory
+        self.on_host: Callable[[Kept], None] = lambda kept: None  # told of cached ones there
+        self._pinned = Weights()
         self._forget = forget
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
         self._to_host = 0  # of MOST_TO_HOST, in the plan being made
@@ -100,19 +110,59 @@ class Tiers:
 
     def stand(self, kept: Kept) -> None:
         """Its row holds it, as far as later plans are concerned."""
+        self._on_disk.discard(kept)
         if kept.place >= 0:
-            self._on_device[kept] = None
+            self._on_device.add(kept)
         elif kept.node is not None or kept.written:
-            self._on_host[kept] = None
+            self._on_host.add(kept)
+            if kept.node is not None and not kept.files:
+                self.on_host(kept)
         else:
             self._fixed.add(kept)
 
-    def note_written(self, kept: Kept) -> None:
-        """A file has it."""
-        kept.written += 1
+    def rest(self, kept: Kept) -> None:
+        """A cached state needs no row: a file has it."""
+        self.vacate(kept)
+        self._on_disk.add(kept)
+
+    def has_row(self, kept: Kept) -> bool:
+        return kept.place != NOWHERE
+
+    def cached_on_device(self) -> Iterable[Kept]:
+        return (kept for kept in self._on_device if kept.node is not None)
+
+    def note_written(self, kept: Kept, file: str) -> None:
+        """This file of it is whole."""
+        kept.written.add(file)
+        self._weigh(kept)
         if kept in self._fixed:
             self._fixed.discard(kept)
-            self._on_host[kept] = None
+            self._on_host.add(kept)
+
+    def note_lost(self, kept: Kept, file: str) -> None:
+        """This file has it no more, or never will."""
+        kept.files.discard(file)
+        kept.written.discard(file)
+        self._weigh(kept)
+        if kept in self._on_host and kept.node is None and not kept.written:
+            self._on_host.discard(kept)
+            self._fixed.add(kept)
+
+    def note_name(self, kept: Kept, more: int = 1) -> None:
+        """One more name refers to it, or one less."""
+        kept.names += more
+        self._weigh(kept)
+
+    def has_part(self, owner: str) -> bool:
+        """Whether one more state of the owner's may need a row for as long as it has a name."""
+        taken, own = self._pinned.total, self._pinned.of.get(owner, 0)
+        return has_room(taken=taken, own=own, more=1, most=self.rows, owner=owner)
+
+    def _weigh(self, kept: Kept) -> None:
+        pinned = kept.names > 0 and not kept.written
+        if pinned != kept.pinned:
+            self._pinned.add(kept.owner, 1 if pinned else -1)
+            kept.pinned = pinned
 
     def use(self, kept: Kept) -> int:
         """The place to admit from, in the plan being made. What is much used comes to the device.
@@ -130,9 +180,7 @@ class Tiers:
 
     def touch(self, kept: Kept) -> None:
         """It was used."""
-        for tier in (self._on_device, self._on_host):
-            if kept in tier:
-                tier.move_to_end(kept)
+        (self._on_device if kept.place >= 0 else self._on_host).touch(kept)
 
     def hold(self, kept: Kept) -> Kept:
         """One more holds it."""
@@ -147,19 +195,22 @@ class Tiers:
 
     def vacate(self, kept: Kept) -> None:
         """It needs no row any more."""
-        self._on_device.pop(kept, None)
-        self._on_host.pop(kept, None)
+        self._on_device.discard(kept)
+        self._on_host.discard(kept)
+        self._on_disk.discard(kept)
         self._fixed.discard(kept)
         if kept.place != NOWHERE:
             self._give_back(kept.place)
             kept.place = NOWHERE
 
-    def make_room(self) -> bool:
-        """Forgets the cached state that was used the longest ago, if there is one."""
-        for tier in (self._on_host, self._on_device):
-            for kept in tier:
+    def make_room(self, owner: str) -> bool:
+        """Forgets the owner's cached state that was used the longest ago, or if there is none
+        another one's."""
+        tiers = ("disk", self._on_disk), ("host", self._on_host), ("device", self._on_device)
+        for name, tier in tiers:
+            for kept in chain(tier.of(owner), tier):
                 if kept.only_cached and kept.place not in self._busy:
-                    self.evictions["host" if kept.place < 0 else "device"] += 1
+                    self.evictions[name] += 1
                     self._forget(kept)
                     return True
         return False
@@ -191,7 +242,7 @@ class Tiers:
                 self._move(kept, row)
             elif kept.only_cached:
                 self.evictions["device"] += 1
-                self._forget(kept)
+                self._give_way(kept)
             elif kept.written and not kept.wanted:
                 self.evictions["device"] += 1
                 self.vacate(kept)
@@ -199,6 +250,13 @@ class Tiers:
                 continue
             return self._device.take()
         return None
+
+    def _give_way(self, kept: Kept) -> None:
+        """A cached state loses its row."""
+        if kept.written:
+            self.rest(kept)
+        else:
+            self._forget(kept)
 
     def _enough_on_host(self) -> bool:
         """Whether a plan has moved as many as it may; counts the one that is about to be."""
@@ -213,7 +271,7 @@ class Tiers:
                 if kept.place in self._busy:
                     continue
                 if kept.only_cached:
-                    self._forget(kept)
+                    self._give_way(kept)
                 elif kept.written and not kept.wanted:
                     self.vacate(kept)
                 else:
@@ -224,8 +282,8 @@ class Tiers:
 
     def _move(self, kept: Kept, place: int) -> None:
         self.moves.append(Copy(kept.place, place))
-        self._on_device.pop(kept, None)
-        self._on_host.pop(kept, None)
+        self._on_device.discard(kept)
+        self._on_host.discard(kept)
         self._fixed.discard(kept)
         self._give_back(kept.place)
         kept.place = place

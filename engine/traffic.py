@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from engine import snapshot
-from engine.errors import EngineError, StateMalformed
+from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
 from engine.plan import Export, Plan, Put
 from engine.shelf import Shelf
 from engine.snapshot import Shape
@@ -22,6 +22,7 @@ MOST_LOADS = 3  # of one state for one request: others may have taken its row me
 MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
 
 Fetched = Callable[[bytes | None], None]
+Parse = Callable[[bytes], bytes]
 
 
 class Traffic:
@@ -31,7 +32,7 @@ class Traffic:
         self._tiers = tiers
         self._shape = shape
         self._shelf = shelf
-        self._tickets: dict[int, tuple[Kept, Fetched]] = {}
+        self._tickets: dict[int, tuple[Kept, Fetched, bool]] = {}
         self._next_ticket = 0
         self._asked: list[int] = []  # tickets that no plan has yet
         self._loading: set[Kept] = set()
@@ -69,11 +70,12 @@ class Traffic:
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    def fetch(self, kept: Kept, then: Fetched) -> None:
-        """Calls `then` with the bytes of a state that lies in a row; with None if it is lost."""
+    def fetch(self, kept: Kept, then: Fetched, logits: bool = False) -> None:
+        """Calls `then` with the bytes of a state that lies in a row, and those of its logits if
+        they are wanted; with None if it is lost."""
         self._next_ticket += 1
         kept.wanted += 1
-        self._tickets[self._next_ticket] = self._tiers.hold(kept), then
+        self._tickets[self._next_ticket] = self._tiers.hold(kept), then, logits
         self._asked.append(self._next_ticket)
 
     def bring_in(self, kept: Kept, state: bytes) -> bool:
@@ -84,46 +86,83 @@ class Traffic:
         self._tiers.stand(kept)
         return True
 
-    def load(self, kept: Kept) -> None:
-        """Brings a state that lies in no row back from its file; `collect` tells when that is
-        done. Where it cannot be read it loses its files."""
-        if kept in self._loading or self._shelf is None:
+    def load(self, kept: Kept, tries: int, param: str) -> None:
+        """Brings a state that lies in no row back from a file; `collect` tells when that is done.
+        It loses files that are gone or damaged. Where others cannot be read just now, `trouble`
+        says why. Who asks has done so `tries` times before. Raises StateNotFound, StateQuota or
+        StepFailed where it is of no use to ask."""
+        if not kept.files or self._shelf is None:
+            raise StateNotFound(
+                "the state is lost: it has been replaced, or its file cannot be read", param=param
+            )
+        if tries and kept.trouble:
+            raise StepFailed(f"the state's file cannot be read: {kept.trouble}")
+        if tries >= MOST_LOADS:
+            raise StateQuota("no memory is left to bring the state back to")
+        most = self._shape.most_bytes + MORE_BYTES
+        self.load_from(
+            self._shelf, kept, most, lambda content: snapshot.read(content, self._shape).state
+        )
+
+    def load_from(self, shelf: Shelf, kept: Kept, most: int, parse: Parse) -> None:
+        """As `load`, from files of up to `most` bytes, of which `parse` gives the state or raises
+        EngineError."""
+        if kept in self._loading:
             return
-
-        def read(content: bytes | None) -> None:
-            self._loading.discard(kept)
-            self._loaded.append(kept)
-            try:
-                if content is None:
-                    raise StateMalformed("the file cannot be read")
-                state = snapshot.read(content, self._shape).state
-            except EngineError as error:
-                log.error("a state is lost: %s", error.message)
-                kept.files.clear()
-            else:
-                if kept.references and kept.place == NOWHERE:
-                    self.bring_in(kept, state)
-
         self._loading.add(kept)
-        self._shelf.read(next(iter(kept.files)), self._shape.most_bytes + MORE_BYTES, read)
+        kept.trouble = ""
+        files = sorted(kept.files, key=lambda file: file in kept.written)
+        self._read(shelf, kept, most, parse, files)
+
+    def _read(self, shelf: Shelf, kept: Kept, most: int, parse: Parse, files: list[str]) -> None:
+        """From the last of the files that can be read."""
+        name = files.pop() if files else ""
+
+        def read(content: bytes | OSError) -> None:
+            try:
+                if isinstance(content, FileNotFoundError):
+                    raise StateMalformed(str(content))
+                if isinstance(content, OSError):
+                    kept.trouble = content.strerror or str(content)
+                    log.error("a file of a state cannot be read: %s", content)
+                else:
+                    state = parse(content)
+                    if kept.references and kept.place == NOWHERE:
+                        self.bring_in(kept, state)
+                    self._end_load(kept)
+                    return
+            except EngineError as error:
+                log.error("a file of a state is lost: %s: %s", name, error.message)
+                self._tiers.note_lost(kept, name)
+            rest = [file for file in files if file in kept.files]
+            self._read(shelf, kept, most, parse, rest)
+
+        if name:
+            shelf.read(name, most, read)
+        else:
+            self._end_load(kept)
+
+    def _end_load(self, kept: Kept) -> None:
+        self._loading.discard(kept)
+        self._loaded.append(kept)
 
     def take_moves(self, plan: Plan) -> None:
         """What was to be copied before the plan's round, and what it is to export."""
         plan.before, tickets = self._tiers.moves, self._asked
         self._tiers.moves, self._asked = [], []
         for ticket in tickets:
-            kept = self._tickets[ticket][0]
+            kept, _, logits = self._tickets[ticket]
             kept.wanted -= 1
             place = kept.place
             if place == NOWHERE:
                 self.arrived(ticket, None)
             else:
-                plan.exports.append(Export(ticket, place))
+                plan.exports.append(Export(ticket, place, logits))
 
     def arrived(self, ticket: int, state: bytes | None) -> None:
         """What was exported is here; None: it was lost."""
         found = self._tickets.pop(ticket, None)
         if found is not None:
-            kept, then = found
+            kept, then, _ = found
             then(state)
             self._tiers.release(kept)

@@ -105,11 +105,13 @@ class SocketTransport:
 
     async def receive(self) -> FromEngine:
         while True:
-            if self._dead is not None or self._socket is None:
+            if self._socket is None:
                 raise self._dead or EngineDead("there is no connection to the engine")
             try:
                 raw = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                if self._dead is not None:
+                    raise self._dead from None
                 await self._news()
                 continue
             self._received += 1

@@ -7,7 +7,7 @@ for neither go, so the tree is as large as the texts that it tells apart.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engine.messages import ID_BYTES
 
@@ -30,11 +30,22 @@ class Node(Generic[T]):
         self.value: T | None = None
         self.reader = -1  # the key of the sequence that reads this text just now; -1: none
 
+    def text(self) -> bytes:
+        """From the root to here, packed."""
+        runs: list[bytes] = []
+        node: Node[T] | None = self
+        while node is not None:
+            runs.append(node.run)
+            node = node.parent
+        return b"".join(reversed(runs))
+
 
 class Trie(Generic[T]):
     """Texts are packed ids (`messages.pack_ids`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "", scope: Any = None) -> None:
+        self.owner = owner  # whose texts these are
+        self.scope = scope  # what else is common to them
         self.root: Node[T] = Node(self, None, b"", 0)
         self.bytes = 0  # that nodes take
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from engine.errors import (
@@ -60,6 +61,8 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     EngineError: (500, SERVER),
 }
 
+
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 # Characters.
 MOST_MESSAGE, MOST_PARAM = 2000, 200
@@ -156,14 +159,14 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             return respond(request.scope, error)
         message, code = str(error.detail), None
+        headers = dict(error.headers) if error.headers else None
         if error.status_code == 404:
             message, code = f"no such path: {request.url.path}", "not_found"
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow")
-            message = f"{request.method} is not allowed on {request.url.path}"
-            message += f"; allowed: {allowed}" if allowed else ""
-            code = "method_not_allowed"
-        headers = dict(error.headers) if error.headers else None
+            # The error knows of one route; a path can have several, of different methods.
+            allowed = ", ".join(sorted(methods_of(request)))
+            message = f"{request.method} is not allowed on {request.url.path}; allowed: {allowed}"
+            code, headers = "method_not_allowed", {"Allow": allowed}
         told = ApiError(error.status_code, message, code=code, headers=headers)
         return respond(request.scope, told)
 
@@ -179,6 +182,16 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)
+
+
+def methods_of(request: Request) -> set[str]:
+    """Those that the path of a request is there for."""
+    found: set[str] = set()
+    for method in METHODS:
+        scope = {**request.scope, "method": method}
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
+            found.add(method)
+    return found
 
 
 def respond(scope: Scope, error: ApiError) -> Response:

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError
-from engine.messages import FinishReason, Request, StateReply
+from engine.messages import FinishReason, Request, StateInfo, StateReply
 from service.direct import Write
 from service.metrics import Metrics
 from service.places import Places
@@ -50,6 +50,7 @@ class Flight:
         self._open: set[int] = set()  # ids of requests that have not ended
         self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
+        self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
         self._inbox = Inbox()
         self._deliveries: list[Delivery] = []
         self._latest: list[float | None] = []  # when tokens of each came last
@@ -166,6 +167,11 @@ class Flight:
         if request in self._open:
             reason: FinishReason = "stop"
             self._client.abort([request], reason, [] if kept is None else [kept])
+
+    @property
+    def is_cut(self) -> bool:
+        """It makes no more requests."""
+        return self._cut
 
     def cut(self) -> None:
         """Ends all requests with what they have, and makes no more."""

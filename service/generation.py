@@ -14,6 +14,7 @@ from engine.client import Update
 from engine.errors import EngineError
 from engine.messages import SamplingParams
 from service.answer import Answer, EndRule, Piece
+from service.beginnings import Points, junctions_of
 from service.flight import Flight
 from service.runtime import Runtime
 from service.states import NO_STATES, StateUse
@@ -73,7 +74,8 @@ class Task:
         """Tokens of the prompt that have log-probabilities."""
         return max(len(self.prompt) - self.use.first_scored, 0)
 
-    def submit(self, flight: Flight, *, stream: bool) -> None:
+    def submit(self, flight: Flight, *, stream: bool, junctions: tuple[int, ...] = ()) -> None:
+        """`junctions`: lengths of the prompt at which others of the same batch part from it."""
         params, run_on = self.params, 0
         if self._runs_on:
             run_on = min(RUN_ON, MOST_TOKENS - params.max_tokens)
@@ -92,8 +94,14 @@ class Task:
             score_top=self.score_top or 0,
             timeout=self.timeout,
             priority=self.priority,
-            **self.use.fields((len(self.prompt),) if self.shared else ()),
+            **self.use.fields((*junctions, *self._points())),
         )
+
+    def _points(self) -> tuple[int, ...]:
+        """Up to where tasks with the same prompt read it once. What leaves a state has to read the
+        last token by itself."""
+        length = len(self.prompt) - (self.use.keep is not None)
+        return (length,) if self.shared and length > 0 else ()
 
 
 class Outcome:
@@ -201,8 +209,12 @@ async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
 def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
     """All of them, or none: then raises EngineError."""
     flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    points: Points = {}
+    if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
+        points = junctions_of((task.use.company, task.packed) for task in tasks)
     for task in tasks:
-        task.submit(flight, stream=stream)
+        found = points.get((task.use.company, task.packed), ())
+        task.submit(flight, stream=stream, junctions=found)
 
 
 def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:

@@ -73,7 +73,7 @@ async def read_text(
             use = StateUse(source=info.id, begins=False, keep=keep)
     if info is None:
         raise invalid("text", "is empty; at least one token is needed")
-    reply = await flight.ask_state("fork", id=info.id, target=query.id or "", ttl=query.ttl)
+    reply = await flight.ask_state("move", id=info.id, target=query.id or "", ttl=query.ttl)
     return reply.states[0], tokens, cached
 
 

@@ -61,8 +61,10 @@ class Runtime:
 
     def flight_beside(self, flight: Flight) -> Flight:
         """A further one of the same HTTP request, from now on."""
-        now = time.perf_counter()
-        return self.flight(now, flight.owner, flight.least_priority)
+        beside = self.flight(time.perf_counter(), flight.owner, flight.least_priority)
+        if flight.is_cut:
+            beside.cut()
+        return beside
 
 
 def get_runtime(request: Request) -> Runtime:

@@ -64,6 +64,7 @@ class Settings(BaseSettings):
     host_state_bytes: int | None = None  # of states in main memory
     state_folder: Path | None = None  # where kept states survive a restart
     disk_state_bytes: int = 2**36  # of states there
+    disk_cache_bytes: int = 0  # of cached states there; 0 = none
     state_ttl: float = 86400.0  # seconds after its last use that a state is kept, unless asked for
     max_states: int = 2**17  # kept for one key
     threads: int | None = None
@@ -139,6 +140,7 @@ class Settings(BaseSettings):
             host_state_bytes=self.host_state_bytes,
             state_folder=None if self.state_folder is None else str(self.state_folder),
             disk_state_bytes=self.disk_state_bytes,
+            disk_cache_bytes=self.disk_cache_bytes,
             state_ttl=self.state_ttl,
             max_states=self.max_states,
             threads=self.threads,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.config import MOST_TTL
 from engine.errors import StateError, StateNotFound
 from engine.messages import Finished, Keep, StateInfo
 from service.errors import invalid
@@ -50,13 +51,17 @@ class StateUse:
         """Index of the first token of the prompt that has a log-probability."""
         return 0 if self.source and not self.optional else 1
 
+    @property
+    def company(self) -> tuple[str, str]:
+        """Prompts of one company begin alike where their texts do."""
+        return self.source, self.cache_salt
+
     def fields(self, points: Sequence[int] = ()) -> dict[str, Any]:
         """Those of messages.Request; `points` where the client named none."""
         told: dict[str, Any] = {"cache_salt": self.cache_salt}
         if self.source:
             told |= {"state": self.source, "state_optional": self.optional}
-        else:
-            told["cache_points"] = self.cache_points or tuple(points)
+        told["cache_points"] = self.cache_points or tuple(points)
         if self.keep is not None:
             told["keep"] = self.keep
         return told
@@ -88,8 +93,8 @@ async def read_use(
     keep = _keep(given, name)
     salt, points = given["cache_salt"] or "", tuple(given["cache_points"] or ())
     _check_salt(salt, name)
-    if points and (state is not None or session is not None):
-        raise invalid(name("cache_points"), "allowed without state and session_id only")
+    if points and session is not None:
+        raise invalid(name("cache_points"), "allowed without session_id only")
     use = StateUse(keep=keep, cache_salt=salt, cache_points=points)
     if isinstance(state, SnapshotSource):
         info = await _bring_in(state, flight, timeout, f"{name('state')}.snapshot")
@@ -158,14 +163,19 @@ async def _bring_in(
     source: SnapshotSource, flight: Flight, timeout: float, param: str
 ) -> StateInfo:
     """A client's own state as one that the engine has while the request lasts."""
+    known = flight.brought.get(source.snapshot)  # one for several prompts
+    if known is not None:
+        return known
     content = read_base64(source.snapshot, param)
+    ttl = min(timeout + BORROWED_SECONDS, MOST_TTL)
     try:
-        reply = await flight.ask_state("import", content=content, ttl=timeout + BORROWED_SECONDS)
+        reply = await flight.ask_state("import", content=content, ttl=ttl)
     except StateError as error:
         error.param = param
         raise
     (info,) = reply.states
     flight.borrow(info.id)
+    flight.brought[source.snapshot] = info
     return info
 
 

@@ -63,6 +63,9 @@ StateFolder = Annotated[
     Path | None, Option(help="Where kept states and sessions survive a restart [nowhere].")
 ]
 DiskStateBytes = Annotated[int | None, Option(help="Of states in that folder [2**36].")]
+DiskCacheBytes = Annotated[
+    int | None, Option(help="Of cached prompts and answers there [0: none].")
+]
 StateTtl = Annotated[
     float | None, Option(help="Seconds after its last use that a state is kept [86400].")
 ]

@@ -24,6 +24,7 @@ def serve(
     host_state_bytes: options.HostStateBytes = None,
     state_folder: options.StateFolder = None,
     disk_state_bytes: options.DiskStateBytes = None,
+    disk_cache_bytes: options.DiskCacheBytes = None,
     state_ttl: options.StateTtl = None,
     max_states: options.MaxStates = None,
     threads: options.Threads = None,

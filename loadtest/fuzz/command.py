@@ -11,6 +11,7 @@ from typing import Any
 
 from loadtest.fuzz.raw import fuzz
 from loadtest.fuzz.schema import check_schema
+from loadtest.fuzz.snapshots import fuzz_snapshots
 from loadtest.report import print_environment, save_json
 from loadtest.subject import Subject
 
@@ -22,12 +23,16 @@ SETTINGS: dict[str, Any] = {
     "request_timeout": 20.0,
 }
 
+MOST_GROWTH = 64.0  # MiB, that a server may take for snapshots that it refuses
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where all is well, else 1; 2 for what cannot be run."""
     options = argparse.ArgumentParser(description="Asks a server what nobody should ask.")
-    options.add_argument("what", choices=("raw", "schema"))
-    options.add_argument("--requests", type=int, default=100_000, help="of raw")
+    options.add_argument("what", choices=("raw", "schema", "snapshots"))
+    options.add_argument(
+        "--requests", type=int, help="of raw (default 100,000) and snapshots (10,000)"
+    )
     options.add_argument("--connections", type=int, default=32, help="of raw")
     options.add_argument("--examples", type=int, default=500, help="of each operation, of schema")
     options.add_argument("--seed", type=int, default=0)
@@ -40,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         asyncio.run(subject.started())
         engine = subject.engine()
         begun = time.monotonic()
-        good = _raw(subject, args) if args.what == "raw" else _schema(subject, args)
+        good = {"raw": _raw, "schema": _schema, "snapshots": _snapshots}[args.what](subject, args)
         print(f"{time.monotonic() - begun:.0f} s")
         state = asyncio.run(subject.state())
         same = state == "ready" and subject.engine() == engine
@@ -51,13 +56,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _raw(subject: Subject, args: argparse.Namespace) -> bool:
-    outcome = asyncio.run(fuzz(subject.url, args.requests, args.seed, args.connections))
+    requests = args.requests or 100_000
+    outcome = asyncio.run(fuzz(subject.url, requests, args.seed, args.connections))
     counts = ", ".join(f"{count:,} {ending}" for ending, count in outcome.endings.most_common())
     print(f"{sum(outcome.endings.values()):,} requests: {counts}")
     for answer, request in outcome.errors:
         print(f"{answer}\n    to {request[:1000]!r}")
     save_json(args.json, {"fuzz": dict(outcome.endings)})
     return not any(ending.startswith("5") for ending in outcome.endings)
+
+
+def _snapshots(subject: Subject, args: argparse.Namespace) -> bool:
+    held: list[float] = []  # MiB
+    outcome = fuzz_snapshots(
+        subject.url, args.requests or 10_000, args.seed, lambda done: held.append(subject.memory())
+    )
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in outcome.endings.most_common())
+    print(f"{outcome.endings.total():,} snapshots: {counts}")
+    grown = max(held) - held[0] if held else 0.0
+    print(f"memory: {held[0] if held else 0:.0f} MiB after 100, at most {grown:+.0f} MiB later")
+    for words in outcome.wrong:
+        print(f"WRONG: {words}")
+    save_json(args.json, {"fuzz": dict(outcome.endings), "grown_mib": grown})
+    return not outcome.wrong and grown < MOST_GROWTH
 
 
 def _schema(subject: Subject, args: argparse.Namespace) -> bool:

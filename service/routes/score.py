@@ -13,6 +13,7 @@ from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, SamplingParams, TokenLogprobs, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, usage
+from service.beginnings import Points, junctions_of
 from service.errors import invalid
 from service.flight import Flight
 from service.inputs import (
@@ -170,8 +171,17 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
     ]
     flight.check_tokens(sum(len(tasks[i].tokens) for i in submitted), len(submitted))
     failed = 0
-    for i in submitted:
+    contexts = [pack_ids(tasks[i].tokens[: max(tasks[i].start - 1, 0)]) for i in submitted]
+    points: Points = {}
+    if len(contexts) > 1:  # what is scored has to be read by each
+        points = junctions_of(
+            (tasks[i].use.company, context)
+            for i, context in zip(submitted, contexts, strict=True)
+            if context
+        )
+    for i, context in zip(submitted, contexts, strict=True):
         task = tasks[i]
+        found = points.get((task.use.company, context), ())
         flight.submit(
             pack_ids(task.tokens),
             sampling=SamplingParams(max_tokens=0),
@@ -180,7 +190,9 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
             score_from=task.start,
             timeout=timeout,
             priority=priority,
-            **task.use.fields((task.start - 1,) if task.shared and task.start > 1 else ()),
+            **task.use.fields(
+                (*found, task.start - 1) if task.shared and task.start > 1 else found
+            ),
         )
     async for batch in flight.arrivals():
         for which, came in batch:

@@ -261,7 +261,11 @@ class FakeRunner:
             result.sampled.append(self._draw(decode.key, decode.position))
         for export in plan.exports:
             row = self._row(export.source)
-            state = np.full(self.info.state_bytes // 4, len(self.outside), np.float32).tobytes()
+            width = self.info.state_bytes // 4
+            if export.logits:
+                assert self.logits[export.source] == row
+                width += self.info.vocab_size
+            state = np.full(width, len(self.outside), np.float32).tobytes()
             self.outside[state] = list(row)
             result.exports[export.ticket] = state
         keys = {sampled.key for sampled in result.sampled}
@@ -276,6 +280,8 @@ class FakeRunner:
             row = [] if move.source == INITIAL else self._row(move.source)
         self.rows[move.target] = list(row)
         self.logits.pop(move.target, None)
+        if isinstance(move, Put) and len(move.state) > self.info.state_bytes:
+            self.logits[move.target] = list(row)
         if isinstance(move, Copy) and move.source in self.logits:
             self.logits[move.target] = self.logits[move.source]
 

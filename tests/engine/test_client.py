@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from engine.client import TURN_MESSAGES, Delivery, EngineClient, Update
 from engine.engine import Engine
@@ -24,6 +27,7 @@ from engine.messages import (
     Finished,
     FromEngine,
     LoadFailed,
+    Ping,
     Pong,
     Ready,
     Request,
@@ -36,7 +40,7 @@ from engine.messages import (
     TokenLogprobs,
     pack_ids,
 )
-from engine.transport import InlineTransport
+from engine.transport import InlineTransport, SocketTransport
 from tests.engine.fake import FakeRunner, log_probabilities, recite
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -437,3 +441,25 @@ async def test_the_client_knows_which_of_its_requests_wait() -> None:
             await asyncio.sleep(0.001)
         assert client.queued.of("b") == (1, 5)
     assert client.queued.of("b") == (0, 0) and client.queued.tokens == 0
+
+
+async def test_what_a_dead_engine_has_said_is_heard(tmp_path: Path) -> None:
+    """All of it, however late it is looked at."""
+    context = zmq.Context()
+    engine = context.socket(zmq.ROUTER)
+    engine.bind(f"ipc://{tmp_path}/socket")
+    transport = SocketTransport(f"ipc://{tmp_path}/socket")
+    await transport.start()
+    client, greeting = await asyncio.to_thread(engine.recv_multipart)
+    assert msgspec.msgpack.decode(greeting, type=ToEngine) == Ping(nonce=0)
+    for nonce in range(3):
+        engine.send_multipart([client, msgspec.msgpack.encode(Pong(nonce))])
+    engine.close()
+    await asyncio.to_thread(context.term)
+    await transport.end(EngineDead("gone"))
+    assert [await transport.receive() for _ in range(3)] == [Pong(nonce) for nonce in range(3)]
+    with pytest.raises(EngineDead, match="gone"):
+        await transport.receive()
+    await transport.close()
+    with pytest.raises(EngineDead):
+        await transport.receive()

@@ -83,7 +83,11 @@ def test_a_disk_that_is_full_leaves_no_former_state(
     talk.finish()
     settled(talk)
     (before,) = tmp_path.iterdir()
-    monkeypatch.setattr(Shelf, "_write", lambda self, name, content: None)
+
+    def full(self: Shelf, name: str, content: bytes) -> bytes:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(Shelf, "_write", full)
     talk.run(b"uvw", 2, keep=Keep(id="s"))
     talk.finish()
     settled(talk)

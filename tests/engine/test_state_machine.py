@@ -6,6 +6,7 @@ Rows that hold nothing are filled with NaN after every step: nobody may read wha
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections import Counter
@@ -29,6 +30,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine import disk_cache
 from engine.checkpoint import save_model
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
@@ -39,6 +41,7 @@ from engine.messages import (
     Keep,
     Request,
     SamplingParams,
+    StateInfo,
     StateReply,
     TokenLogprobs,
     pack_ids,
@@ -46,6 +49,8 @@ from engine.messages import (
 from engine.models.lm import LM
 from engine.plan import Copy, Plan
 from engine.runner import Runner
+from engine.tiers import NOWHERE
+from engine.traffic import Traffic
 
 VOCAB = 61
 CLOSE = 2e-4  # log-probabilities of a text that was read in other pieces
@@ -151,6 +156,7 @@ class StateMachine(RuleBasedStateMachine):
     """Bundles: requests under way, and names of states."""
 
     device = "cpu"
+    folder = ""  # where states lie as files too; "": nowhere
     asked = Bundle("asked")
     names = Bundle("names")
 
@@ -158,7 +164,13 @@ class StateMachine(RuleBasedStateMachine):
     def start(self, deterministic: bool) -> None:
         self.deterministic = deterministic
         self.runner = _runner(deterministic, False, self.device)
+        config = self.runner.config
+        if self.folder:
+            self.runner.config = dataclasses.replace(
+                config, state_folder=self.folder, disk_cache_bytes=2**22
+            )
         self.engine = Engine(self.runner)
+        self.runner.config = config
         self.all: dict[int, Asked] = {}
         self.texts: dict[str, Text] = {}
         self.next = 0
@@ -201,18 +213,30 @@ class StateMachine(RuleBasedStateMachine):
     @rule(
         target=asked,
         name=names,
+        length=st.sampled_from([0, 0, 5, 127, 128, 200]),
         own=st.lists(st.integers(0, VOCAB - 1), max_size=150),
         count=st.integers(0, 9),
         keep=st.sampled_from([None, "same", "d"]),
+        marked=st.booleans(),
         plain=st.booleans(),
         stream=st.booleans(),
     )
     def go_on(
-        self, name: str, own: list[int], count: int, keep: str | None, plain: bool, stream: bool
+        self,
+        name: str,
+        length: int,
+        own: list[int],
+        count: int,
+        keep: str | None,
+        marked: bool,
+        plain: bool,
+        stream: bool,
     ) -> Any:
         if name not in self.texts:
             return multiple()
         keep = name if keep == "same" else keep
+        own = [i * i % VOCAB for i in range(length)] + own
+        points = tuple({max(length, 1), len(own)} - {0}) if marked and own else ()
         return self._add(
             self.texts[name],
             own,
@@ -222,6 +246,7 @@ class StateMachine(RuleBasedStateMachine):
             stream=stream,
             temperature=0.0,
             state=name,
+            cache_points=points,
         )
 
     def _add(
@@ -275,9 +300,22 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(target=names, name=names, new=st.sampled_from(["e", "f", "g"]))
     def fork(self, name: str, new: str) -> str:
+        before = self.texts.get(name)
         reply = self._ask("fork", id=name, target=new)
         if reply.failed is None:
-            self.texts[new] = self.texts[name]
+            self.texts[new] = self._meant(name, before, reply.states[0])
+        else:
+            assert reply.failed.code in ("state_busy", "state_not_found", "state_quota")
+        return new
+
+    @rule(target=names, name=consumes(names), new=st.sampled_from(["e", "j"]))
+    def move(self, name: str, new: str) -> str:
+        before = self.texts.get(name)
+        reply = self._ask("move", id=name, target=new)
+        if reply.failed is None:
+            self.texts[new] = self._meant(name, before, reply.states[0])
+            if new != name:
+                del self.texts[name]
         else:
             assert reply.failed.code in ("state_busy", "state_not_found", "state_quota")
         return new
@@ -289,7 +327,7 @@ class StateMachine(RuleBasedStateMachine):
         if out.failed is not None:
             assert text is None and out.failed.code == "state_not_found", out.failed
             return new
-        assert text is not None
+        text = self._meant(name, text, out.states[0])
         back = self._ask("import", content=out.content, target=new)
         if back.failed is None:
             self.texts[new] = text
@@ -297,6 +335,17 @@ class StateMachine(RuleBasedStateMachine):
         else:
             assert back.failed.code in ("state_busy", "state_quota")
         return new
+
+    def _meant(self, name: str, before: Text | None, info: StateInfo) -> Text:
+        """What the name stood for when the engine came to it, which reading a file may have put
+        off: what it stands for now, or what it did when it was asked."""
+        for text in (self.texts.get(name), before):
+            if text is not None and (len(text.tokens), text.tokens[-4:]) == (
+                info.tokens,
+                tuple(info.recent),
+            ):
+                return text
+        raise AssertionError(f"{name} is another state than it should be: {info}")
 
     @rule(name=consumes(names))
     def delete(self, name: str) -> None:
@@ -309,7 +358,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def evict(self, times: int) -> None:
         for _ in range(times):
-            self.engine._keeper.tiers.make_room()
+            self.engine._keeper.tiers.make_room("")
 
     # What comes of it.
 
@@ -326,6 +375,9 @@ class StateMachine(RuleBasedStateMachine):
         raise AssertionError("a call is never answered")
 
     def _step(self) -> None:
+        rounds = self.engine._scheduler._rounds
+        if rounds._step_seconds:  # else how long a step took would decide what a rule finds
+            rounds._step_seconds = 1e-3
         for events in self.engine.step().values():
             self.seen["hits"] += events.stats.prefix_hits
             self.seen.update(events.stats.evictions)
@@ -338,6 +390,10 @@ class StateMachine(RuleBasedStateMachine):
                 self._end(self.all[end.request], end)
         for _, reply in self.engine.replies():
             self.replies[reply.call] = reply
+        shelf = self.engine._keeper.traffic._shelf
+        if shelf is not None and self.next % 3:  # at times the disk lags behind, however quick
+            while shelf.pending:
+                shelf.wait(1.0)
         self._poison()
 
     def _take(self, one: Asked, tokens: list[int], reports: list[TokenLogprobs]) -> None:
@@ -472,12 +528,19 @@ class StateMachine(RuleBasedStateMachine):
         keeper = self.engine._keeper
         assert self.engine._scheduler._slots.used == 0
         assert not keeper.states._busy and not keeper.states._making and not keeper.traffic.busy
+        for _ in range(1000 if self.folder else 0):  # what is on its way to the disk
+            keeper.traffic.wait(0.001)
+            keeper.collect()
+            if self.engine._keeper.traffic._shelf.pending == 0:  # type: ignore[union-attr]
+                break
         held = {named.standing.kept for named in keeper.states._named.values()}
         for trie in keeper.cache._tries.values():
             held |= {node.value for node in trie if node.value is not None}
             assert all(node.reader < 0 for node in trie)
         keeper.tiers.begin_plan()
-        assert keeper.tiers.device_used + keeper.tiers.host_used == len(held)
+        without = {kept for kept in held if kept.place == NOWHERE}
+        assert all(kept.written for kept in without)
+        assert keeper.tiers.device_used + keeper.tiers.host_used == len(held - without)
 
 
 TestStates = StateMachine.TestCase
@@ -490,11 +553,11 @@ TestStates.settings = settings(
 
 
 def drive(
-    chance: random.Random, steps: int, deterministic: bool, device: str = "cpu"
+    chance: random.Random, steps: int, deterministic: bool, device: str = "cpu", folder: str = ""
 ) -> StateMachine:
     """The same machine for longer than hypothesis goes on: `steps` rules at random."""
     machine = StateMachine()
-    machine.device = device
+    machine.device, machine.folder = device, folder
     machine.start(deterministic)
     under_way: list[Asked] = []
     names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
@@ -506,7 +569,7 @@ def drive(
             "stream": chance.random() < 0.8,
         }
         name, new = chance.choice(names), chance.choice(names)
-        match chance.choice("sssggggtttttaaafmde"):
+        match chance.choice("sssggggtttttaaafmMde"):
             case "s":
                 length = chance.choice([0, 1, 5, 40, 128, 129, 200, 250, 300])
                 one = machine.submit(
@@ -523,8 +586,13 @@ def drive(
                 own = chance.choices(tokens, k=chance.choice([0, 0, 1, 3, 130]))
                 keep = chance.choice([None, name, new])
                 if len(machine.texts[name].tokens) < 1500:
-                    text = machine.texts[name]
-                    one = machine._add(text, own, keep, temperature=0.0, state=name, **how)
+                    text, points = machine.texts[name], ()
+                    if chance.random() < 0.5:  # what others may have read after it already
+                        own = [i * i % VOCAB for i in range(chance.choice([1, 40, 130]))] + own
+                        points = (len(own),)
+                    one = machine._add(
+                        text, own, keep, temperature=0.0, state=name, cache_points=points, **how
+                    )
                     under_way.append(one)
             case "a" if under_way:
                 one = under_way.pop(chance.randrange(len(under_way)))
@@ -533,6 +601,8 @@ def drive(
                 machine.fork(name, new)
             case "m":
                 machine.move_out_and_in(name, new)
+            case "M":
+                machine.move(name, new)
             case "d":
                 machine.delete(name)
             case "e":
@@ -553,6 +623,28 @@ def test_long_lives(seed: int, deterministic: bool) -> None:
     assert machine.seen["hits"] and machine.seen["rebuilds"]
     assert machine.seen["exact"] or not deterministic
     assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_long_lives_with_files(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named and cached states leave main memory for a folder, and come back."""
+    monkeypatch.setattr(disk_cache, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(disk_cache, "WRITES_PER_SECOND", 1e9)
+    reads: Counter[bool] = Counter()
+    load_from = Traffic.load_from
+
+    def counted(self: Traffic, shelf: Any, kept: Any, *rest: Any) -> None:
+        reads[kept.node is not None] += 1
+        load_from(self, shelf, kept, *rest)
+
+    monkeypatch.setattr(Traffic, "load_from", counted)
+    steps = STEPS if STEPS != 60 else 600
+    machine = drive(random.Random(7), steps, deterministic, folder=str(tmp_path))
+    machine.engine.close()
+    assert machine.seen["hits"] and machine.seen["rebuilds"]
+    assert reads[True] and reads[False], "named and cached ones were read from files"
 
 
 @pytest.mark.gpu

@@ -207,6 +207,72 @@ def test_a_junction_is_kept_where_it_saves_enough() -> None:
     assert cached == [0, 0, len(stem)]
 
 
+@pytest.mark.parametrize("options", [{}, {"share_slots": 0}, {"deterministic": True}])
+@pytest.mark.parametrize("keep", [None, Keep()])
+@pytest.mark.parametrize("name", ["", "s"])
+def test_samples_read_a_prompt_once(options: dict[str, Any], keep: Keep | None, name: str) -> None:
+    talk = Talk(**options)
+    talk.run(b"abcdef", 0, keep=Keep(id="s"))
+    prompt = bytes(range(97, 123)) * 10
+    length = len(prompt) - (keep is not None)
+    ids = [talk.submit(prompt, 3, state=name, keep=keep, cache_points=(length,)) for _ in range(4)]
+    talk.finish()
+    ends = [talk.ends[id] for id in ids]
+    read_once = length
+    if options.get("deterministic") and keep:  # in whole chunks; the state's tail is a part of one
+        read_once = (length + 6 * bool(name)) // 128 * 128 - 6 * bool(name)
+    cached = sorted(end.cached_tokens for end in ends if isinstance(end, Finished))
+    assert cached == [0, *[read_once] * 3]
+    if keep is not None:
+        for end in ends:
+            assert isinstance(end, Finished) and end.state is not None
+            assert end.state.tokens == (6 if name else 0) + len(prompt) + 3
+
+
+def test_continuations_after_a_state_read_their_context_once() -> None:
+    talk = Talk()
+    talk.run(b"abcdef", 0, keep=Keep(id="s"))
+    context = bytes(range(97, 123)) * 4
+    ids = [
+        talk.submit(
+            context + bytes([97 + number]),
+            0,
+            state="s",
+            score=True,
+            score_from=len(context),
+            cache_points=(len(context) - 1,),
+        )
+        for number in range(5)
+    ]
+    talk.finish()
+    cached = []
+    for id in ids:
+        end = talk.ends[id]
+        assert isinstance(end, Finished)
+        cached.append(end.cached_tokens)
+    assert sorted(cached) == [0, *[len(context) - 1] * 4]
+
+
+def test_what_follows_one_state_is_not_known_after_another() -> None:
+    talk = Talk()
+    for id in ("s", "t"):
+        talk.run(b"abcdef", 0, keep=Keep(id=id))
+    prompt = b"x" * 40
+
+    def cached(**fields: Any) -> int:
+        end = talk.run(prompt, 1, **fields)
+        assert isinstance(end, Finished)
+        return end.cached_tokens
+
+    points = {"cache_points": (40,)}
+    assert [cached(state="s", **points) for _ in range(2)] == [0, 40]
+    assert cached(state="t", **points) == 0
+    assert cached(**points) == 0
+    assert cached(state="s") == 0, "unless it is asked for, nothing is kept or looked for"
+    talk.ask("fork", id="s", target="u")
+    assert cached(state="u", **points) == 40, "a fork is the same state"
+
+
 def test_forks_exports_and_imports() -> None:
     talk = Talk()
     talk.run(b"abc", keep=Keep(id="s"))
@@ -273,6 +339,10 @@ def test_an_owner_has_so_many_and_memory_has_an_end() -> None:
     assert code(talk.run(b"abc", keep=Keep(id="c"))) == "state_quota"
     assert talk.code("fork", id="a") == "state_quota"
     assert text(talk.run(b"abc", keep=Keep(id="b"))) == b"def", "in the place of another"
+    assert talk.ask("move", id="b", target="c").states[0].id == "c", "its place goes along"
+    assert talk.ask("move", id="c", target="c").states[0].tokens == 6
+    assert talk.ask("move", id="c").states[0].id.startswith("st_")
+    assert [talk.code("get", id=id) for id in ("a", "b", "c")] == ["ok", *["state_not_found"] * 2]
     assert text(talk.run(b"abc", keep=Keep(id="c"), owner="bob")) == b"def"
     small = Talk(share_slots=1, host_rows=1)
     for id in ("a", "b"):

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import random
 from pathlib import Path
 
 import pytest
 
+from engine import snapshot
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.messages import pack_ids
+from engine.runner import Runner
 from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator
 from loadtest.fuzz.raw import Outcome, fuzz
 from loadtest.fuzz.schema import check_schema
+from loadtest.fuzz.snapshots import damaged, fuzz_snapshots
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
+
+# The long run: MINSERVE_SNAPSHOT_MUTATIONS=10000, or python -m loadtest.fuzz snapshots
+SNAPSHOTS = int(os.environ.get("MINSERVE_SNAPSHOT_MUTATIONS", "300"))
+
+
+def _small() -> Runner:
+    """The bundled model: of the fake one, nobody knows what a state from elsewhere means."""
+    runner = Runner(EngineConfig(device="cpu", threads=1, max_slots=4, share_slots=4))
+    runner.warm_up()
+    return runner
 
 
 def test_mutations_repeat_with_their_seed_and_differ() -> None:
@@ -40,6 +58,39 @@ def test_mutated_requests_get_no_server_error(tmp_path: Path) -> None:
     assert sum(outcome.endings.values()) == 1500
     assert not outcome.errors, outcome.errors
     assert outcome.endings["200"] > 20 and outcome.endings["400"] > 500
+
+
+def test_damaged_snapshots_are_refused_or_work() -> None:
+    done: list[int] = []
+    with listening(_small()) as (url, service):
+        outcome = fuzz_snapshots(url, SNAPSHOTS, 1, done.append)
+        assert service.lifecycle.state == "ready"
+    assert not outcome.wrong, outcome.wrong
+    assert outcome.endings.total() == SNAPSHOTS and done[-1] >= SNAPSHOTS - 99
+    assert outcome.taken > 0 and outcome.endings["400 state_malformed"] > SNAPSHOTS // 2
+
+
+def test_a_server_that_takes_what_it_should_not_is_found_out() -> None:
+    with listening(_small()) as (url, _):
+        read = snapshot.read
+
+        def trusting(content: bytes, shape: snapshot.Shape) -> snapshot.Snapshot:
+            try:
+                return read(content, shape)
+            except EngineError:
+                return snapshot.Snapshot(bytes(shape.bytes), pack_ids([1]), 1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(snapshot, "read", trusting)
+            outcome = fuzz_snapshots(url, 60, 1)
+    assert outcome.wrong
+
+
+def test_damages_repeat_with_their_seed_and_differ() -> None:
+    first, again = random.Random(2), random.Random(2)
+    drawn = [damaged(bytes(range(200)), first) for _ in range(200)]
+    assert drawn == [damaged(bytes(range(200)), again) for _ in range(200)]
+    assert len(set(drawn)) > 100
 
 
 @pytest.mark.skipif(

@@ -203,6 +203,10 @@ async def test_unknown_paths_and_methods(service: Service) -> None:
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert "POST" in error_message(response.json(), None)
+    for path, allowed in (("/v1/states", "GET, POST"), ("/v1/states/one", "DELETE, GET")):
+        response = await service.http.put(path)
+        assert response.status_code == 405 and response.headers["allow"] == allowed
+        assert f"allowed: {allowed}" in error_message(response.json(), None)
 
 
 async def test_an_unexpected_error_is_no_traceback(

@@ -15,6 +15,7 @@ from tests.service.harness import (
     fake_runner,
     running,
     save_byte_tokenizer,
+    until,
     usage_of,
 )
 
@@ -202,6 +203,51 @@ async def test_a_declared_point_is_cached(service: Service) -> None:
 )
 async def test_bad_input(service: Service, path: str, body: Any, param: str) -> None:
     await service.refused(path, body, param)
+
+
+async def test_one_snapshot_for_several_prompts_is_brought_in_once(service: Service) -> None:
+    body = {"prompts": ["abc"], "max_tokens": 1, "temperature": 0, "return_state": "snapshot"}
+    (result,) = (await service.post(GENERATE, body))["results"]
+    state = {"snapshot": result["state"]["snapshot"]}
+    asked: list[str] = []
+    ask = service.engine.ask
+    service.engine.ask = lambda client, call: (  # type: ignore[method-assign]
+        asked.append(call.action), ask(client, call),
+    )[1]  # fmt: skip
+    body = {"prompts": ["", "x", "y"], "state": state, "max_tokens": 1, "temperature": 0}
+    answer = await service.post(GENERATE, body)
+    assert [result["text"] for result in answer["results"]] == ["e", "y", "z"]
+    await until(lambda: asked.count("delete") == 1)
+    assert asked.count("import") == 1
+
+
+async def test_a_snapshot_is_borrowed_for_no_longer_than_states_may_stay(
+    byte_folder: Path,
+) -> None:
+    async with running(fake_runner(byte_folder, host_rows=8), max_request_timeout=1e9) as service:
+        made = await service.post(STATES, {"prompt": "abc", "return_state": "snapshot"})
+        body = {"prompts": [""], "state": {"snapshot": made["snapshot"]}, "timeout": 1e9}
+        answer = await service.post(GENERATE, {**body, "max_tokens": 1, "temperature": 0})
+        assert answer["results"][0]["text"] == "d"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_samples_after_a_state_read_their_prompt_once(service: Service, kept: bool) -> None:
+    body = {"prompt": "x" * 30, "state": "abc", "n": 4, "max_tokens": 2, "temperature": 0}
+    chunks: list[Any] = []
+    start = service.runner.start
+    service.runner.start = lambda plan: (  # type: ignore[method-assign]
+        chunks.extend(chunk.tokens for chunk in plan.prefill), start(plan),
+    )[1]  # fmt: skip
+    answer = await service.post(COMPLETIONS, {**body, "return_state": kept})
+    assert [choice["text"] for choice in answer["choices"]] == ["yz"] * 4
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}, "of the first sample"
+    read = sum(map(len, chunks))
+    assert read == 1 + 30 + (3 if kept else 0), "who leaves a state reads the last token itself"
+    if kept:
+        states = [choice["state"] for choice in answer["choices"]]
+        assert [state["tokens"] for state in states] == [35] * 4
+        assert len({state["id"] for state in states}) == 4
 
 
 async def test_a_bad_snapshot_is_told(service: Service) -> None:

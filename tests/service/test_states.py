@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.service.harness import Service, error_message, fake_runner, running, usage_of
+from tests.service.harness import (
+    Service,
+    error_message,
+    fake_runner,
+    running,
+    until,
+    usage_of,
+)
 
 PATH = "/v1/states"
 GREEDY = {"temperature": 0, "max_tokens": 3}
@@ -199,6 +206,38 @@ async def test_a_text_that_cannot_be_read_leaves_nothing(
     await kept(service, [])
 
 
+async def test_a_text_takes_the_place_of_one_state(byte_folder: Path) -> None:
+    runner = fake_runner(byte_folder, host_rows=8, max_states=1)
+    async with running(runner) as service:
+        response = await service.http.post(f"{PATH}/text?id=book", content=b"abc" * 99)
+        assert response.status_code == 200, response.text
+        listed = (await service.http.get(PATH)).json()["data"]
+        assert [state["id"] for state in listed] == ["book"]
+        response = await service.http.post(f"{PATH}/text?id=other", content=b"abc")
+        assert response.status_code == 429, response.text
+
+
+async def test_a_text_under_way_ends_with_the_drain(byte_folder: Path) -> None:
+    """Also when the server ends what is left while a piece of it is on its way here."""
+    async with running(fake_runner(byte_folder, host_rows=8)) as service:
+        first, cut = asyncio.Event(), asyncio.Event()
+
+        async def text() -> AsyncIterator[bytes]:
+            yield b"a" * 2**17
+            first.set()
+            await cut.wait()
+            yield b"b" * 2**17
+
+        asked = asyncio.create_task(service.http.post(f"{PATH}/text?id=book", content=text()))
+        await first.wait()
+        await until(lambda: service.lifecycle.load().states == 1)
+        await service.lifecycle.drain(timeout=0.05)
+        cut.set()
+        response = await asked
+        assert response.status_code == 503, response.text
+        assert response.json()["error"]["code"] == "draining"
+
+
 async def test_a_text_may_be_too_long(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, host_rows=8), max_text_bytes=10) as service:
         response = await service.http.post(f"{PATH}/text", content=b"a" * 11)
@@ -222,7 +261,6 @@ async def test_a_text_may_be_too_long(byte_folder: Path) -> None:
         ({"prompt": "a", "return_state": "both"}, "return_state"),
         ({"prompt": "abc", "cache_points": [1, 4]}, "cache_points[1]"),
         ({"prompt": "abc", "cache_points": [0]}, "cache_points[0]"),
-        ({"prompt": "a", "state": "x", "cache_points": [1]}, "cache_points"),
         ({"prompt": "a", "cache_salt": "é" * 33}, "cache_salt"),
         ({"prompt": "a", "return_state": "snapshot", "ttl": 9}, "ttl"),
         ({"prompt": "a", "stream": True}, "stream"),

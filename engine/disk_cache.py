@@ -1,0 +1,191 @@
+"""DiskCache: cached states on disk, where what leaves main memory can be had again, and what a
+restart finds.
+
+A state is written when it comes to main memory from the device, so that it may lose its row at any
+time; at the end, those on the device too. Short texts are not written: they are read again as
+quickly as a file. Nor is more than WRITES_PER_SECOND: under a load of new prompts the others are
+forgotten as if there were no disk. In memory remains the text, in the prefix cache's trie, whose
+bound counts it; on disk, `most_bytes` do, and the least recently used of whoever has the most
+files goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+
+from engine import prefix_file
+from engine.errors import StateMalformed
+from engine.messages import ID_BYTES
+from engine.prefix import PrefixCache
+from engine.prefix_file import Head
+from engine.shares import Shares
+from engine.shelf import Shelf
+from engine.snapshot import MOST_HEADER, Shape
+from engine.tiers import Kept, Tiers
+from engine.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+FOLDER = "prefixes"  # on the shelf
+LEAST_TOKENS = 256  # of a text that is written
+WRITES_PER_SECOND = 100.0
+MOST_PENDING = 64  # things that the shelf has still to do
+HEADER = 512  # about what a file's has, in bytes
+
+
+class DiskCache:
+    """The third tier of `cache`; `shelf` None: there is none."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        cache: PrefixCache,
+        traffic: Traffic,
+        shape: Shape,
+        shelf: Shelf | None,
+        variant: str,
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers = tiers
+        self._cache = cache
+        self._traffic = traffic
+        self._shape = shape
+        self._shelf = shelf if most_bytes else None
+        self._variant = variant
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._next = 0.0  # when another may be written
+        self._writing: set[Kept] = set()
+        self._sizes: dict[Kept, int] = {}  # of files, in bytes
+        self._order: Shares[Kept] = Shares()  # of them
+        self.bytes = 0
+        if self._shelf is not None:
+            tiers.on_host = self.offer
+            cache.on_forgotten = self._forgotten
+            self._load(self._shelf)
+
+    def offer(self, kept: Kept) -> None:
+        """A cached state has come to main memory."""
+        now, shelf = self._clock(), self._shelf
+        if shelf is None or now < self._next or shelf.pending >= MOST_PENDING:
+            return
+        if self._write(shelf, kept):
+            self._next = now + 1 / WRITES_PER_SECOND
+
+    def save_all(self) -> None:
+        """Nothing more will come: what the device alone has is written too."""
+        if self._shelf is not None:
+            for kept in list(self._tiers.cached_on_device()):
+                self._write(self._shelf, kept)
+
+    def fetch(self, kept: Kept) -> None:
+        """Brings a state that a file alone has back to a row, or, where that cannot be, has the
+        cache forget it; `Traffic.collect` tells when."""
+        if self._shelf is not None:
+            most = MOST_HEADER + kept.position * ID_BYTES + self._shape.bytes
+            most += 4 * self._shape.vocab_size + 8
+            self._order.touch(kept)
+            self._traffic.load_from(
+                self._shelf, kept, most, lambda content: self._parse(kept, content)
+            )
+
+    def _parse(self, kept: Kept, content: bytes) -> bytes:
+        state = prefix_file.parse(content, self._variant, self._shape)
+        if len(state) != self._shape.bytes + (4 * self._shape.vocab_size if kept.logits else 0):
+            raise StateMalformed("the file is another one than it was")
+        return state
+
+    def used(self, kept: Kept) -> None:
+        """Somebody has started from it."""
+        self._order.touch(kept)
+
+    def _write(self, shelf: Shelf, kept: Kept) -> bool:
+        if kept.position < LEAST_TOKENS or kept.files or kept in self._writing:
+            return False
+        scope = None if kept.node is None else kept.node.trie.scope
+        if scope is None or scope[2] is not None:  # what follows a named state is short-lived
+            return False
+        self._writing.add(kept)
+
+        def fetched(state: bytes | None) -> None:
+            node = kept.node
+            if state is None or node is None:
+                self._writing.discard(kept)
+                return
+            head = Head(scope[0], scope[1], node.text(), kept.logits, 0)
+            name = self._name(head)
+            kept.files.add(name)
+            shelf.write(
+                name, lambda: prefix_file.write(head, state, self._variant), lambda result:
+                self._written(shelf, kept, name, result)
+            )  # fmt: skip
+
+        self._traffic.fetch(kept, fetched, logits=kept.logits)
+        return True
+
+    def _written(self, shelf: Shelf, kept: Kept, name: str, result: bytes | OSError) -> None:
+        self._writing.discard(kept)
+        if isinstance(result, OSError):
+            self._tiers.note_lost(kept, name)
+        elif name in kept.files:
+            self._tiers.note_written(kept, name)
+            size = HEADER + kept.position * ID_BYTES + self._shape.bytes
+            self._count(kept, size + (4 * self._shape.vocab_size if kept.logits else 0))
+            self._trim()
+
+    def _count(self, kept: Kept, size: int) -> None:
+        self._sizes[kept] = size
+        self._order.add(kept)
+        self.bytes += size
+
+    def _trim(self) -> None:
+        while self.bytes > self._most_bytes:
+            kept = next(iter(self._order))
+            self._tiers.evictions["disk"] += 1
+            self._drop(kept)
+
+    def _drop(self, kept: Kept) -> None:
+        """Its file goes, and with it what lies nowhere else."""
+        self._forgotten(kept)
+        if kept.node is not None and not self._tiers.has_row(kept):
+            self._cache.forget(kept)
+
+    def _forgotten(self, kept: Kept) -> None:
+        self.bytes -= self._sizes.pop(kept, 0)
+        self._order.discard(kept)
+        for name in list(kept.files):
+            self._tiers.note_lost(kept, name)
+            if self._shelf is not None:
+                self._shelf.delete(name)
+
+    def _name(self, head: Head) -> str:
+        digest = hashlib.blake2b(head.text, digest_size=24).hexdigest()
+        return f"{FOLDER}/{Shelf.name(self._variant, head.owner, head.salt, digest)}"
+
+    def _load(self, shelf: Shelf) -> None:
+        """What a former process has left, the least recently written first."""
+        found: list[tuple[float, str, Head]] = []
+        most = self._most_bytes
+        for name, content, status in shelf.scan(
+            self._variant, most, FOLDER, lambda file: prefix_file.read_head(file, most)
+        ):
+            try:
+                head = prefix_file.parse_head(content, self._variant, self._shape)
+                if self._name(head) != name or head.bytes != status.st_size:
+                    raise StateMalformed("the file has another name or size than it should")
+                found.append((status.st_mtime, name, head))
+            except StateMalformed as error:
+                log.warning("%s: not taken over: %s", name, error.message)
+                shelf.delete(name)  # nobody can want it
+        for _, name, head in sorted(found, key=lambda one: one[0]):
+            kept = Kept(
+                len(head.text) // ID_BYTES, head.owner, logits=head.with_logits, files={name},
+                written={name},
+            )  # fmt: skip
+            self._count(kept, head.bytes)
+            self._cache.restore((head.owner, head.salt, None), head.text, kept)
+        self._trim()

@@ -1,0 +1,134 @@
+"""A cached state as one safetensors file: the text that it stands after, and the state.
+
+Tensors: `text` I32 [n], which comes first, so that a start reads no more than that; `state` F32,
+cell and conv as in a pool's row; `logits` F32 [vocab] where they are kept. Metadata: `format`;
+`variant` of the model, within which states have the same bits; `owner` and `salt`, to whom the text
+is known; checksums of the text, with all that the metadata says, and of the rest.
+
+Such files are this engine's own, and never a client's. They are checked nevertheless: a disk may
+give back something else than was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from engine.errors import StateMalformed
+from engine.messages import ID_BYTES, unpack_ids
+from engine.snapshot import MOST_HEADER, Shape
+
+FORMAT = "minserve.prefix.1"
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a file says before the state."""
+
+    owner: str
+    salt: str
+    text: bytes  # packed
+    with_logits: bool
+    bytes: int  # of the whole file
+
+
+def write(head: Head, state: bytes, variant: str) -> bytes:
+    """The file; `state` with the logits, where `head` says so. (Its `bytes` are not looked at.)"""
+    end = len(head.text)
+    state_at = [end, end + len(state)]
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "variant": variant,
+            "owner": head.owner,
+            "salt": head.salt,
+            "with_logits": str(int(head.with_logits)),
+            "text_sum": _text_sum(variant, head),
+            "state_sum": _sum(state),
+        },
+        "text": {"dtype": "I32", "shape": [end // ID_BYTES], "data_offsets": [0, end]},
+        "state": {"dtype": "F32", "shape": [len(state) // 4], "data_offsets": state_at},
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((_LENGTH.pack(len(text)), text, head.text, state))
+
+
+def read_head(file: BinaryIO, most: int) -> bytes:
+    """The beginning of a file, up to the state, of at most `most` bytes."""
+    start = file.read(_LENGTH.size)
+    if len(start) < _LENGTH.size:
+        return start
+    (length,) = _LENGTH.unpack(start)
+    header = file.read(min(length, MOST_HEADER))
+    try:
+        end = json.loads(header)["text"]["data_offsets"][1]
+        return start + header + file.read(min(max(int(end), 0), most))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return start + header
+
+
+def parse_head(content: bytes, variant: str, shape: Shape) -> Head:
+    """What the beginning of a file says. Raises StateMalformed."""
+    head, _ = _parse(content, variant, shape)
+    return head
+
+
+def parse(content: bytes, variant: str, shape: Shape) -> bytes:
+    """The state of a whole file, with the logits where it has them. Raises StateMalformed."""
+    head, state_sum = _parse(content, variant, shape)
+    if len(content) != head.bytes:
+        raise StateMalformed(f"the file has {len(content)} bytes; its header says {head.bytes}")
+    state = content[-_state_bytes(head.with_logits, shape) :]
+    if _sum(state) != state_sum:
+        raise StateMalformed("the state has another checksum than when it was written")
+    if not np.isfinite(np.frombuffer(state, "<f4")).all():
+        raise StateMalformed("the state has values that are not finite")
+    return state
+
+
+def _parse(content: bytes, variant: str, shape: Shape) -> tuple[Head, str]:
+    try:
+        (length,) = _LENGTH.unpack_from(content)
+        if length > MOST_HEADER:
+            raise StateMalformed(f"the header is said to have {length} bytes")
+        start = _LENGTH.size + length
+        header = json.loads(content[_LENGTH.size : start])
+        told, (begin, end) = header["__metadata__"], header["text"]["data_offsets"]
+        if told["format"] != FORMAT or told["variant"] != variant:
+            raise StateMalformed("the file is of another format or another model")
+        if begin != 0 or type(end) is not int or not 0 < end <= len(content) - start:
+            raise StateMalformed("the file ends within its text")
+        with_logits = told["with_logits"] == "1"
+        size = start + end + _state_bytes(with_logits, shape)
+        text = content[start : start + end]
+        head = Head(str(told["owner"]), str(told["salt"]), text, with_logits, size)
+        if told["text_sum"] != _text_sum(variant, head):
+            raise StateMalformed("the text has another checksum than when it was written")
+        ids = unpack_ids(text)
+        if not 0 <= min(ids) <= max(ids) < shape.vocab_size:
+            raise StateMalformed("the text has a token id that the model does not know")
+        return head, str(told["state_sum"])
+    except (struct.error, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise StateMalformed(f"no file of a cached state: {error!r}") from None
+
+
+def _state_bytes(with_logits: bool, shape: Shape) -> int:
+    return shape.bytes + (4 * shape.vocab_size if with_logits else 0)
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _text_sum(variant: str, head: Head) -> str:
+    digest = hashlib.blake2b(head.text, digest_size=16)
+    digest.update(json.dumps([variant, head.owner, head.salt, head.with_logits]).encode())
+    return digest.hexdigest()
