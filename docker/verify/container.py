@@ -208,7 +208,7 @@ def check_service(container: Container, check: Checks) -> None:
 
 def check_drain(container: Container, check: Checks) -> None:
     """An answer in flight is whole, though the server was told to stop."""
-    body = {"prompts": ["ROMEO:"], "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    body = {"prompts": ["ROMEO:"], "max_tokens": 400, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
         container.url + "/v1/generate",
         json.dumps(body).encode(),
