@@ -100,7 +100,7 @@ class Container:
         path.write_text(json.dumps(spec))
 
     def start(self) -> None:
-        self._log = (self._folder / "log").open("wb")
+        self._log = (self._folder / "log").open("ab")
         command = [*self._runtime, "run", "--bundle", self._folder, self.id]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
@@ -270,6 +270,11 @@ def main() -> int:
             container.ready()
             check_service(container, check)
             check_drain(container, check)
+            container.stop()
+            container.start()
+            container.ready()
+            kept = json.loads(container.ask("/v1/states/verify"))
+            check("the state outlives the container", kept["id"] == "verify", kept)
         finally:
             container.stop()
         if check.failed:
