@@ -5,7 +5,8 @@
 Starts a server with the bundled model and a Prometheus with docker/prometheus, sends a minute of
 every kind of traffic (the engine is killed once), and asks Prometheus for every query of every
 panel of docker/grafana, every recorded series and every alert. A query that gives no number, a
-rule that fails, or an alert that should fire and does not, is an error: exit code 1.
+rule that fails, or an alert that should fire and does not, is an error: exit code 1. Needs a
+checkout, where those files lie.
 """
 
 from __future__ import annotations
