@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docker/README.md")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# run: as it stands, against a server; whole: in .ci/full, as it stands, for it takes minutes;
+# run: as it stands, against a server; whole: the same in .ci/full, for it takes minutes;
 # options: the program takes them; apart: not by these tests, and why.
 How = Literal["run", "whole", "options", "apart"]
 
