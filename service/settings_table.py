@@ -1,0 +1,120 @@
+"""The table of all settings, in Markdown: `python -m service.settings_table`.
+
+docker/README.md holds it between two marks; a test holds it against this. What a setting is for
+stands with its option, or here where it has none.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import annotated_types
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from service.settings import Settings
+from service.terminal_serve import serve
+
+HEAD = ("variable", "option", "default", "allowed", "")
+# Settings that no option sets.
+VARIABLES = {
+    "api_keys": "Keys of clients, name:key, several separated by commas.",
+    "admin_key": "The key of administration.",
+    "restart_window": "Seconds within which engine restarts are counted.",
+    "max_text_bytes": "Largest text that is read into a state while it comes.",
+    "max_n": "Most samples of one prompt.",
+    "max_prompt_tokens": "Most prompt tokens of one request, once per sample and continuation.",
+    "max_logprobs": "Most alternatives per token.",
+    "max_reports": "Most log-probabilities that one answer may hold.",
+    "max_stop": "Most stop strings of one prompt.",
+    "max_stop_length": "Characters of a stop string.",
+    "max_stop_token_ids": "Most stop ids of one prompt.",
+    "max_logit_bias": "Most entries.",
+    "max_grammar_bytes": "Largest schema, expression or grammar.",
+    "max_grammars": "Most different ones in one request.",
+    "grammar_timeout": "Seconds of processor time to compile one.",
+    "receive_timeout": "Seconds for a request's head, and then for its body.",
+    "stall_timeout": "Seconds after which a client that reads nothing loses its connection.",
+    "ping_timeout": "Seconds in which the engine has to answer /health.",
+}
+KINDS = {bool: "`true`, `false`", int: "integer", float: "number", str: "text", Path: "path",
+         SecretStr: "text"}  # fmt: skip
+BRACKETS = re.compile(r" \[([^\]]*)\]\.$")  # the default, at the end of an option's help
+
+
+def option_texts() -> dict[str, str]:
+    """What `minserve serve --help` says, by the setting's name."""
+    hints = get_type_hints(serve, include_extras=True)
+    hints.pop("return")
+    return {name: hint.__metadata__[0].help for name, hint in hints.items()}
+
+
+def _default(field: FieldInfo, text: str) -> str:
+    if field.default is None or field.default == ():
+        found = BRACKETS.search(text)
+        return found[1] if found else "none"
+    value = field.default
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{value}`"
+
+
+def _plain(kind: Any) -> Any:
+    """The type without None and annotations."""
+    if get_origin(kind) is Annotated:
+        return _plain(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        (inner,) = (one for one in get_args(kind) if one is not type(None))
+        return _plain(inner)
+    return kind
+
+
+def _bounds(metadata: Iterable[Any]) -> list[str]:
+    found: list[str] = []
+    for one in metadata:
+        for kind, field, words in (
+            (annotated_types.Gt, "gt", "above"),
+            (annotated_types.Ge, "ge", "at least"),
+            (annotated_types.Le, "le", "at most"),
+        ):
+            if isinstance(one, kind):
+                found.append(f"{words} {getattr(one, field)}")
+    return found
+
+
+def _allowed(field: FieldInfo) -> str:
+    kind = _plain(field.annotation)
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "texts separated by commas"
+    return ", ".join([KINDS[kind], *_bounds(field.metadata)])
+
+
+def rows() -> list[tuple[str, ...]]:
+    """A row for each setting, in the order of service/settings.py."""
+    options = option_texts()
+    found: list[tuple[str, ...]] = []
+    for name, field in Settings.model_fields.items():
+        text = options.get(name) or VARIABLES[name]
+        option = f"`--{name.replace('_', '-')}`" if name in options else ""
+        variable = f"`MINSERVE_{name.upper()}`"
+        words = BRACKETS.sub(".", text)
+        found.append((variable, option, _default(field, text), _allowed(field), words))
+    return found
+
+
+def table() -> str:
+    """All rows below a head."""
+    lines = [HEAD, ("---",) * len(HEAD), *rows()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,1 @@
+"""The files in docker/: images, deployment, dashboard, the operator's page."""

@@ -1,0 +1,1 @@
+"""What README.md and docker/README.md tell people to type."""

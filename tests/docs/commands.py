@@ -1,0 +1,125 @@
+"""Every command of the two pages, and the one table of how each is tried.
+
+A fenced `sh` block is cut into commands as a shell would cut it. RULES says of each how it is
+tried; a command that no rule knows fails the tests, as does a rule that knows no command.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docker/README.md")
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# run: as it stands, against a server; whole: the same in .ci/full, for it takes minutes;
+# options: the program takes them; apart: not by these tests, and why.
+How = Literal["run", "whole", "options", "apart"]
+
+
+class Rule(NamedTuple):
+    """How commands that begin like this are tried."""
+
+    begins: str
+    how: How
+    why: str = ""
+
+
+GPU = "its figures are a GPU's; on a CPU it takes hours or refuses"
+DOCKER = "needs Docker; the image itself: docker/verify/run, the file: tests/docker"
+RULES = (
+    Rule("curl -s", "run"),
+    Rule("KEY=$(", "run"),
+    Rule("ADMIN_KEY=$(", "run"),
+    Rule("mkdir -p docker/secrets", "run"),
+    Rule("echo ", "run"),
+    Rule("openssl rand", "run"),
+    Rule("chmod ", "run"),
+    Rule('minserve generate "ROMEO:"', "whole"),
+    Rule("minserve score FILE", "whole"),
+    Rule("minserve serve --help", "run"),
+    Rule("python docker/grafana/dashboard.py", "run"),
+    Rule("minserve serve --api-keys-file", "options", "it serves until it is told to stop"),
+    Rule("minserve train", "options", "5,000 steps take hours on a CPU"),
+    Rule("python -m loadtest.kernels", "options", GPU),
+    Rule("python -m loadtest.layers", "options", GPU),
+    Rule("python -m loadtest.share", "options", GPU),
+    Rule(
+        "python -m loadtest.engine", "options", "three models, one of 1.3 B; .ci/full runs a part"
+    ),
+    Rule("python -m loadtest.http --compare", "whole"),
+    Rule(
+        "python -m loadtest.http --sweep", "options", "searches for minutes; tests/loadtest do it"
+    ),
+    Rule("python -m loadtest.http", "whole"),
+    Rule("python -m loadtest.cache", "whole"),
+    Rule("python -m loadtest.watched", "apart", ".ci/full runs it by itself"),
+    Rule("docker/verify/run", "apart", ".ci/full runs it by itself, with its options"),
+    Rule("pip install", "apart", ".ci/run installs a clean checkout in an environment of its own"),
+    Rule("MINSERVE_CUDA=ON", "apart", ".ci/run installs so where nvcc is"),
+    Rule("docker ", "apart", DOCKER),
+    Rule("MINSERVE_MODEL=/models/my-model docker ", "apart", DOCKER),
+    Rule("kubectl ", "apart", "needs a cluster; the manifests: tests/docker"),
+)
+
+
+class Command(NamedTuple):
+    """A command, where it stands, and how it is tried."""
+
+    page: str
+    line: int
+    text: str
+    rule: Rule
+
+
+def cut(block: str) -> Iterator[tuple[int, str]]:
+    """The commands of a block, and which of its lines each begins on."""
+    held, begun = "", 0
+    for number, line in enumerate(block.splitlines()):
+        if not held and not line.strip():
+            continue
+        begun = begun if held else number
+        held += line + "\n"
+        whole = subprocess.run(["bash", "-n"], input=held, text=True, capture_output=True)
+        if whole.returncode == 0 and not whole.stderr and not held.endswith("\\\n"):
+            yield begun, held.rstrip("\n")
+            held = ""
+    if held:
+        raise ValueError(f"no whole command: {held}")
+
+
+def rule(text: str) -> Rule:
+    """The first that knows the command. Raises LookupError."""
+    for one in RULES:
+        if text.startswith(one.begins):
+            return one
+    raise LookupError(f"tests/docs/commands.py does not say how this is tried: {text}")
+
+
+def commands() -> list[Command]:
+    """All of both pages, in order."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for block in BLOCK.finditer(text):
+            first = text[: block.start(1)].count("\n") + 1
+            for line, command in cut(block[1]):
+                found.append(Command(page, first + line, command, rule(command)))
+    return found
+
+
+def blocks(how: set[How]) -> list[tuple[str, str]]:
+    """What is left of each block when only commands tried so are kept, and where it begins."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for block in BLOCK.finditer(text):
+            kept = [command for _, command in cut(block[1]) if rule(command).how in how]
+            if kept:
+                line = text[: block.start(1)].count("\n") + 1
+                found.append((f"{page}:{line}", "\n".join(kept)))
+    return found

@@ -1,0 +1,43 @@
+"""Runs blocks of commands as a reader would: in a folder of their own, against a running server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.commands import ROOT
+
+ADDRESS = "http://127.0.0.1:8000"
+FEW = 2000  # bytes of README.md in that folder: the commands that read it are to be quick
+
+
+def prepare(folder: Path) -> None:
+    """What the commands expect to find: the checkout, a text, figures of two runs."""
+    (folder / "README.md").write_bytes((ROOT / "README.md").read_bytes()[:FEW])
+    (folder / "FILE").write_text("But soft! what light through yonder window breaks?\n" * 8)
+    (folder / "tinyshakespeare.txt").write_text((folder / "FILE").read_text() * 200)
+    (folder / "docker").mkdir()
+    shutil.copytree(ROOT / "docker" / "grafana", folder / "docker" / "grafana")
+    programs = folder / ".programs"
+    programs.mkdir()
+    for name, what in (("minserve", "-m service.cli "), ("python", "")):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {what}"$@"\n')
+        program.chmod(0o755)
+
+
+def run(block: str, folder: Path, url: str, timeout: float, **variables: str) -> str:
+    """What a block prints. Raises AssertionError where a command fails or a server says error."""
+    paths = os.pathsep.join([str(folder / ".programs"), os.environ["PATH"]])
+    python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.replace(ADDRESS, url)],
+        cwd=folder, capture_output=True, text=True, timeout=timeout, check=False,
+        env={**os.environ, "PATH": paths, "PYTHONPATH": python, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+    assert '"error"' not in done.stdout, f"{block}\n{done.stdout}"
+    return done.stdout

@@ -1,0 +1,129 @@
+"""Commands that are quick run as they stand; of the others the options are read by the program."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from service.cli import app
+from tests.docs.commands import PAGES, ROOT, RULES, Command, blocks, commands, cut
+from tests.docs.running import ADDRESS, prepare, run
+from tests.e2e.conftest import Server
+
+KEY = "0123456789abcdef0123456789abcdef"
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server whose keys are those that the pages make up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINSERVE_ADMIN_KEY", KEY)
+        server = Server("--device", "cpu", "--threads", "1")
+    yield server.url
+    server.process.terminate()
+    server.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("reader")
+    prepare(found)
+    return found
+
+
+def test_every_command_has_a_rule_and_every_rule_a_command() -> None:
+    used = {command.rule for command in commands()}
+    assert used == set(RULES)
+    for rule in RULES:
+        assert bool(rule.why) == (rule.how in ("options", "apart")), rule
+
+
+def test_blocks_are_cut_as_a_shell_cuts_them() -> None:
+    block = "a 1 \\\n  2\n\nb '{\n}'  # c\nd && e | f\n"
+    assert list(cut(block)) == [(0, "a 1 \\\n  2"), (3, "b '{\n}'  # c"), (5, "d && e | f")]
+    with pytest.raises(ValueError, match="no whole command"):
+        list(cut("a 'b\n"))
+
+
+def test_what_is_quick_runs(url: str, folder: Path) -> None:
+    """In the pages' order, for later commands build on earlier ones."""
+    (example,) = PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    program = example.replace(ADDRESS, url)
+    assert program != example
+    (folder / "example.py").write_text(program, encoding="utf-8")
+    assert len(run("python example.py", folder, url, 60)) > 50
+    for where, block in blocks({"run"}):
+        # The page makes an admin key up; the server was started before it.
+        block = re.sub(r"ADMIN_KEY=\$\(.*\)", f"ADMIN_KEY={KEY}", block)
+        printed = run(block, folder, url, 120, ADMIN_KEY=KEY)
+        if "curl" in block and "-X DELETE" not in block:
+            assert printed.strip(), where
+    assert (folder / "readme.safetensors").stat().st_size > 1000
+    made = folder / "docker/grafana/dashboards/minserve.json"
+    assert made.read_bytes() == (ROOT / "docker/grafana/dashboards/minserve.json").read_bytes()
+
+
+class Parsed(Exception):
+    """The options were taken; nothing else is to happen."""
+
+
+def parse_module(module: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Raises Parsed; SystemExit where an option is not known or not allowed."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse(self, *args, **kwargs)
+        raise Parsed
+
+    patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    patch.setattr(sys, "argv", [module, *arguments])
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def parse_command(arguments: list[str]) -> None:
+    """Raises typer's UsageError where an option is not known or not allowed."""
+    group: Any = typer.main.get_command(app)
+    group.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+
+
+PARSED = [one for one in commands() if one.rule.how in ("options", "whole")]
+
+
+@pytest.mark.parametrize("command", PARSED, ids=lambda one: f"{one.page}:{one.line}")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a module that is imported and run
+def test_options_are_taken(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command.text, comments=True)
+    if words[0] == "minserve":
+        parse_command(words[1:])
+        return
+    assert words[:2] == ["python", "-m"]
+    with pytest.raises(Parsed):
+        parse_module(words[2], words[3:], monkeypatch)
+
+
+def test_an_option_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        parse_module("loadtest.cache", ["--no-such-option"], monkeypatch)
+    with pytest.raises(Exception, match="No such option"):
+        parse_command(["train", "--no-such-option", "1"])
+
+
+def test_pages_name_files_that_exist() -> None:
+    """In commands, as paths of the checkout."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for path in set(
+            re.findall(r"(?<![\w/.-])(?:docker|loadtest|tests|engine)/[\w./-]+\w", text)
+        ):
+            if not path.startswith("docker/secrets"):
+                assert (ROOT / path).exists(), (page, path)

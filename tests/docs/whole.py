@@ -1,0 +1,60 @@
+"""The commands of the pages that take minutes, one after the other.
+
+    python -m tests.docs.whole TEXT [BEGINNING]
+
+TEXT is tinyshakespeare.txt, or another text; BEGINNING is that of the commands that are wanted.
+They run as they stand, but for the address of the server. Exit code 1 if one fails, as the load
+test does where requests were not answered: the machine has to be quiet. .ci/full runs it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.docs.commands import commands
+from tests.docs.running import prepare, run
+from tests.e2e.conftest import Server
+
+SECONDS = 900.0  # for one command
+HTTP = "python -m loadtest.http"
+
+
+def main(argv: list[str]) -> int:
+    """The exit code."""
+    text, beginning = argv[0], (argv[1:] or [""])[0]
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        shutil.copy(text, folder / "tinyshakespeare.txt")
+        server = Server("--device", "cpu", "--threads", "1")
+        try:
+            for command in commands():
+                if command.rule.how != "whole" or not command.text.startswith(beginning):
+                    continue
+                # Its default is the port of the examples.
+                asked = command.text.replace(HTTP, f"{HTTP} --url {server.url}")
+                if (folder / "run.json").exists():  # two runs to compare
+                    for other in ("before.json", "after.json"):
+                        shutil.copy(folder / "run.json", folder / other)
+                begun = time.monotonic()
+                try:
+                    run(asked, folder, server.url, SECONDS)
+                    verdict = "pass"
+                except AssertionError as error:
+                    failed += 1
+                    verdict = f"FAIL\n{error}"
+                seconds = time.monotonic() - begun
+                print(f"{command.page}:{command.line} {seconds:.0f} s {verdict}", flush=True)
+        finally:
+            server.process.terminate()
+            server.process.wait(60)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
