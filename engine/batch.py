@@ -41,6 +41,7 @@ class DecodeBatch:
         self._coming: deque[Sequence] = deque()  # joined by plans whose results are not here
         self._over: set[int] = set()  # rows of members that the device has ended
         self._streams: dict[Hashable, dict[int, int]] = {}  # requests by row, by client
+        self._listed: dict[Hashable, tuple[list[int], list[int]]] = {}  # the same: rows, requests
         self._history = History()
         self._now = 0.0  # of the latest result
 
@@ -81,6 +82,7 @@ class DecodeBatch:
             self._coming.remove(sequence)
         elif sequence.request.stream:
             self._streams[sequence.client].pop(row, None)
+            self._listed.pop(sequence.client, None)
         if row in self._over:
             self._over.discard(row)
         else:
@@ -114,6 +116,7 @@ class DecodeBatch:
             if sequence.request.stream:
                 streams = self._streams.setdefault(sequence.client, {})
                 streams[sequence.row] = sequence.request.id
+                self._listed.pop(sequence.client, None)
         self._over.update(row for row in drawn.ended if row in self._members)
 
     def take_in(
@@ -140,10 +143,13 @@ class DecodeBatch:
                 self.spoiled = True
                 sequence.since = sys.maxsize  # there is nothing to bring up
                 self._streams.get(sequence.client, {}).pop(row, None)
+                self._listed.pop(sequence.client, None)
         for client, streams in self._streams.items():
             if streams:
-                tokens = _of_rows(drawn.tokens, list(streams), width)
-                outbox.run(client, Run(list(streams.values()), steps, tokens))
+                if client not in self._listed:
+                    self._listed[client] = list(streams), list(streams.values())
+                rows, requests = self._listed[client]
+                outbox.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width)))
         delivered += steps * (len(self._members) - len(self._over))
         if not self._history.fits(steps):
             self._bring_all_up()
@@ -172,4 +178,6 @@ class DecodeBatch:
 
 def _of_rows(tokens: bytes, rows: list[int], width: int) -> bytes:
     """The tokens of `rows`, of all that there are, each `width` bytes."""
+    if len(rows) * width == len(tokens) and rows == sorted(rows):
+        return tokens
     return b"".join([tokens[row * width : row * width + width] for row in rows])

@@ -13,6 +13,7 @@ Every length is checked against the model before anything of that length is made
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Of one state."""
-        return 4 * (int(np.prod(self.cell)) + int(np.prod(self.conv or 0)))
+        return 4 * (math.prod(self.cell) + (math.prod(self.conv) if self.conv else 0))
 
     @property
     def most_bytes(self) -> int:
@@ -67,7 +68,7 @@ class Snapshot:
 
 def write(snapshot: Snapshot, shape: Shape) -> bytes:
     """The file."""
-    end = 4 * int(np.prod(shape.cell))
+    end = 4 * math.prod(shape.cell)
     header: dict[str, Any] = {
         "__metadata__": {
             **snapshot.extra,
@@ -179,7 +180,7 @@ def _metadata(header: dict[str, Any]) -> dict[str, str]:
 
 def _check_tensor(name: str, given: Any, dtype: str, shape: list[int], start: int) -> int:
     """Raises StateMalformed unless it is this one and lies at `start`; where it ends."""
-    end = start + 4 * int(np.prod(shape))
+    end = start + 4 * math.prod(shape)
     expected = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     if not isinstance(given, dict) or given != expected or not _all_int(given):
         raise StateMalformed(f"{name} is {_short(given)}; this model's is {expected}")

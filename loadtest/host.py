@@ -65,7 +65,7 @@ class Clock:
 
 class MockRunner:
     """Draws TOKEN for everybody, up to max_tokens, and says that a step took `step_seconds`; with
-    `paced`, it does.
+    `paced`, it does, and reading prompts takes as long as one.
 
     A paced round begins when the one before it has ended and goes on while the host does other
     things, as on a GPU.
@@ -103,8 +103,9 @@ class MockRunner:
 
     def start(self, plan: Plan) -> tuple[StepResult, float]:
         begin = self._clock()
-        seconds = self._step_seconds * plan.steps
-        self._busy_until = max(self._busy_until, begin) + seconds
+        seconds = self._step_seconds * plan.steps if plan.decodes else 0.0
+        reading = self._step_seconds if plan.prefill else 0.0
+        self._busy_until = max(self._busy_until, begin) + reading + seconds
         for admission in plan.admit:
             self._most[admission.key] = admission.request.sampling.max_tokens
         sampled = [Sampled(chunk.key, TOKEN, None) for chunk in plan.prefill if chunk.sample]
