@@ -34,6 +34,7 @@ class DecodeBatch:
         self._free: list[int] = []  # rows, as a heap
         self._ended: list[int] = []  # rows that the device has to end before the next round
         self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
+        self.streamed = 0  # of them, of which each token is told
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._planned = 0  # steps
         # In the moment of the results:
@@ -70,6 +71,7 @@ class DecodeBatch:
         sequence.row, sequence.since = row, self._planned
         sequence.last_step = self._planned + sequence.max_tokens - position
         self._alive[row] = sequence
+        self.streamed += sequence.request.stream
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
             self._last = sequence
@@ -78,6 +80,7 @@ class DecodeBatch:
         """It has ended. Its row, if the device has not ended that, does before the next round."""
         row = sequence.row
         del self._alive[row]
+        self.streamed -= sequence.request.stream
         if self._members.pop(row, None) is None:
             self._coming.remove(sequence)
         elif sequence.request.stream:

@@ -15,6 +15,7 @@ from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
+QUIET_ROUND_SECONDS = 0.004  # likewise, of a large batch of which no token is told before the end
 # Reading new prompts costs those that decode the time in which the weights are read once more. So
 # they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
 # a round in which prompts are read has one step, so that their first tokens are not held back.
@@ -108,7 +109,9 @@ class Rounds:
         timed = self._step_seconds > 0 and batch.rows <= 2 * self._timed_rows
         if not timed or (reading and len(batch) < PATIENT_ROWS):
             return 1
-        fitting = round(ROUND_SECONDS / self._step_seconds)
+        quiet = not batch.streamed and len(batch) >= PATIENT_ROWS
+        seconds = QUIET_ROUND_SECONDS if quiet else ROUND_SECONDS
+        fitting = round(seconds / self._step_seconds)
         return max(1, min(fitting, self._most_steps, batch.left()))
 
     def _is_thin(self, coming: int) -> bool:
