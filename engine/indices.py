@@ -17,32 +17,36 @@ PART_WORDS = 2**16
 PARTS = 4
 
 
-class _Ring:
+class Ring:
+    """For one device."""
+
     def __init__(self, device: torch.device) -> None:
         words = PARTS * PART_WORDS
-        self._host = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        pinned = device.type == "cuda"
+        with torch.inference_mode(False):  # or nobody else could write to them
+            self._host = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
+            self._there = torch.empty(words, dtype=torch.int64, device=device)
         self._array = self._host.numpy()
-        self._there = torch.empty(words, dtype=torch.int64, device=device)
         self._passed = [torch.cuda.Event() for _ in range(PARTS)]
         self._at = 0  # the next free word
 
     def put(self, values: NDArray[np.int64]) -> Tensor:
-        count = len(values)
+        """`values`, less than PART_WORDS of them in a row, on the device."""
         part, used = divmod(self._at, PART_WORDS)
-        if used + count >= PART_WORDS:
+        if used + len(values) >= PART_WORDS:
             self._passed[part].record()
             part = (part + 1) % PARTS
             self._passed[part].synchronize()
             self._at = part * PART_WORDS
-        here = slice(self._at, self._at + count)
+        here = slice(self._at, self._at + len(values))
         self._array[here] = values
         there = self._there[here]
         there.copy_(self._host[here], non_blocking=True)
-        self._at = (self._at + count) % (PARTS * PART_WORDS)
+        self._at += len(values)
         return there
 
 
-_rings: dict[torch.device, _Ring] = {}
+_rings: dict[torch.device, Ring] = {}
 
 
 def to_device(values: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
@@ -55,5 +59,5 @@ def to_device(values: Sequence[int] | NDArray[np.int64], device: torch.device) -
         return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
     ring = _rings.get(device)
     if ring is None:
-        ring = _rings[device] = _Ring(device)
+        ring = _rings[device] = Ring(device)
     return ring.put(array.reshape(-1)).view(array.shape)

@@ -37,12 +37,13 @@ class Rounds:
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
         self._timed_rows = 0  # of that batch
+        self._aim = ROUND_SECONDS  # of the latest round
         self._since_prompts = 0  # rounds without any
 
     @property
     def patient(self) -> bool:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
-        rounds = int(PATIENCE_SECONDS / max(self._step_seconds, ROUND_SECONDS))
+        rounds = int(PATIENCE_SECONDS / max(self._step_seconds, self._aim))
         return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
 
     def may_go_ahead(self, coming: int) -> bool:
@@ -110,8 +111,8 @@ class Rounds:
         if not timed or (reading and len(batch) < PATIENT_ROWS):
             return 1
         quiet = not batch.streamed and len(batch) >= PATIENT_ROWS
-        seconds = QUIET_ROUND_SECONDS if quiet else ROUND_SECONDS
-        fitting = round(seconds / self._step_seconds)
+        self._aim = QUIET_ROUND_SECONDS if quiet else ROUND_SECONDS
+        fitting = round(self._aim / self._step_seconds)
         return max(1, min(fitting, self._most_steps, batch.left()))
 
     def _is_thin(self, coming: int) -> bool:
