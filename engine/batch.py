@@ -17,7 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from engine.history import History
+from engine.history import TURN_STEPS, History
 from engine.messages import ID_BYTES, Run
 from engine.outbox import Outbox
 from engine.plan import DecodeRow, Drawn, Plan
@@ -43,7 +43,9 @@ class DecodeBatch:
         self._over: set[int] = set()  # rows of members that the device has ended
         self._streams: dict[Hashable, dict[int, int]] = {}  # requests by row, by client
         self._listed: dict[Hashable, tuple[list[int], list[int]]] = {}  # the same: rows, requests
+        self._arrived: list[Sequence] = []  # members since the result that was noted last
         self._history = History()
+        self._turn = 0  # the row that is brought up to date next
         self._now = 0.0  # of the latest result
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class DecodeBatch:
 
     @property
     def members(self) -> int:
-        """Sequences whose first tokens in this batch are here, and which go on."""
+        """Sequences that take part in the round whose result was noted last, and have not ended."""
         return len(self._members)
 
     # Plans.
@@ -84,14 +86,20 @@ class DecodeBatch:
         if self._members.pop(row, None) is None:
             self._coming.remove(sequence)
         elif sequence.request.stream:
-            self._streams[sequence.client].pop(row, None)
-            self._listed.pop(sequence.client, None)
+            self._stop_telling(sequence)
         if row in self._over:
             self._over.discard(row)
         else:
             self._ended.append(row)
         heapq.heappush(self._free, row)
         sequence.row = -1
+
+    def _stop_telling(self, sequence: Sequence) -> None:
+        self._listed.pop(sequence.client, None)
+        streams = self._streams.get(sequence.client, {})
+        streams.pop(sequence.row, None)
+        if not streams:
+            self._streams.pop(sequence.client, None)
 
     def left(self) -> int:
         """How many steps there is still somebody for at most, beyond what is planned."""
@@ -112,9 +120,10 @@ class DecodeBatch:
 
     def note(self, drawn: Drawn) -> None:
         """The next round's result is here: which rows the device does not write to any more."""
-        step = self._history.steps
+        step, self._arrived = self._history.steps, []
         while self._coming and self._coming[0].since <= step:
             sequence = self._coming.popleft()
+            self._arrived.append(sequence)
             self._members[sequence.row] = sequence
             if sequence.request.stream:
                 streams = self._streams.setdefault(sequence.client, {})
@@ -145,20 +154,19 @@ class DecodeBatch:
             if not sequence.over:
                 self.spoiled = True
                 sequence.since = sys.maxsize  # there is nothing to bring up
-                self._streams.get(sequence.client, {}).pop(row, None)
-                self._listed.pop(sequence.client, None)
+                self._stop_telling(sequence)
+        for sequence in self._arrived:
+            if not sequence.over and sequence.first_token_at is None:
+                sequence.first_token_at = now
         for client, streams in self._streams.items():
-            if streams:
-                if client not in self._listed:
-                    self._listed[client] = list(streams), list(streams.values())
-                rows, requests = self._listed[client]
-                outbox.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width)))
+            if client not in self._listed:
+                self._listed[client] = list(streams), list(streams.values())
+            rows, requests = self._listed[client]
+            outbox.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width)))
         delivered += steps * (len(self._members) - len(self._over))
-        if not self._history.fits(steps):
-            self._bring_all_up()
-            self._history.clear()
         self._history.put(drawn.tokens, steps)
         self._now = now
+        self._bring_some_up(steps)
         return delivered
 
     def bring_up(self, sequence: Sequence) -> None:
@@ -167,16 +175,20 @@ class DecodeBatch:
             sequence.extend(self._history.of(sequence.row, sequence.since), self._now)
             sequence.since = self._history.steps
 
+    def _bring_some_up(self, steps: int) -> None:
+        """So many rows in turn that all have had theirs before their tokens are written over."""
+        for _ in range(-(-self.rows * steps // TURN_STEPS)):
+            self._turn = self._turn + 1 if self._turn + 1 < self.rows else 0
+            sequence = self._members.get(self._turn)
+            if sequence is not None:
+                self.bring_up(sequence)
+
     def dissolve(self) -> None:
         """It is over, and no round of it is under way: its sequences are as they were before they
         joined, but further on."""
-        self._bring_all_up()
         for sequence in self._alive.values():
-            sequence.row = -1
-
-    def _bring_all_up(self) -> None:
-        for sequence in self._members.values():
             self.bring_up(sequence)
+            sequence.row = -1
 
 
 def _of_rows(tokens: bytes, rows: list[int], width: int) -> bytes:

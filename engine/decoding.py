@@ -56,7 +56,7 @@ class DecodeState:
         self._parameters = parameters
         on_gpu = device.type == "cuda"
         self._memory = torch.zeros(_WORDS * max_batch, dtype=torch.int32, device=device)
-        # Written only when no round is under way, so that its copy to the device has ended.
+        # Written for a new batch, when no round of another one is under way: its copy has ended.
         self._staging = torch.zeros(FILLED_WORDS * max_batch, dtype=torch.int32, pin_memory=on_gpu)
         # In turn, since one round is read while the next one runs.
         self._results = [

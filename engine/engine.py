@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -188,9 +187,7 @@ class Engine:
         except Exception as error:
             self._fail(current.plan, error)
             if ahead is not None:
-                with suppress(Exception):  # what it brings is lost with the rounds before it
-                    self._finish(ahead)
-                self._scheduler.fail(ahead.plan, _step_failed(error))
+                self._fail(ahead.plan, self._failure(ahead) or error)
             return self._scheduler.events()
         if take_in is not None:
             take_in()
@@ -235,6 +232,14 @@ class Engine:
         if current.error is not None:
             raise current.error
         return self._runner.finish(current.pending)
+
+    def _failure(self, ahead: _Round) -> Exception | None:
+        """Of a round after one that failed; what it brings is lost with that."""
+        try:
+            self._finish(ahead)
+        except Exception as error:
+            return error
+        return None
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         log.error("a step failed", exc_info=error)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-STEPS = 512  # when there are so many, those who are behind have to be brought up to date
+STEPS = 1024  # that are kept: who is behind by more has lost tokens
+TURN_STEPS = STEPS // 4  # within so many steps everybody should have read once
 
 
 class History:
@@ -16,29 +17,25 @@ class History:
 
     def __init__(self) -> None:
         self._tokens = np.empty((STEPS, 0), np.int32)
-        self._first = 0  # the step of the first line
         self.steps = 0  # that have been put down
-
-    def fits(self, steps: int) -> bool:
-        """Whether there is room for so many more."""
-        return self.steps - self._first + steps <= STEPS
-
-    def clear(self) -> None:
-        """Everybody has read everything."""
-        self._first = self.steps
 
     def put(self, tokens: bytes, steps: int) -> None:
         """What all rows drew in the next `steps` steps: int32 [rows, steps]."""
-        drawn = np.frombuffer(tokens, np.int32).reshape(-1, steps)
-        rows = len(drawn)
-        known = self._tokens.shape[1]
+        drawn = np.frombuffer(tokens, np.int32).reshape(-1, steps).T
+        rows, known = drawn.shape[1], self._tokens.shape[1]
         if rows > known:
             more = np.empty((STEPS, 2 * rows - known), np.int32)
             self._tokens = np.concatenate([self._tokens, more], axis=1)
-        line = self.steps - self._first
-        self._tokens[line : line + steps, :rows] = drawn.T
+        line = self.steps % STEPS
+        first = min(steps, STEPS - line)
+        self._tokens[line : line + first, :rows] = drawn[:first]
+        self._tokens[: steps - first, :rows] = drawn[first:]
         self.steps += steps
 
     def of(self, row: int, since: int) -> bytes:
         """What a row drew from step `since` on, packed."""
-        return self._tokens[since - self._first : self.steps - self._first, row].tobytes()
+        assert 0 <= self.steps - since <= STEPS, "tokens have been written over"
+        line, count = since % STEPS, self.steps - since
+        first = min(count, STEPS - line)
+        end = self._tokens[line : line + first, row].tobytes()
+        return end + self._tokens[: count - first, row].tobytes()

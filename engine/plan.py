@@ -102,10 +102,10 @@ class Plan:
 
     In a `plain` plan a batch decodes that the device keeps: it draws for every row without the host
     and ends rows by itself (at their stop ids and their max_tokens), so that it may take several
-    `steps`. Without `again` the batch is a new one. With it, the device goes on where it is and
-    passes over the rows that have ended: those in `leave` end first, then those of `decode` come
-    in, at the rows `at`. Such a plan may be started before the result of the one before it is
-    known, if the device draws for all of its chunks.
+    `steps`, and draws the first tokens of the chunks too. Without `again` the batch is a new one.
+    With it, the device goes on where it is and passes over the rows that have ended: those in
+    `leave` end first, then those of `decode` come in, at the rows `at`. A plain plan may be started
+    before the result of the one before it is known, and so may one that only reads.
     """
 
     admit: list[Admission] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def decodes(self) -> bool:
-        """A token is read of at least one sequence that it was drawn for."""
+        """Sequences read what was drawn for them, as far as they have not ended meanwhile."""
         return self.plain or bool(self.decode)
 
     @property

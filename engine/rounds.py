@@ -35,6 +35,7 @@ class Rounds:
         self._batch: DecodeBatch | None = None
         self._through_host = False  # what the latest plan draws passes there
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
+        self._round_seconds = 0.0  # that the latest round decoded for
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
         self._timed_rows = 0  # of that batch
         self._aim = ROUND_SECONDS  # of the latest round
@@ -43,7 +44,7 @@ class Rounds:
     @property
     def patient(self) -> bool:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
-        rounds = int(PATIENCE_SECONDS / max(self._step_seconds, self._aim))
+        rounds = int(PATIENCE_SECONDS / max(self._round_seconds, self._aim))
         return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
 
     def may_go_ahead(self, coming: int) -> bool:
@@ -106,14 +107,16 @@ class Rounds:
         batch.go_on(plan, self._steps(batch, reading=bool(plan.prefill)))
 
     def _steps(self, batch: DecodeBatch, reading: bool) -> int:
-        # A much larger batch than the one that was timed takes one step to be timed.
-        timed = self._step_seconds > 0 and batch.rows <= 2 * self._timed_rows
-        if not timed or (reading and len(batch) < PATIENT_ROWS):
+        if not self._is_timed(batch.rows) or (reading and len(batch) < PATIENT_ROWS):
             return 1
         quiet = not batch.streamed and len(batch) >= PATIENT_ROWS
         self._aim = QUIET_ROUND_SECONDS if quiet else ROUND_SECONDS
         fitting = round(self._aim / self._step_seconds)
         return max(1, min(fitting, self._most_steps, batch.left()))
+
+    def _is_timed(self, rows: int) -> bool:
+        """A much larger batch than the one that was timed takes one step to be timed."""
+        return self._step_seconds > 0 and rows <= 2 * self._timed_rows
 
     def _is_thin(self, coming: int) -> bool:
         """Whether there should be another batch than the present one."""
@@ -151,10 +154,14 @@ class Rounds:
                 return batch
         return None
 
-    def note(self, plan: Plan, result: StepResult, decoding: int, tokens: int) -> Stats:
+    def note(self, plan: Plan, result: StepResult, decoding: int, left: int, tokens: int) -> Stats:
         """Learns how long a step takes, and counts. Tells what the round did, which decoded
-        `decoding` sequences and brought `tokens` tokens."""
-        if plan.plain and not plan.prefill:
+        `decoding` sequences, of which `left` are left, and brought `tokens` tokens."""
+        if plan.decodes:
+            self._round_seconds = result.decode_seconds
+        # A round that reads prompts takes in those who join, too; one of which nobody is left may
+        # have ended early.
+        if plan.plain and left and not (plan.prefill and self._is_timed(decoding)):
             self._step_seconds = result.decode_seconds / plan.steps
             self._timed_rows = decoding
         return Stats(

@@ -192,7 +192,8 @@ class Runner:
     @torch.inference_mode()
     def start(self, plan: Plan) -> Pending:
         """Begins a round. At most one more may be begun before it is finished: of a plan in which
-        the host has no part in the draws, and that makes no new batch."""
+        the host has no part in the draws, and that makes a new batch only where this one had
+        none."""
         try:
             return self._begin(plan)
         except Exception:
@@ -222,9 +223,6 @@ class Runner:
             logits = None  # they have served their purpose
         draws = round = None
         if plan.plain:
-            if logits is not None:
-                chunks = [chunk.key for chunk in plan.prefill if chunk.sample]
-                draws = self._sample(chunks, [0] * len(chunks), logits)
             middle = Mark(self._device)
             round = self._decoding.start(plan, drawings)
         else:

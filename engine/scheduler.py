@@ -1,10 +1,10 @@
 """Scheduler: which tokens of which sequences are read in the next round; integers only, no torch.
 
-Continuous batching: a round is one step, which decodes one token of every sequence whose prompt has
-been read, and reads up to `max_step_tokens` prompt tokens of the others. State never grows, so a
-request is admitted as soon as a slot is free, in the order that `waiting` decides. While every
-request is plain (`Plan`), the next round is planned before the results of the one under way are
-known; while no prompt is being read either, a round takes several decode steps.
+Continuous batching: a round decodes tokens of every sequence whose prompt has been read, and reads
+up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is admitted as
+soon as a slot is free, in the order that `waiting` decides. While every request is plain (`Plan`),
+a round takes as many steps as `rounds` decides, and the next one is planned before its results are
+known; else it takes one.
 
 Prompt chunks (`budget`) end where states are to be kept (`keeping`); with whole chunks, that
 changes no bit.
@@ -171,14 +171,15 @@ class Scheduler(Lives):
         special = sequence is not None and sequence.needs_host
         if special or any(one.needs_host for one in self._prefilling.values()):
             return Plan()
-        coming = len(self._prefilling) + min(len(self._waiting), self._slots.free)
+        coming = sum(one.max_tokens > 1 for one in self._prefilling.values())
+        coming += min(self._waiting.lasting, self._slots.free)
         return self._plan(now, ahead=True) if self._rounds.may_go_ahead(coming) else Plan()
 
     def _plan(self, now: float, ahead: bool = False) -> Plan:
         plan = Plan()
         self._keeper.tiers.begin_plan()
         self._readmit(plan)
-        waiting = min(len(self._waiting), self._slots.free)
+        waiting = min(self._waiting.ready, self._slots.free)
         if waiting >= self._most_admitted or self._prefilling or not self._rounds.patient:
             self._admit(plan, now, ahead)
         reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
@@ -204,7 +205,8 @@ class Scheduler(Lives):
         batch, decoding = self._rounds.land(plan), len(plan.decode)
         if batch is not None and result.drawn is not None:
             batch.note(result.drawn)
-            decoding = batch.members - sum(row.token < 0 for row in plan.decode)
+            joined = (row.key for row in plan.decode if row.token < 0)
+            decoding = batch.members - sum(self._running(key) is not None for key in joined)
         for key, error in result.errors():
             sequence = self._running(key)
             if sequence is not None:
@@ -232,7 +234,8 @@ class Scheduler(Lives):
                 lambda sequence, ids: self._take_last(sequence, ids, now),
                 now,
             )
-        self._step = self._rounds.note(plan, result, decoding, tokens)
+        left = 0 if batch is None else batch.members
+        self._step = self._rounds.note(plan, result, decoding, left, tokens)
 
     def fail(self, plan: Plan, error: EngineError) -> None:
         """The plan could not be carried out: every sequence that took part in it fails.
@@ -305,6 +308,7 @@ class Scheduler(Lives):
             admitted += 1
             if sequence.begins_drawn:
                 sequence.started_at, sequence.position = now, sequence.prompt_tokens
+                sequence.is_read = True
                 (sequence.last_token,) = unpack_ids(sequence.text)
                 self._rounds.add(sequence)
                 continue
@@ -357,6 +361,7 @@ class Scheduler(Lives):
         if place is not None:
             self._waiting.resume(place)
         if position == sequence.prompt_tokens:
+            sequence.is_read = True
             if sequence.max_tokens == 0:
                 self._finish(sequence, "length", now, read=0)
             elif self._prefilling.pop(sequence.key, None) is not None:

@@ -66,6 +66,7 @@ class Sequence:
         "deadline",
         "drawn",
         "first_token_at",
+        "is_read",
         "keeping",
         "key",
         "last_step",
@@ -118,6 +119,7 @@ class Sequence:
         self.over = False  # its terminal event is on its way
         self.slot = -1  # negative while it waits
         self.position = 0  # prompt tokens that have been read, or are by the rounds under way
+        self.is_read = False  # its text has been
         self.anchor = 0  # the position that the multiples of SCAN_CHUNK are counted from
         self.cached_tokens = 0
         self.drawn = 0  # tokens delivered so far
@@ -267,7 +269,7 @@ class Sequence:
         if self.first_token_at is not None:
             prefill = self.first_token_at - started
             decode = self.last_token_at - self.first_token_at
-        elif self.position == self.prompt_tokens:  # nothing to generate, or it ended at once
+        elif self.is_read:  # nothing to generate, or it ended at once
             prefill = now - started
         return Finished(
             request=self.request.id,

@@ -104,9 +104,20 @@ class WaitingQueue:
         self._since_others = 0  # departures of the most urgent level while others waited
         self._pace = Pace()
         self._refused = 0  # since the latest departure
+        self._lasting = 0  # of those that wait, whose answers may have several tokens
 
     def __len__(self) -> int:
         return len(self._queued)
+
+    @property
+    def ready(self) -> int:
+        """How many wait for nothing but a slot."""
+        return len(self) - len(self._held_on)
+
+    @property
+    def lasting(self) -> int:
+        """How many of these will decode, at least."""
+        return max(0, self._lasting - len(self._held_on))
 
     @property
     def tokens(self) -> int:
@@ -150,6 +161,7 @@ class WaitingQueue:
             line = level.lines[sequence.owner] = _Line()
         line.waiting += 1
         level.waiting += 1
+        self._lasting += sequence.max_tokens > 1
         level.line_up(sequence)
         self._queued.add(sequence.key, sequence.owner, sequence.prompt_tokens)
 
@@ -211,6 +223,7 @@ class WaitingQueue:
                 del self._held[awaited]
         line.waiting -= 1
         level.waiting -= 1
+        self._lasting -= sequence.max_tokens > 1
         level.rank(sequence.owner)
         self._queued.discard(sequence.key)
         self._tidy(sequence.priority)

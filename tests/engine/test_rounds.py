@@ -399,6 +399,49 @@ def test_a_round_ahead_that_cannot_start_fails_after_the_one_before_it_is_told()
     assert not engine.has_work
 
 
+def test_a_cuda_error_of_the_round_ahead_is_none_of_the_other_failures() -> None:
+    """It spoils the process, whatever the round before it failed by."""
+    runner = FakeRunner(most_steps=4, overlaps=True)
+    engine = Engine(runner)
+    engine.add("c", ask(1))
+    for _ in range(3):
+        engine.step()
+    runner.begun[0] = error = RuntimeError("boom")
+    engine._round = type(engine._round)(engine._round.plan, error, None)  # type: ignore[union-attr]
+    runner.failures = [RuntimeError("CUDA error: device-side assert")]
+    assert [one.code for one in engine.step()["c"].failed] == ["step_failed"]
+    assert engine.broken is not None
+
+
+def test_a_batch_shrinks_beside_requests_that_never_decode() -> None:
+    """Those wait, and are read; they will not fill the rows of others that have ended."""
+    runner = FakeRunner(slots=40, max_waiting=1000, most_steps=4, overlaps=True, share_slots=0)
+    engine = Engine(runner)
+    for id in range(20):
+        length = 1000 if id < 2 else 20
+        engine.add("c", ask(id, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)))
+    nothing = SamplingParams(max_tokens=0)
+    for id in range(20, 300):
+        prompt = pack_ids([1, 2, 3])
+        engine.add("c", Request(id=id, prompt=prompt, sampling=nothing, score=True, score_from=1))
+        if id % 4 == 0:
+            engine.step()
+    assert len(runner.batch) == 2
+
+
+def test_a_prompt_that_was_not_read_took_no_time() -> None:
+    """Also where the round that is to read it has been planned."""
+    engine = Engine(FakeRunner(most_steps=4, overlaps=True))
+    engine.add("c", ask(1))
+    for _ in range(3):
+        engine.step()
+    engine.add("c", ask(2))
+    ended: list[Finished] = []
+    while not ended:
+        ended = engine.step(lambda: engine.abort("c", [2]))["c"].finished
+    assert (ended[0].timing.prefill, ended[0].timing.decode) == (None, None)
+
+
 def test_tokens_in_runs_are_packed_request_after_request() -> None:
     engine = Engine(FakeRunner(most_steps=3))
     for id in (1, 2):

@@ -1,0 +1,33 @@
+"""What rows drew is there until it is written over, wherever it lies."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.history import STEPS, History
+
+
+def test_every_row_reads_what_it_drew_since_whenever() -> None:
+    chance = random.Random(3)
+    history, all_tokens, rows = History(), np.empty((0, 0), np.int32), 2
+    for _ in range(600):
+        rows += chance.random() < 0.02
+        steps = chance.randint(1, 32)
+        drawn = np.random.default_rng(chance.randrange(10**9)).integers(0, 10**6, (rows, steps))
+        drawn = drawn.astype(np.int32)
+        before = np.zeros((rows, all_tokens.shape[1]), np.int32)
+        before[: len(all_tokens)] = all_tokens
+        all_tokens = np.concatenate([before, drawn], axis=1)
+        history.put(drawn.tobytes(), steps)
+        assert history.steps == all_tokens.shape[1]
+        row = chance.randrange(rows)
+        since = history.steps - chance.randint(0, min(STEPS, steps))
+        assert history.of(row, since) == all_tokens[row, since:].tobytes()
+        long = max(0, history.steps - STEPS)
+        assert history.of(0, long) == all_tokens[0, long:].tobytes()
+    assert history.steps > 4 * STEPS
+    with pytest.raises(AssertionError, match="written over"):
+        history.of(0, history.steps - STEPS - 1)
