@@ -126,6 +126,16 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight) -> "
       "(Tensor x, Tensor scaled, Tensor squares)");
+  // What stands between products of the library, on CUDA: y is W x, x the residual stream itself,
+  // whose RMS norm divides here. y = GELU(y / norm + bias); x += ahead
+  m.def(
+      "normed_gelu_(Tensor(a!) x, float eps, Tensor(b!) y, Tensor? bias=None, "
+      "Tensor? ahead=None) -> ()");
+  // a cell's step from y / norm + bias; state rows are read and overwritten
+  m.def(
+      "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
+      "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
+      "Tensor");
   // the copy engine's description of a weight, to 128 bytes on the CPU
   m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
   // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits
@@ -155,6 +165,8 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
   m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
+  m.impl("normed_gelu_", TORCH_BOX(&minserve::normed_gelu));
+  m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));
   m.impl("whole_step_map", TORCH_BOX(&minserve::whole_step_map));
   m.impl("whole_step", TORCH_BOX(&minserve::whole_step));
 #endif

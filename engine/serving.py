@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.models import hopper
+from engine.models import hopper, products
 from engine.models.cell import ModelState
 from engine.models.lm import LM
 from engine.models.packed import PackedLM, can_pack
+from engine.models.products import ProductsLM
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 
 
@@ -46,24 +47,25 @@ class ServingModel(Protocol):
 
 
 class PlainModel:
-    """LM itself, operator by operator; but steps of a few sequences in one kernel, where there is
-    one for it."""
+    """LM itself, operator by operator; where there are kernels for it, what stands between its
+    products in one, and steps of a few sequences in one altogether."""
 
     def __init__(self, model: LM) -> None:
         self._model = model
+        self._reader = ProductsLM(model) if products.supports(model) else model
         whole = runs_kernels(model) and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, Head.of(model)) if whole else None
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        return self._model.prefill(tokens, cu_seqlens, state, slots)
+        return self._reader.prefill(tokens, cu_seqlens, state, slots)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._model.config.vocab_size]
-        return self._model.logits(self._model.step(tokens, state, slots))
+        return self._model.logits(self._reader.step(tokens, state, slots))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
@@ -75,10 +77,10 @@ class PlainModel:
 def serving_model(model: LM, device: torch.device, *, deterministic: bool = False) -> ServingModel:
     """The quickest implementation of `model`, whose weights are on `device`.
 
-    It may take them out of `model`, which then is of no more use. With `deterministic`, what it
-    gives for a row or a sequence depends on that alone, bit for bit, and not on the others of a
-    call; pieces of a prompt end at multiples of SCAN_CHUNK. Raises ConfigError where there is no
-    such implementation.
+    It may take them out of `model`, which then is of no more use, or move those of norms elsewhere.
+    With `deterministic`, what it gives for a row or a sequence depends on that alone, bit for bit,
+    and not on the others of a call; pieces of a prompt end at multiples of SCAN_CHUNK. Raises
+    ConfigError where there is no such implementation.
     """
     if can_pack(model):
         return PackedLM(model, take=True)

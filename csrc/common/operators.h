@@ -61,6 +61,11 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
                                            const MaybeTensor& norm_weight, bool fixed_order);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight);
+void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
+                 const MaybeTensor& ahead);
+Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
+                   const MaybeTensor& ahead, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate, bool normalize_gates);
 void whole_step_map(const Tensor& weight, const Tensor& map);
 Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,

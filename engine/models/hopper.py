@@ -5,10 +5,14 @@ A layer is four kernels (six with a convolution): gates and recurrence, out proj
 MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
 stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
 one ahead of it has ended.
+
+That is quickest up to a few hundred tokens, and with convolutions for any number of sequences; more
+are read with products of the library (products.py).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
+from engine.models.products import ProductsLM
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
@@ -25,11 +30,13 @@ from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
-# Steps of more rows than that are no slower with products of the library, and the head is quicker,
-# where a layer has so many weights: larger ones fill the GPU with large tiles, smaller ones gain
-# more by fewer kernels. Measured at layers of 2, 7 and 52 million weights.
-_MOST_ROWS = 768
-_BETWEEN = range(4_000_000, 30_000_000)
+# Steps of more rows and prompts of more tokens are read with products of the library: its large
+# tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200.
+_MOST_ROWS = 192
+_MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
+_SMALL = 4_000_000
+_MOST_TOKENS = 192
+_MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
@@ -53,10 +60,12 @@ def supports(model: LM) -> bool:
 
 
 class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Steps of many rows, where its layers
-    are neither small nor large, and the logits of prompts come from `model` itself, whose products
-    the library sums in an order that the number of rows has a part in. With `deterministic` nothing
-    does: a row's bits depend on that row alone."""
+    """A ServingModel of `model`, which `supports` says yes to. Many tokens (but steps of models
+    with convolutions) and the logits of prompts are products of the library, which sums them in an
+    order that the number of rows has a part in. With `deterministic` nothing is: a row's bits
+    depend on that row alone.
+
+    Gives the model other weights as ProductsLM does, unless `deterministic`."""
 
     def __init__(self, model: LM, *, deterministic: bool = False) -> None:
         self._model = model
@@ -64,17 +73,19 @@ class HopperLM:
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._linear_candidate = model.config.candidate == "linear"
+        self._products = None if deterministic else ProductsLM(model)
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
-        weights = sum(weight.numel() for weight in self._layers[0].parameters())
-        self._most_rows = None if deterministic or weights not in _BETWEEN else _MOST_ROWS
+        self._most_rows, self._most_tokens = _where_the_library_begins(model)
 
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As LM.prefill, in half as many kernels."""
+        """As LM.prefill."""
+        if self._products is not None and len(tokens) > self._most_tokens:
+            return self._products.prefill(tokens, cu_seqlens, state, slots)
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -107,8 +118,8 @@ class HopperLM:
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
-        if self._most_rows is not None and len(tokens) > self._most_rows:
-            return self._model.logits(self._model.step(tokens, state, slots))
+        if self._products is not None and len(tokens) > self._most_rows:
+            return self._model.logits(self._products.step(tokens, state, slots))
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -178,6 +189,15 @@ class HopperLM:
             return self._model.norm.weight
         following = self._layers[index + 1]
         return None if following.conv is not None else following.cell_norm.weight
+
+
+def _where_the_library_begins(model: LM) -> tuple[int, int]:
+    """The most rows of a step, and the most tokens of a prompt, that go the other way."""
+    if model.config.conv_kernel:
+        return sys.maxsize, _MOST_TOKENS_WITH_CONV
+    layer = next(iter(model.layers))
+    small = sum(weight.numel() for weight in layer.parameters()) < _SMALL
+    return _MOST_ROWS_OF_SMALL_LAYERS if small else _MOST_ROWS, _MOST_TOKENS
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:

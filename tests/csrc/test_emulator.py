@@ -91,6 +91,15 @@ DRAWS = [
 
 TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]
 
+# One turn of the threads and several, of either row; fewer rows of state than slots name.
+NORMED = [
+    "--width 8 --channels 8",
+    "--width 72 --channels 200 --seeds 2,3",
+    "--width 304 --channels 128 --gates 3",
+    "--width 64 --channels 8200 --rows 2 --seeds 4",
+    "--width 8200 --channels 72 --rows 2 --gates 3 --seeds 5",
+]
+
 SOUND = ["staged_and_met", "value_as_its_own_flag", "kernel_before_waited_for"]
 DEFECTS = {
     "staged_not_waited_for": "before thread .* has waited for its copy",
@@ -147,6 +156,12 @@ def test_draw(programs: Path, case: str) -> None:
 @pytest.mark.parametrize("case", TARGETS)
 def test_target_logprobs(programs: Path, case: str) -> None:
     result = run(programs / "target", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", NORMED)
+def test_normed(programs: Path, case: str) -> None:
+    result = run(programs / "normed", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

@@ -60,7 +60,8 @@ def test_steps_as_the_model_does(name: str) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
     assert supports(model)
-    quick, exact = HopperLM(model), exact_of(model)
+    exact = exact_of(model)  # before weights move
+    quick = HopperLM(model)
     for batch in (1, 5, 8, 16, 40, 100, 300, 600):
         ours, theirs, reference = (model.new_state(batch + 2) for _ in range(3))
         slots = torch.randperm(batch + 2)[:batch].to("cuda", torch.int32)
@@ -84,7 +85,8 @@ def test_steps_as_the_model_does(name: str) -> None:
 def test_reads_prompts_as_the_model_does(name: str) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
-    quick, exact = HopperLM(model), exact_of(model)
+    exact = exact_of(model)  # before weights move
+    quick = HopperLM(model)
     for lengths in ([1], [3, 0, 40, 1], [130, 7], [600, 900]):
         cu_seqlens = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
         rows = len(lengths) + 2

@@ -4,7 +4,8 @@
 ``--tool racecheck`` and ``--tool synccheck``. Sequences are ragged: empty ones, ends of chunks, a
 negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
 alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters;
-on Hopper linear maps in every form of csrc/linear/choice.h, and whole steps.
+what stands between the library's products, in one turn of a block's threads and several; on Hopper
+linear maps in every form of csrc/linear/choice.h, and whole steps.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
+from engine.ops.normed import normed_gelu_, normed_step_
 from engine.serving import PlainModel
 from tests.ops.draws import PARAMETERS, rows_of
 
@@ -151,6 +153,18 @@ def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: boo
     torch.cuda.synchronize()
 
 
+def normed(width: int, channels: int, gates: int) -> None:
+    rows, dtype = 5, torch.bfloat16
+    x, ahead = random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    y, bias = random(rows, channels, dtype=dtype), random(channels, dtype=dtype)
+    normed_gelu_(x, EPS, y, bias, ahead)
+    pre = random(rows, gates * channels, dtype=dtype)
+    state = torch.zeros(rows, channels, device="cuda")
+    slots = torch.tensor([2, -1, 0, rows, 4], dtype=torch.int32, device="cuda")
+    normed_step_(x, EPS, pre, bias.repeat(gates), ahead, state, slots)
+    normed_step_(x, EPS, pre, None, None, state, slots, linear_candidate=True)
+
+
 def whole_steps() -> None:
     """More channels than one unit for each block; a convolution; every number of gates."""
     for cell, linear in itertools.product(("mingru", "minlstm"), (False, True)):
@@ -188,6 +202,10 @@ def main() -> None:
             linear(40, dtype, time_contiguous, reverse)
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
         drawing(vocab, rows)
+    for (width, channels), gates in itertools.product(
+        ((8, 8), (72, 200), (64, 16392), (9000, 72)), (2, 3)
+    ):
+        normed(width, channels, gates)
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
         for shapes, fixed in ((MAPS, False), (TURNS, True)):
             for (channels, inputs, counts), dtype in itertools.product(

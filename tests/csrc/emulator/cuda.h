@@ -39,6 +39,9 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -107,6 +110,9 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 
 // --- arithmetic
 
+inline float rsqrtf(float x) {
+  return 1.0f / std::sqrt(x);
+}
 inline float __fmaf_rn(float x, float y, float z) {
   return std::fma(x, y, z);
 }

@@ -1,0 +1,127 @@
+"""ProductsLM: an LM whose matrix products are the library's, with one kernel between two of them.
+
+For many tokens nothing multiplies quicker than the library; what it leaves undone between its
+products would take half as long again. A layer is four products and two kernels: a cell's step (or
+norm and scan), and GELU. The residual stream is added up by the products themselves, and norms have
+left their weights in the matrices that read them (engine/ops/normed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.cell import Cell, ModelState
+from engine.models.conv import CausalConv
+from engine.models.lm import LM, Layer
+from engine.ops import library
+from engine.ops.normed import normed_gelu_, normed_step_
+
+_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
+_Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h; x has the out projection's bias
+
+
+def supports(model: LM) -> bool:
+    """Whether its widths and its bfloat16 weights, on any GPU, are what the kernels take. (In
+    float16 products with the residual stream itself, not divided yet, could overflow.)"""
+    config, norm = model.config, model.norm.weight
+    return (
+        norm.is_cuda
+        and norm.dtype == torch.bfloat16
+        and library.has_cuda_kernels()
+        and config.quantization is None
+        and config.out_projection
+        and all(width % 8 == 0 for width in (config.d_model, config.inner, config.mlp_hidden))
+    )
+
+
+class ProductsLM:
+    """`model`, which `supports` says yes to.
+
+    Gives it other weights: those of its layers' norms become ones. Its own methods give what they
+    gave before, but for the rounding of the matrices that took them. Tensors that it had stay as
+    they were: other models may share them.
+    """
+
+    def __init__(self, model: LM) -> None:
+        self._model = model
+        self._layers = list(cast("Iterable[Layer]", model.layers))
+        self._eps = model.config.norm_eps
+        for layer in self._layers:
+            _move_weight(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
+            if layer.mlp is not None:
+                _move_weight(layer.mlp.norm, cast("nn.Linear", layer.mlp.up))
+        # Kernels may read weights before the one ahead on the stream has ended.
+        torch.cuda.synchronize(model.norm.weight.device)
+        torch.cuda.empty_cache()  # of the matrices that were replaced
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """As LM.step: hidden states [batch, d_model]."""
+        config = self._model.config
+
+        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
+            assert state.conv is not None
+            return conv.step(x, state.conv[index], slots)
+
+        def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
+            gates, out = layer.cell.gates, cast("nn.Linear", layer.cell.out)
+            return normed_step_(
+                x,
+                self._eps,
+                torch.mm(x, gates.weight.t()),
+                gates.bias,
+                out.bias,
+                state.cell[index],
+                slots,
+                config.candidate == "linear",
+                config.normalize_gates,
+            )
+
+        return self._read(tokens, convolve, recur)
+
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """As LM.prefill: hidden states [tokens, d_model]."""
+
+        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
+            assert state.conv is not None
+            return conv.scan(x, state.conv[index], cu_seqlens, slots)
+
+        def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
+            cell: Cell = layer.cell
+            h = cell.recur(cell.gates(layer.cell_norm(x)), state.cell[index], cu_seqlens, slots)
+            bias = cast("nn.Linear", cell.out).bias
+            if bias is not None:
+                x += bias
+            return h
+
+        return self._read(tokens, convolve, recur)
+
+    def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> Tensor:
+        x: Tensor = self._model.embedding(tokens)
+        for index, layer in enumerate(self._layers):
+            if layer.conv is not None:
+                x += convolve(index, layer.conv, x)
+            h = recur(index, layer, x)
+            x.addmm_(h, cast("nn.Linear", layer.cell.out).weight.t())
+            if layer.mlp is not None:
+                up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
+                y = torch.mm(x, up.weight.t())
+                normed_gelu_(x, self._eps, y, up.bias, down.bias)
+                x.addmm_(y, down.weight.t())
+        hidden: Tensor = self._model.norm(x)
+        return hidden
+
+
+@torch.no_grad()
+def _move_weight(norm: nn.RMSNorm, reader: nn.Linear) -> None:
+    """From a norm into the matrix that reads it: RMSNorm(x) W^T = (x / rms) (weight * W)^T."""
+    if bool((norm.weight != 1).any()):
+        reader.weight = nn.Parameter(reader.weight * norm.weight, requires_grad=False)
+        norm.weight = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)

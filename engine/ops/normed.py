@@ -1,0 +1,125 @@
+"""normed_gelu_ and normed_step_: what stands between matrix products of the library, on CUDA.
+
+RMSNorm(x) W^T is x (norm_weight * W)^T divided by the root mean square of each row of x. So a
+library that multiplies and nothing else reads the residual stream x itself, with the norm's weight
+in the matrix, and whoever reads the product next divides it, adds the bias and does what was to be
+done anyway. The sum of squares costs it one more look at x, which the cache still has.
+
+The next product is added to x by the library, without a bias: `ahead` adds that one to x already.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.mingru_step import reference as mingru_reference
+from engine.ops.minlstm_step import reference as minlstm_reference
+
+
+def normed_gelu_(
+    x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
+) -> None:
+    """y = GELU(y / norm(x) + bias), exact, in place; then x += ahead.
+
+    Args:
+        x: the residual stream [rows, width], bfloat16; **changed in place** where `ahead` is given.
+        eps: of the norm.
+        y: W x, [rows, columns], bfloat16; **changed in place**.
+        bias: [columns].
+        ahead: [width].
+
+    All are contiguous, begin at multiples of 16 bytes and have rows of a multiple of 8.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    torch.ops.minserve.normed_gelu_(x, eps, y, bias, ahead)
+
+
+def normed_step_(
+    x: Tensor,
+    eps: float,
+    y: Tensor,
+    bias: Tensor | None,
+    ahead: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> Tensor:
+    """One step of a cell whose pre-activations are y / norm(x) + bias; then x += ahead.
+
+    Args:
+        x, eps, bias, ahead: as normed_gelu_'s.
+        y: W x, [rows, gates * channels], bfloat16; two gates are minGRU's, three minLSTM's.
+        state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
+        slots: int32 [rows]; negative: a padding row, skipped, its h is zero. No row may be named
+            twice.
+        linear_candidate: g(x) = x.
+        normalize_gates: of minLSTM: f' + i' = 1.
+
+    Returns:
+        h [rows, channels], bfloat16.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    h: Tensor = torch.ops.minserve.normed_step_(
+        x, eps, y, bias, ahead, state, slots, linear_candidate, normalize_gates
+    )
+    return h
+
+
+def _divided(x: Tensor, eps: float, y: Tensor, bias: Tensor | None) -> Tensor:
+    scale = (x.double().square().mean(1, keepdim=True) + eps).rsqrt()
+    return y.double() * scale + (0 if bias is None else bias.double())
+
+
+def gelu_reference(
+    x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """normed_gelu_ in float64 and functional: (the new y, the new x)."""
+    pre = _divided(x, eps, y, bias)
+    return functional.gelu(pre), x.double() + (0 if ahead is None else ahead.double())
+
+
+def step_reference(
+    x: Tensor,
+    eps: float,
+    y: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """normed_step_ in float64 and functional: (h, the new state)."""
+    pre = _divided(x, eps, y, bias)
+    if y.shape[1] == 2 * state.shape[1]:
+        return mingru_reference(pre, state, slots, linear_candidate)
+    return minlstm_reference(pre, state, slots, linear_candidate, normalize_gates)
+
+
+def _fake_gelu(
+    x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
+) -> None:
+    return None
+
+
+def _fake_step(
+    x: Tensor,
+    eps: float,
+    y: Tensor,
+    bias: Tensor | None,
+    ahead: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> Tensor:
+    return x.new_empty((x.shape[0], state.shape[1]))
+
+
+torch.library.register_fake("minserve::normed_gelu_", _fake_gelu)
+torch.library.register_fake("minserve::normed_step_", _fake_step)

@@ -1,0 +1,96 @@
+"""ProductsLM reads as the LM that it was made from did."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from engine.config import ModelConfig
+from engine.models.cell import ModelState
+from engine.models.products import ProductsLM, supports
+from engine.serving import PlainModel
+from tests.models.test_hopper import CONFIGS, build, exact_of
+from tests.models.variants import int32, relative_error
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    **CONFIGS,
+    "narrow": ModelConfig(cell="minlstm", vocab_size=29, d_model=40, n_layers=3, out_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reads_and_steps_as_the_model_did(name: str) -> None:
+    config = CASES[name]
+    model = build(config, torch.bfloat16)
+    exact = exact_of(model)  # of the weights as they were
+    plain = build(config, torch.bfloat16)
+    assert supports(model)
+    quick = ProductsLM(model)
+    assert all(bool((layer.cell_norm.weight == 1).all()) for layer in model.layers)
+    lengths = [130, 0, 7, 40, 1]
+    rows = len(lengths) + 2
+    cu_seqlens = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
+    slots = torch.randperm(rows)[: len(lengths)].to("cuda", torch.int32)
+    ours, theirs, reference = (model.new_state(rows) for _ in range(3))
+    tokens = torch.randint(0, config.vocab_size, (sum(lengths),), device="cuda", dtype=torch.int32)
+    padding = int32([0, 0, 0], "cuda")  # beyond the last sequence
+    got = model.logits(quick.prefill(torch.cat([tokens, padding]), cu_seqlens, ours, slots))
+    right = exact.logits(exact.prefill(tokens, cu_seqlens, reference, slots))
+    usual = plain.logits(plain.prefill(tokens, cu_seqlens, theirs, slots))
+    allowed = 2 * relative_error(usual, right) + 2e-3
+    assert relative_error(got[: len(tokens)], right) < allowed
+    slots[1] = -1
+    live = slots >= 0
+    for _ in range(3):
+        one = torch.randint(0, config.vocab_size, (len(slots),), device="cuda", dtype=torch.int32)
+        got = model.logits(quick.step(one, ours, slots))
+        right = exact.logits(exact.step(one, reference, slots))
+        usual = plain.logits(plain.step(one, theirs, slots))
+        allowed = 2 * relative_error(usual[live], right[live]) + 2e-3
+        assert relative_error(got[live], right[live]) < allowed
+    allowed = 2 * relative_error(theirs.cell, reference.cell) + 2e-3
+    assert relative_error(ours.cell, reference.cell) < allowed
+    dead = [row for row in range(rows) if row not in slots.tolist()]
+    fresh = model.new_state(rows)
+    never = [row for row in dead if torch.equal(theirs.cell[:, row], fresh.cell[:, row])]
+    assert torch.equal(ours.cell[:, never], fresh.cell[:, never])
+
+
+def test_a_graph_of_it_replays() -> None:
+    model = build(CASES["medium"], torch.bfloat16)
+    quick = ProductsLM(model)
+    tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
+    eager, replayed = model.new_state(3), model.new_state(3)
+    expected = [quick.step(tokens, eager, slots).clone() for _ in range(4)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = quick.step(tokens, replayed, slots)
+    for one in expected:
+        graph.replay()
+        assert torch.equal(hidden, one)
+
+
+def test_widths_that_kernels_do_not_take_are_read_plainly() -> None:
+    config = dataclasses.replace(CASES["narrow"], d_model=20)
+    model = build(config, torch.bfloat16)
+    norm = model.layers[0].cell_norm.weight.clone()
+    assert not supports(model) and not supports(build(config, torch.float16))
+    PlainModel(model)
+    assert torch.equal(model.layers[0].cell_norm.weight, norm)
+
+
+@pytest.mark.parametrize("name", ["narrow", "conv"])
+def test_models_without_kernels_of_their_own_use_it(name: str) -> None:
+    model = build(CASES[name], torch.bfloat16)
+    exact = exact_of(model)
+    served = PlainModel(model)
+    ours, reference = model.new_state(40), model.new_state(40)
+    slots = torch.arange(40, dtype=torch.int32, device="cuda")
+    tokens = torch.randint(0, 29, (40,), dtype=torch.int32, device="cuda")
+    got = served.step(tokens, ours, slots)
+    assert relative_error(got, exact.logits(exact.step(tokens, reference, slots))) < 0.03
+    assert isinstance(ours, ModelState) and relative_error(ours.cell, reference.cell) < 0.03

@@ -1,0 +1,134 @@
+"""normed_gelu_ and normed_step_ against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops import normed
+from tests.ops.helpers import exact
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+# rows, width of the stream, channels: one turn of the threads and several, of either row
+SHAPES = [
+    (1, 8, 8),
+    (5, 72, 200),
+    (300, 384, 1536),
+    (7, 64, 16392),
+    (33, 9000, 72),
+    (9, 2048, 3072),
+]
+
+
+def on_gpu(x: Tensor) -> Tensor:
+    return x.to("cuda", torch.bfloat16)
+
+
+def stream(rows: int, width: int) -> Tensor:
+    """Rows of very different magnitudes: each is divided by its own."""
+    return on_gpu(exact(rows, width, seed=1) * 10.0 ** (torch.arange(rows) % 5 - 1).unsqueeze(1))
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected, rtol=2.0**-7, atol=2.0**-7)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biases", [False, True])
+def test_gelu(shape: tuple[int, int, int], biases: bool) -> None:
+    rows, width, channels = shape
+    x = stream(rows, width)
+    y = on_gpu(exact(rows, channels, seed=2) * x.float().norm(dim=1, keepdim=True).cpu())
+    y = on_gpu(y.cpu() / width**0.5)
+    bias = on_gpu(exact(channels, seed=3)) if biases else None
+    ahead = on_gpu(exact(width, seed=4)) if biases else None
+    expected, after = normed.gelu_reference(x, EPS, y, bias, ahead)
+    before = x.clone()
+    normed.normed_gelu_(x, EPS, y, bias, ahead)
+    close(y, expected)
+    if biases:
+        torch.testing.assert_close(x.double(), after, rtol=2.0**-8, atol=0)
+    else:
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
+@pytest.mark.parametrize("gates", [2, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biases", [False, True])
+def test_step(
+    shape: tuple[int, int, int], gates: int, options: tuple[bool, bool], biases: bool
+) -> None:
+    if gates == 2 and not options[1]:
+        pytest.skip("minGRU has no gates to normalise")
+    rows, width, channels = shape
+    x = stream(rows, width)
+    y = exact(rows, gates * channels, seed=2) * x.float().norm(dim=1, keepdim=True).cpu()
+    y = on_gpu(y / width**0.5)
+    bias = on_gpu(exact(gates * channels, seed=3)) if biases else None
+    ahead = on_gpu(exact(width, seed=4)) if biases else None
+    # Rows of state lie apart, and some slots name none.
+    pool = exact(rows + 3, channels + 4, seed=5).to("cuda", torch.float32)
+    slots = torch.randperm(rows + 3)[:rows].to("cuda", torch.int32)
+    if rows > 2:
+        slots[1], slots[2] = -1, rows + 3
+    state = pool.clone()
+    expected, after = normed.step_reference(
+        x, EPS, y, bias, pool[:, :channels], slots.where(slots < rows + 3, -1), *options
+    )
+    stepped = x.clone()
+    h = normed.normed_step_(stepped, EPS, y, bias, ahead, state[:, :channels], slots, *options)
+    # Pre-activations are rounded before the gates.
+    torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(state[:, :channels].double(), after, rtol=0.03, atol=0.03)
+    named = slots[(slots >= 0) & (slots < rows + 3)].tolist()
+    untouched = [row for row in range(rows + 3) if row not in named]
+    assert torch.equal(state[untouched], pool[untouched])
+    assert torch.equal(state[:, channels:], pool[:, channels:])
+    assert not h[1:3].any() or rows <= 2
+    if ahead is not None:
+        torch.testing.assert_close(
+            stepped.double(), x.double() + ahead.double(), rtol=2.0**-8, atol=0
+        )
+    else:
+        assert torch.equal(stepped, x)
+
+
+def test_no_rows() -> None:
+    x, y = on_gpu(torch.ones(0, 8)), on_gpu(torch.ones(0, 16))
+    normed.normed_gelu_(x, EPS, y)
+    state, slots = torch.ones(2, 8, device="cuda"), torch.ones(0, dtype=torch.int32, device="cuda")
+    assert normed.normed_step_(x, EPS, y, None, None, state, slots).shape == (0, 8)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, y = on_gpu(torch.ones(4, 16)), on_gpu(torch.ones(4, 32))
+    state = torch.ones(4, 16, device="cuda")
+    slots = torch.arange(4, dtype=torch.int32, device="cuda")
+    odd = on_gpu(torch.ones(4, 33))[:, 1:]
+
+    def gelu(*args: Tensor | float | None) -> None:
+        normed.normed_gelu_(*args)  # type: ignore[arg-type]
+
+    def step(*args: Tensor | float | None) -> None:
+        normed.normed_step_(*args)  # type: ignore[arg-type]
+
+    for call, args, message in (
+        (gelu, (x.float(), EPS, y), "x must be bfloat16"),
+        (gelu, (x, EPS, y[:3]), "y must be"),
+        (gelu, (x, EPS, odd), "y must be contiguous"),
+        (gelu, (x, EPS, y, y[0, :16].contiguous()), "bias must be"),
+        (gelu, (x, EPS, y, None, y[0]), "ahead must be"),
+        (step, (x, EPS, y, None, None, state[:, :8], slots), "must have two or three columns"),
+        (step, (x, EPS, y, None, None, state.double(), slots), "state must be float32"),
+        (step, (x, EPS, y, None, None, state, slots[:3]), "slots must be"),
+        (step, (x, EPS, y, None, None, torch.ones(4, 18, device="cuda")[:, 2:], slots), "aligned"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(*args)
+    for cpu in (x.cpu(), y.cpu()):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            gelu(cpu, EPS, cpu)
