@@ -7,7 +7,9 @@ with rows whose slot is negative, which every operator skips.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,18 @@ def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage may be graphs of an engine that was there before: a capture fails when one goes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class BucketGraphs:
     """Graphs of `run(size)`, one for each of `sizes`, rising.
 
@@ -74,7 +88,7 @@ class BucketGraphs:
             self._clear(size)
             self._warm_up(size)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with no_collection(), torch.cuda.graph(graph, pool=pool):
                 self._run(size)
             self._graphs[size] = graph
 
