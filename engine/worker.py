@@ -23,6 +23,7 @@ from typing import TypeAlias, cast
 import msgspec
 import zmq
 
+from engine import collector
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
@@ -166,6 +167,7 @@ def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int
             mailbox.send(client, failure)
         return 2
     desk.close()
+    collector.calm()
     EngineLoop(engine, mailbox, desk.clients).run()
     if engine.broken:
         log.error("%s", engine.broken.message)

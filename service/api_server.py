@@ -7,7 +7,6 @@ everything in flight has ended or `drain_timeout` is over.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -18,6 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from engine import collector
 from engine.errors import EngineError
 from service.app import create_app
 from service.engines import Engines
@@ -105,19 +105,10 @@ def run_application(
     lifecycle: Lifecycle = app.state.lifecycle
     server = Server(_uvicorn_config(app, settings), lifecycle, signals)
     lifecycle.on_stop = server.end
-    _calm_collector()
+    collector.calm()
     with listener:
         server.run([listener])
     return failures[0] if failures else None
-
-
-def _calm_collector() -> None:
-    """The garbage collector leaves alone what lives as long as the process, which it would look
-    through again and again: up to a third of a busy server's time. It still runs often: refusals
-    leave cycles behind, and to free 50,000 objects at once takes a third of a second."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000, 20, 50)
 
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:

@@ -14,6 +14,7 @@ TORCH_FREE = [
     "service.app",
     "service.settings",
     "engine.client",
+    "engine.collector",
     "engine.messages",
     "engine.config",
     "engine.errors",
@@ -23,6 +24,7 @@ TORCH_FREE = [
 # What the service (its composition root, cli.py, apart) may see of the engine.
 SERVICE_MAY_IMPORT = {
     "engine.client",
+    "engine.collector",
     "engine.member",
     "engine.member_processes",
     "engine.supervisor",

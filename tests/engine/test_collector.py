@@ -1,0 +1,46 @@
+"""When the garbage collector looks at what, and when it does not."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+from engine.graphs import no_collection
+
+CALM = """
+import gc, sys, weakref
+from engine import collector
+class Lasting: pass
+one = Lasting()
+one.itself = one
+gone = weakref.ref(one)
+collector.calm()
+assert gc.get_freeze_count() > 1_000
+del one  # a cycle that was there before: never looked at again
+gc.collect()
+assert gone() is not None
+other = Lasting()
+other.itself = other
+gone = weakref.ref(other)
+del other
+for _ in range(100_000):
+    [].append([])
+    if gone() is None: break
+    keep = [[] for _ in range(2_000)]
+assert gone() is None, "what came later goes by itself"
+"""
+
+
+def test_a_calm_collector_leaves_alone_what_was_there() -> None:
+    subprocess.run([sys.executable, "-c", CALM], check=True)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured() -> None:
+    assert gc.isenabled()
+    with no_collection():
+        assert not gc.isenabled()
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
