@@ -228,7 +228,7 @@ class EngineConfig:
 
     model: str = "shakespeare-mingru"  # a bundled name, a folder or a Hugging Face repo id
     device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
-    dtype: str = "auto"  # "auto" (cpu: float32; cuda: the checkpoint's) or a DtypeName
+    dtype: str = "auto"  # or "auto": as stored, where the device computes with that
     quantize: str = "none"  # at load: a Quantization, or "none" (the checkpoint as it is)
     max_slots: int = 256  # sequences that run at once
     max_step_tokens: int | None = None  # prompt tokens read in one step

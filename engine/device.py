@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.config import EngineConfig
+from engine.config import SCAN_CHUNK, EngineConfig
 from engine.errors import DeviceError
 from engine.ops import library
 
 log = logging.getLogger(__name__)
 
 # Prompt tokens per step: enough to fill the device, few enough that decode rows which share the
-# step do not wait long for their token.
-STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+# step do not wait long for their token. A processor is as quick with a chunk as with many; it takes
+# two, so that short prompts have a part beside a long one (engine/budget.py).
+STEP_TOKENS = {"cpu": 2 * SCAN_CHUNK, "cuda": 8192}
 
 MOST_HOST_STATE_BYTES = 2**32  # unless more is asked for
 
 _CGROUP = Path("/sys/fs/cgroup")
+_NATIVE_16_BITS = "bfloat16", "avx512_bf16"
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # there when NVIDIA's driver runs
 
 
@@ -73,10 +75,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str:
-    """ "auto" -> float32 on the CPU, `checkpoint_dtype` on a GPU; any other name stays."""
+    """ "auto" -> `checkpoint_dtype`, or float32 on a processor that has no instructions for it; any
+    other name stays."""
     if name != "auto":
         return name
-    return "float32" if device.type == "cpu" else checkpoint_dtype
+    if device.type == "cpu" and (checkpoint_dtype, library.cpu_isa()) != _NATIVE_16_BITS:
+        return "float32"
+    return checkpoint_dtype
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,7 +29,10 @@ Model = Annotated[str, Option(help="A bundled name, a folder or a Hugging Face r
 Device = Annotated[str, Option(help='"auto", "cpu", "cuda" or "cuda:N".')]
 Dtype = Annotated[
     str,
-    Option(help='"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else as stored.'),
+    Option(
+        help='"float32", "bfloat16", "float16"; "auto": as stored, '
+        "or float32 on a CPU without AVX-512 BF16."
+    ),
 ]
 Quantize = Annotated[str, Option(help='Of the weights, at load: "none", "int8" or "fp8".')]
 Deterministic = Annotated[

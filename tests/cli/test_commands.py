@@ -25,6 +25,8 @@ from engine.messages import Request, SamplingParams, pack_ids
 from engine.training.evaluation import carried_loss
 from tests.cli.conftest import TEXT, TINY, Minserve, command, environment
 
+EXACTLY = ["--device", "cpu", "--dtype", "float32"]  # whatever this processor has
+
 
 @contextmanager
 def started(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -113,7 +115,7 @@ def test_train_takes_another_tokenizer(minserve: Minserve, text_file: Path, tmp_
 def test_score_is_the_carried_loss_of_the_text(
     minserve: Minserve, trained: Path, text_file: Path
 ) -> None:
-    done = minserve("score", text_file, "--model", trained, "--device", "cpu", "--json")
+    done = minserve("score", text_file, "--model", trained, *EXACTLY, "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     model, _ = load_model(trained, "cpu", "float32")
@@ -235,7 +237,7 @@ def test_convert_writes_a_folder_that_scores_the_same(
     assert done.returncode == 0, done.stderr
     assert "mingru" in done.stdout
     scores = [
-        json.loads(minserve("score", text_file, "--json", "--device", "cpu", "--model", it).stdout)
+        json.loads(minserve("score", text_file, "--json", *EXACTLY, "--model", it).stdout)
         for it in (trained, copy)
     ]
     assert scores[0] == scores[1]

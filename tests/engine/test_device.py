@@ -39,9 +39,15 @@ def test_a_machine_without_a_gpu_means_the_cpu_without_a_word(
     assert caplog.records == []
 
 
-def test_the_dtype_follows_the_device_unless_it_is_given() -> None:
+@pytest.mark.parametrize(("isa", "expected"), [("avx512", "float32"), ("avx512_bf16", "bfloat16")])
+def test_the_dtype_follows_the_device_unless_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, isa: str, expected: str
+) -> None:
+    monkeypatch.setattr(device.library, "cpu_isa", lambda: isa)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert device.resolve_dtype("auto", cpu, "bfloat16") == "float32"
+    assert device.resolve_dtype("auto", cpu, "bfloat16") == expected
+    assert device.resolve_dtype("auto", cpu, "float16") == "float32"
+    assert device.resolve_dtype("auto", cpu, "float32") == "float32"
     assert device.resolve_dtype("auto", cuda, "bfloat16") == "bfloat16"
     assert device.resolve_dtype("float16", cpu, "bfloat16") == "float16"
 
