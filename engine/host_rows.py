@@ -1,18 +1,21 @@
 """HostRows: kept states in main memory, one row each, and their copies to and from the device.
 
 A row is [cell | conv | logits] in fp32. Memory is taken in slabs, as rows are used. On a GPU the
-slabs are pinned, and what leaves the device does so on a stream of its own, behind no round: rows
-are gathered on the device first, so that the next round may write to where they lay.
+slabs are pinned, which takes milliseconds each, so a thread has the next ones ready; and what
+leaves the device does so on a stream of its own, behind no round: rows are gathered on the device
+first, so that the next round may write to where they lay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 SLAB_BYTES = 2**23
+SLABS_AHEAD = 8
 
 
 class HostRows:
@@ -24,6 +27,8 @@ class HostRows:
         self._device = device
         self._per_slab = max(1, min(rows, SLAB_BYTES // (4 * width))) if width else 1
         self._slabs: dict[int, Tensor] = {}  # [per_slab, width]
+        self._coming: dict[int, Future[Tensor]] = {}  # slabs that a thread makes
+        self._maker = ThreadPoolExecutor(1, "slabs") if device.type == "cuda" else None
         self._stream = self._saved = self._loaded = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -89,7 +94,20 @@ class HostRows:
         number, index = divmod(row, self._per_slab)
         slab = self._slabs.get(number)
         if slab is None:
-            slab = self._slabs[number] = torch.empty(
-                self._per_slab, self._width, pin_memory=self._stream is not None
-            )
+            slab = self._slabs[number] = self._taken(number)
         return slab, index
+
+    def _taken(self, number: int) -> Tensor:
+        """A slab that is used for the first time."""
+        if self._maker is None:
+            return self._made()
+        for later in range(number, min(number + SLABS_AHEAD, -(-self.rows // self._per_slab))):
+            if later not in self._slabs and later not in self._coming:
+                self._coming[later] = self._maker.submit(self._made)
+        try:
+            return self._coming.pop(number).result()
+        except Exception:  # there was no memory when it was made ahead; there may be by now
+            return self._made()
+
+    def _made(self) -> Tensor:
+        return torch.empty(self._per_slab, self._width, pin_memory=self._maker is not None)
