@@ -170,20 +170,18 @@ class PromptStep:
         """Writes the inputs, on the host; what the chunks do not need becomes padding."""
         tokens, ends = given.tokens.numpy(), given.cu_seqlens.numpy()
         slots, last = given.slots.numpy(), given.last.numpy()
-        begin = 0
-        drawn: list[int] = []
-        slots[len(chunks) :] = -1
-        ends[0], last[:] = 0, 0
-        for index, chunk in enumerate(chunks):
-            end = begin + len(chunk.tokens)
-            tokens[begin:end] = chunk.tokens
-            slots[index], ends[index + 1] = chunk.slot, end
-            if chunk.sample:
-                last[len(drawn)] = end - 1
-                drawn.append(chunk.slot)
-            begin = end
-        tokens[begin:] = 0
-        ends[len(chunks) + 1 :] = begin
+        count = len(chunks)
+        reached = np.cumsum([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
+        total = int(reached[-1]) if count else 0
+        tokens[:total] = np.frombuffer(b"".join([chunk.tokens for chunk in chunks]), np.int32)
+        tokens[total:] = 0
+        ends[0], ends[1 : count + 1], ends[count + 1 :] = 0, reached, total
+        slots[:count], slots[count:] = [chunk.slot for chunk in chunks], -1
+        drawn = [chunk.slot for chunk in chunks if chunk.sample]
+        last[: len(drawn)] = [
+            end - 1 for end, chunk in zip(reached.tolist(), chunks, strict=True) if chunk.sample
+        ]
+        last[len(drawn) :] = 0
         if given.drawing is not None:
             self._fill_drawing(given.drawing, drawn if draw else [])
 
