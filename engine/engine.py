@@ -174,8 +174,8 @@ class Engine:
         """Completes a round and returns what there is to tell, by client; the next round may be
         under way then.
 
-        `take_in` is called once the round is done: it may `add` and `abort`, so that nothing more
-        is delivered of a request that was aborted meanwhile.
+        `take_in` is called once the round is done, or has failed: it may `add` and `abort`, so that
+        nothing more is delivered of a request that was aborted meanwhile.
         """
         current, self._round = self._round or self._start(), None
         if current is None:
@@ -188,6 +188,8 @@ class Engine:
             self._fail(current.plan, error)
             if ahead is not None:
                 self._fail(ahead.plan, self._failure(ahead) or error)
+            if take_in is not None:
+                take_in()
             return self._scheduler.events()
         if take_in is not None:
             take_in()

@@ -141,6 +141,29 @@ def test_messages_taken_in_during_a_step_count_at_once() -> None:
     assert engine.step()["c"].requests == [1]
 
 
+def test_messages_taken_in_while_a_round_fails_count_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = FakeRunner(slots=1)
+    engine = Engine(runner)
+    for id in range(2):
+        engine.add("c", ask(id))
+    engine.step()
+    runner.failures = [RuntimeError("boom")]
+
+    def meanwhile() -> None:
+        engine.abort("c", [0, 1], "stop")
+        engine.add("c", ask(2, stream=False))
+
+    with caplog.at_level(logging.CRITICAL):
+        ends = ends_of(engine.step(meanwhile))
+    # Who took part in the round has failed: what its slot holds is good for nothing.
+    assert isinstance(ends["c", 0], Failed)
+    assert isinstance(ends["c", 1], Finished) and ends["c", 1].reason == "stop"
+    end = serve(engine)["c", 2]
+    assert isinstance(end, Finished) and end.tokens == recite(b"abc", 8)
+
+
 def test_timing_adds_up() -> None:
     clock = FakeClock()
     engine = Engine(FakeRunner(slots=1), clock)

@@ -9,7 +9,7 @@ the end nothing has leaked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.config import SCAN_CHUNK
@@ -37,6 +37,7 @@ class StrictRunner(FakeRunner):
     def __init__(self, **options: Any) -> None:
         super().__init__(vocab_size=VOCAB, eos=EOS, **options)
         self._begun: dict[int, int] = {}
+        self._seen: list[tuple[Sequence[int], list[int]]] = []  # prompts, and what was drawn
         self.violations: list[AssertionError] = []  # the engine would take them for a bad step
 
     def _carry_out(self, plan: Plan) -> StepResult:
@@ -63,18 +64,33 @@ class StrictRunner(FakeRunner):
             assert admission.source is None or admission.source >= slots
             self._begun[admission.key] = admission.cached_tokens
         result = super()._carry_out(plan)
+        for admission in plan.admit:
+            prompt = unpack_ids(admission.request.prompt)
+            self._seen.append((prompt, self.answers[admission.key]))
         for chunk in plan.prefill:
             self._check_end(self.requests[chunk.key], chunk.key, chunk.start + len(chunk.tokens))
         return result
 
+    def _partings(self, prompt: Sequence[int]) -> set[int]:
+        """Where the prompt may leave what the prefix cache knows."""
+        return {_common(prompt, [*text, *answer]) for text, answer in self._seen}
+
     def _check_end(self, request: Request, key: int, end: int) -> None:
-        length = len(unpack_ids(request.prompt))
-        anchor = max([self._begun[key], *(mark for mark in request.cache_points if mark < end)])
-        if end == length or end in request.cache_points:
+        prompt = unpack_ids(request.prompt)
+        marks = {*request.cache_points, *self._partings(prompt)}
+        # Of the places where it may part from known texts not all are taken.
+        anchors = {self._begun[key], *(mark for mark in marks if mark < end)}
+        if end == len(prompt) or end in marks:
             return
         budget = self.config.max_step_tokens
         assert budget is not None
-        assert budget < SCAN_CHUNK or (end - anchor) % SCAN_CHUNK == 0
+        assert budget < SCAN_CHUNK or any((end - anchor) % SCAN_CHUNK == 0 for anchor in anchors)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def full_answer(request: Request) -> tuple[list[int], str]:
