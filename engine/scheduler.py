@@ -44,8 +44,10 @@ from engine.waiting import WaitingQueue
 log = logging.getLogger(__name__)
 
 # Requests that a round admits at most while the device works beside the host: more would keep it
-# waiting for the host, now and, as they tend to end together, when they end.
+# waiting for the host, now and, as they tend to end together, when they end. But all slots are to
+# be taken within a few rounds.
 ADMITTED_AT_ONCE = 64
+ADMITTED_PART = 1 / 16  # of the slots
 
 
 class Scheduler(Lives):
@@ -88,7 +90,9 @@ class Scheduler(Lives):
             keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
         )
         self._on_loaded = on_loaded
-        self._most_admitted = ADMITTED_AT_ONCE if overlaps else sys.maxsize
+        self._most_admitted = sys.maxsize
+        if overlaps:
+            self._most_admitted = max(ADMITTED_AT_ONCE, int(ADMITTED_PART * slots))
         self._refusal: EngineError | None = None  # of everything new
         self._now = 0.0  # of the latest round's end
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
