@@ -95,7 +95,9 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train([str(path) for path in sources], trainer)
+    # Some are there to be read wrongly.
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in sources)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

@@ -27,6 +27,8 @@ PEAK_BAR = 0.95  # of the peak's tokens/s
 MEMORY_BAR = 64.0  # MiB more at the end of the overload than a third into it
 AFTER_BAR = 1.25  # times the normal median, end to end
 LOOK = 0.5  # seconds between looks at memory
+# Of cached states, which would fill gibibytes: this is full before memory is watched.
+CACHE_BYTES = 2**25
 
 UNANSWERED, IN_FLIGHT = NEVER = ("neither answered nor refused", "left in flight")
 
@@ -63,7 +65,12 @@ def load(subject: Subject, args: argparse.Namespace, *options: str) -> dict[str,
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All figures. Raises RuntimeError where the server does not start."""
-    settings = {"max_slots": args.slots, "max_waiting": args.waiting, "threads": args.threads}
+    settings = {
+        "max_slots": args.slots,
+        "max_waiting": args.waiting,
+        "threads": args.threads,
+        "host_state_bytes": CACHE_BYTES,
+    }
     with Subject(**settings) as subject:
         asyncio.run(subject.started())
         full = ["--arrivals", "closed", "--max-concurrency", str(args.slots)]
