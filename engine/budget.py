@@ -2,7 +2,8 @@
 
 Owners have equal parts, which go round where there are fewer chunks than owners; what one of them
 leaves goes to the others. Of an owner's sequences the one that was admitted first gets half of its
-part, the others the rest, least remaining first; what they leave goes to the first again.
+part, the others the rest, least remaining first; what they leave goes to the first again. A part of
+less than two chunks cannot be halved: then the first and the others take turns.
 
 Chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at its
 marks, from which the count begins anew. Where all marks are such multiples too, they change nothing
@@ -26,6 +27,7 @@ class PromptBudget:
         self._tokens = tokens
         self._step = 0
         self._read_at: dict[str, int] = {}  # owners that read in the latest step or still wait to
+        self._led: set[int] = set()  # keys of first ones that read while others of theirs did not
 
     def share(self, reading: Collection[Sequence]) -> Shares:
         """Who of `reading`, in order of admission, reads how many tokens in this step."""
@@ -34,7 +36,16 @@ class PromptBudget:
             by_owner.setdefault(sequence.owner, []).append(sequence)
         if len(by_owner) <= 1:
             self._read_at = {}
-            return self._within(list(reading), self._tokens)
+            shares = {owner: self._within(mine, self._tokens) for owner, mine in by_owner.items()}
+        else:
+            shares = self._between(by_owner)
+        self._led = {
+            mine[0].key for owner, mine in by_owner.items() if self._leads(mine, shares[owner])
+        }
+        return [share for some in shares.values() for share in some]
+
+    def _between(self, by_owner: dict[str, list[Sequence]]) -> dict[str, Shares]:
+        """How several owners share the step's tokens."""
         self._step += 1
         turns = {owner: self._read_at.get(owner, 0) for owner in by_owner}
         order = sorted(by_owner, key=turns.__getitem__)  # who has waited longest comes first
@@ -54,15 +65,17 @@ class PromptBudget:
         self._read_at = {
             owner: self._step if taken[owner] else turn for owner, turn in turns.items()
         }
-        return [share for owner in order for share in shares[owner]]
+        return shares
 
     def _within(self, reading: list[Sequence], tokens: int) -> Shares:
         """How one owner's sequences share its tokens."""
         if not reading or tokens == 0:
             return []
         first, *others = reading
-        half = max(tokens // 2 // SCAN_CHUNK, 1) * SCAN_CHUNK
-        left = tokens - self._chunk_length(first, min(half, tokens))
+        half = tokens // 2 // SCAN_CHUNK * SCAN_CHUNK
+        if not half and first.key not in self._led:
+            half = min(SCAN_CHUNK, tokens)
+        left = tokens - self._chunk_length(first, half)
         shares = []
         for sequence in sorted(others, key=lambda other: other.remaining):
             length = self._chunk_length(sequence, left)
@@ -73,6 +86,13 @@ class PromptBudget:
                 break
         length = self._chunk_length(first, tokens - sum(taken for _, taken in shares))
         return [(first, length), *shares] if length else shares
+
+    def _leads(self, reading: list[Sequence], shares: Shares) -> bool:
+        """Whether the others of `reading` come before its first next time."""
+        first = reading[0]
+        if not shares:
+            return first.key in self._led
+        return len(shares) < len(reading) and any(sequence is first for sequence, _ in shares)
 
     def _chunk_length(self, sequence: Sequence, available: int) -> int:
         """How many tokens its next chunk may have, when `available` are left of the budget.

@@ -24,9 +24,8 @@ from engine.ops import library
 log = logging.getLogger(__name__)
 
 # Prompt tokens per step: enough to fill the device, few enough that decode rows which share the
-# step do not wait long for their token. A processor is as quick with a chunk as with many; it takes
-# two, so that short prompts have a part beside a long one (engine/budget.py).
-STEP_TOKENS = {"cpu": 2 * SCAN_CHUNK, "cuda": 8192}
+# step do not wait long for their token. A processor is as quick with a chunk as with many.
+STEP_TOKENS = {"cpu": SCAN_CHUNK, "cuda": 8192}
 
 MOST_HOST_STATE_BYTES = 2**32  # unless more is asked for
 

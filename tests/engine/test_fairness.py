@@ -121,12 +121,12 @@ def reading(key: int, length: int, owner: str) -> Sequence:
     return Sequence(key, "c", ask(length, owner=owner), None, 0.0)
 
 
-def shared(budget: PromptBudget, sequences: list[Sequence]) -> Counter[str]:
+def shared(budget: PromptBudget, sequences: list[Sequence], in_chunks: bool = True) -> Counter[str]:
     """One step: what each owner reads in it."""
     tokens: Counter[str] = Counter()
     for sequence, length in budget.share(sequences):
         assert length > 0
-        assert length == sequence.remaining or length % SCAN_CHUNK == 0
+        assert not in_chunks or length == sequence.remaining or length % SCAN_CHUNK == 0
         sequence.position += length
         tokens[sequence.owner] += length
     return tokens
@@ -162,6 +162,32 @@ def test_parts_go_round_where_chunks_are_few(tokens: int) -> None:
             total[sequence.owner] += length
     for owner in "abcde":
         assert total[owner] >= 60 * tokens / 6 * 0.7, total
+
+
+@pytest.mark.parametrize("owners", ["a", "ab"])
+@pytest.mark.parametrize("tokens", [50, SCAN_CHUNK, 200])
+def test_the_first_and_the_others_take_turns_where_a_part_is_one_chunk(
+    tokens: int, owners: str
+) -> None:
+    """Neither waits for the other to end, however long it is or however many of them come."""
+    budget = PromptBudget(tokens)
+    long = [reading(key, 10**6, owner) for key, owner in enumerate(owners)]
+    brief: list[Sequence] = []
+    for step in range(120):
+        if step % (4 * len(owners)) == 0:
+            brief += [reading(1000 + step + key, 40, owner) for key, owner in enumerate(owners)]
+        asking = [*long, *(one for one in brief if one.remaining)]
+        shared(budget, asking, in_chunks=tokens >= SCAN_CHUNK)
+    assert sum(one.remaining > 0 for one in brief) <= len(owners), "the last ones"
+    for first in long:
+        assert first.position >= 0.4 * 120 / len(owners) * min(tokens, SCAN_CHUNK)
+
+
+def test_the_first_has_its_turn_also_when_others_never_end() -> None:
+    budget, first = PromptBudget(SCAN_CHUNK), reading(0, 10**6, "a")
+    for step in range(100):
+        shared(budget, [first, *(reading(1 + 9 * step + i, 100, "a") for i in range(9))])
+    assert first.position == 50 * SCAN_CHUNK
 
 
 def test_alone_an_owner_has_the_whole_step() -> None:

@@ -381,7 +381,7 @@ def test_the_resolved_config_has_no_open_choice(tmp_path: Path) -> None:
     runner = load(save_random_model(tmp_path / "my-model"), threads=None)
     config, info = runner.config, runner.info
     assert (config.device, config.dtype) == ("cpu", "float32")
-    assert config.max_step_tokens == 2 * SCAN_CHUNK
+    assert config.max_step_tokens == SCAN_CHUNK
     assert config.threads is not None and 1 <= config.threads <= len(os.sched_getaffinity(0))
     assert torch.get_num_threads() == config.threads
     assert (info.name, info.folder) == ("my-model", str(tmp_path / "my-model"))

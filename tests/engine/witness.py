@@ -37,7 +37,7 @@ class StrictRunner(FakeRunner):
     def __init__(self, **options: Any) -> None:
         super().__init__(vocab_size=VOCAB, eos=EOS, **options)
         self._begun: dict[int, int] = {}
-        self._seen: list[tuple[Sequence[int], list[int]]] = []  # prompts, and what was drawn
+        self._seen: list[tuple[Sequence[int], list[int], set[int]]] = []  # prompts, answers, marks
         self.violations: list[AssertionError] = []  # the engine would take them for a bad step
 
     def _carry_out(self, plan: Plan) -> StepResult:
@@ -65,22 +65,26 @@ class StrictRunner(FakeRunner):
             self._begun[admission.key] = admission.cached_tokens
         result = super()._carry_out(plan)
         for admission in plan.admit:
-            prompt = unpack_ids(admission.request.prompt)
-            self._seen.append((prompt, self.answers[admission.key]))
+            prompt, marks = unpack_ids(admission.request.prompt), self._marks(admission.request)
+            self._seen.append((prompt, self.answers[admission.key], marks))
         for chunk in plan.prefill:
             self._check_end(self.requests[chunk.key], chunk.key, chunk.start + len(chunk.tokens))
         return result
 
-    def _partings(self, prompt: Sequence[int]) -> set[int]:
-        """Where the prompt may leave what the prefix cache knows."""
-        return {_common(prompt, [*text, *answer]) for text, answer in self._seen}
+    def _marks(self, request: Request) -> set[int]:
+        """Where its prompt may be cut: at its own points and where it may leave what the prefix
+        cache knows, which is of others' texts all that they share, or no more than to a mark."""
+        prompt, marks = unpack_ids(request.prompt), set(request.cache_points)
+        for text, answer, others in self._seen:
+            shared = _common(prompt, [*text, *answer])
+            marks |= {shared, *(mark for mark in others if mark < shared)}
+        return marks
 
     def _check_end(self, request: Request, key: int, end: int) -> None:
-        prompt = unpack_ids(request.prompt)
-        marks = {*request.cache_points, *self._partings(prompt)}
+        marks = self._marks(request)
         # Of the places where it may part from known texts not all are taken.
         anchors = {self._begun[key], *(mark for mark in marks if mark < end)}
-        if end == len(prompt) or end in marks:
+        if end == request.prompt_tokens or end in marks:
             return
         budget = self.config.max_step_tokens
         assert budget is not None
