@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.config import EngineConfig
-from engine.delivery import Delivery, Inbox, Update
+from engine.delivery import Delivery, Inbox, Taps, Update
 from engine.errors import (
     BY_CODE,
     EngineDead,
@@ -75,6 +75,7 @@ class EngineClient:
         self._deliveries: dict[int, Delivery] = {}
         self.queued = Queued()  # those of them that have no slot yet
         self._holding = Holding()
+        self.taps = Taps()  # of inboxes that its deliveries are put into
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._asked: dict[int, asyncio.Future[StateReply]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []

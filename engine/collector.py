@@ -8,11 +8,13 @@ import gc
 def calm() -> None:
     """The collector leaves alone what lives as long as the process, which it would look through
     again and again: up to a third of a busy process's time, in pauses of a tenth of a second. It
-    still runs often: refusals leave cycles behind, and to free 50,000 objects at once takes a third
-    of a second.
+    runs less often than by default, since requests leave no cycles behind
+    (tests/service/test_garbage.py) and a few hundred of them at once are thousands of objects; but
+    often enough that what libraries leave is never much: to free 50,000 objects takes a third of a
+    second.
 
     To be called once all that is to last is there.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000, 20, 50)
+    gc.set_threshold(5_000, 10, 50)

@@ -39,6 +39,24 @@ class Update:
 Tap = Callable[[list["Delivery"]], list["Delivery"]]
 
 
+class Taps:
+    """Those that are to be asked in the event loop's next turn, in one go."""
+
+    def __init__(self) -> None:
+        self._inboxes: list[Inbox] = []
+
+    def add(self, inbox: Inbox) -> None:
+        """Its tap is asked, which is not going to be yet."""
+        if not self._inboxes:
+            asyncio.get_running_loop().call_soon(self._ask)
+        self._inboxes.append(inbox)
+
+    def _ask(self) -> None:
+        inboxes, self._inboxes = self._inboxes, []
+        for inbox in inboxes:
+            inbox.ask_tap()
+
+
 class Inbox:
     """Deliveries with news, each once, in the order in which they came; one task reads it.
 
@@ -46,11 +64,20 @@ class Inbox:
     turn of the event loop, and the task is woken for what the tap leaves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taps: Taps | None = None) -> None:
+        """`taps`: those that its own is asked with; they need not be one engine's."""
+        self._taps = taps or Taps()
         self._news: list[Delivery] = []
         self._waiter: asyncio.Future[None] | None = None
         self._tapping = False  # the tap is going to be asked
+        self._closed = False
         self.tap: Tap | None = None
+
+    def close(self) -> None:
+        """Nobody reads it any more: it forgets its news, and whatever is still put into it."""
+        self._closed = True
+        self._news.clear()
+        self.tap = None
 
     async def next(self) -> list[Delivery]:
         """All deliveries with news, of which `take` and `error` tell; waits for the first one."""
@@ -67,6 +94,8 @@ class Inbox:
 
     def put(self, delivery: Delivery) -> None:
         """A delivery has news, and was read since it last had some."""
+        if self._closed:
+            return
         self._news.append(delivery)
         if self._waiter is None or self._tapping or self._waiter.done():
             return
@@ -74,9 +103,10 @@ class Inbox:
             self._waiter.set_result(None)
         else:
             self._tapping = True
-            self._waiter.get_loop().call_soon(self._ask_tap)
+            self._taps.add(self)
 
-    def _ask_tap(self) -> None:
+    def ask_tap(self) -> None:
+        """Shows it the news, unless the task sees to them."""
         self._tapping = False
         waiter = self._waiter
         if waiter is None or waiter.done() or self.tap is None:

@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import messages
 from service.errors import ApiError, respond
 from service.keys import ApiKeys, Key, KeyRing, load_keys
 from service.playground import paths
-from service.scope import KEY_NAME, LEAST_PRIORITY
+from service.scope import KEY_NAME, LEAST_PRIORITY, header
 from service.settings import Settings
 
 # What tells nothing that is anybody's own.
@@ -61,16 +60,17 @@ class Access:
             return "admin"
         return "open" if self.keys is None else "key"
 
-    def admit(self, path: str, headers: Headers) -> Key | None:
-        """The key that opens `path`, None where none is needed. Raises ApiError: 401
+    def admit(self, scope: Scope) -> Key | None:
+        """The key that opens a request's path, None where none is needed. Raises ApiError: 401
         without a key that is known, 403 where it is not the admin's, and 404 for administration
         where there is no admin key."""
+        path = scope["path"]
         level = self.level(path)
         if level == "open":
             return None
         if level == "admin" and self._admin is None:
             raise ApiError(404, f"no such path: {path}", code="not_found")
-        shown = _shown_key(headers)
+        shown = _shown_key(scope)
         if shown is None:
             raise _unauthorized(
                 "no API key; send one in the header Authorization: Bearer KEY, or x-api-key: KEY"
@@ -105,7 +105,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                key = self.access.admit(scope["path"], Headers(scope=scope))
+                key = self.access.admit(scope)
             except ApiError as error:
                 return await respond(scope, error)(scope, receive, send)
             scope[KEY_NAME] = None if key is None else key.name
@@ -113,9 +113,9 @@ class KeyCheck:
         await self.app(scope, receive, send)
 
 
-def _shown_key(headers: Headers) -> bytes | None:
-    bearer = BEARER.fullmatch(headers.get("authorization", ""))
-    shown = bearer[1] if bearer else headers.get("x-api-key")
+def _shown_key(scope: Scope) -> bytes | None:
+    bearer = BEARER.fullmatch(header(scope, b"authorization") or "")
+    shown = bearer[1] if bearer else header(scope, b"x-api-key")
     return None if shown is None else shown.encode("latin-1")
 
 

@@ -17,15 +17,24 @@ import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from service.direct import Connection
 from service.errors import ApiError, from_validation
 from service.flight import Flight
 from service.grammars import get_grammars
 from service.lifecycle import get_lifecycle
 from service.runtime import Runtime, get_runtime
-from service.scope import ARRIVED, FLIGHT, KEY_NAME, LEAST_PRIORITY, RUNTIME, TRACE, header
+from service.scope import (
+    ARRIVED,
+    CONNECTION,
+    FLIGHT,
+    KEY_NAME,
+    LEAST_PRIORITY,
+    RUNTIME,
+    TRACE,
+    header,
+)
 from service.streaming import ClientGone
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -37,11 +46,13 @@ class StrictRequest(Request):
     async def read_body(self, seconds: float) -> None:
         """Reads the body, which is kept. Raises ClientGone, and ApiError 408 where it has not come
         in that time."""
+        connection: Connection | None = self.scope.get(CONNECTION)
+        if connection is not None and connection.has_body:
+            self._body = await self._read()
+            return
         try:
             async with asyncio.timeout(seconds):
-                await self.body()
-        except ClientDisconnect as error:
-            raise ClientGone from error
+                self._body = await self._read()
         except TimeoutError as error:
             raise ApiError(
                 408,
@@ -49,6 +60,16 @@ class StrictRequest(Request):
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from error
+
+    async def _read(self) -> bytes:
+        parts = []
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(parts)
 
     async def validated(self, model: type[Model]) -> Model:
         """The body as `model`. Raises ApiError 400."""
@@ -124,7 +145,9 @@ class ReadyRoute(APIRoute):
             get_lifecycle(request).check_ready()
             runtime = get_runtime(request)
             self.check_room(request)
-            strict = StrictRequest(request.scope, request.receive)
+            strict = request
+            if not isinstance(strict, StrictRequest):
+                strict = StrictRequest(request.scope, request.receive)
             given: dict[str, Any] = {}
             if query is not None:
                 given["query"] = strict.queried(query)
@@ -147,7 +170,7 @@ class ReadyRoute(APIRoute):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As `handle`, for a request that has this route's method, without FastAPI."""
         with self.entered(scope):
-            response = await self._admitted(Request(scope, receive))
+            response = await self._admitted(StrictRequest(scope, receive))
             await response(scope, receive, send)
 
     @cached_property

@@ -21,7 +21,7 @@ from service.front_door import FrontDoor
 from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
-from service.middleware import Account, RequestIds
+from service.middleware import Account
 from service.openapi import describe_access
 from service.routes import (
     admin,
@@ -126,5 +126,4 @@ def create_app(
     app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
-    app.add_middleware(RequestIds)
     return app

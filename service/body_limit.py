@@ -56,10 +56,12 @@ class BodyLimit:
                 await send(message)
 
         announced = header(scope, b"content-length") or ""
-        if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
-            received = most + 1
-            return await respond(scope, _error(most))(scope, receive, send_then_discard)
-        await self.app(scope, counted, send_then_discard)
+        if not announced.isdigit():
+            return await self.app(scope, counted, send_then_discard)
+        if len(announced) <= 18 and int(announced) <= most:
+            return await self.app(scope, receive, send)  # the server lets no more of it come
+        received = most + 1
+        await respond(scope, _error(most))(scope, receive, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:
         """Sends the last message of an answer, but reads the body's rest before it is the last."""

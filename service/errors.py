@@ -194,6 +194,20 @@ def methods_of(request: Request) -> set[str]:
     return found
 
 
+def forget(error: BaseException) -> None:
+    """It has been dealt with: lets go of where it, and those that led to it, came by. Frames often
+    know the error that passes them: a circle, left to the garbage collector with all else that they
+    know."""
+    met: set[int] = set()
+    reasons: list[BaseException | None] = [error]
+    while reasons:
+        reason = reasons.pop()
+        if reason is not None and id(reason) not in met:
+            met.add(id(reason))
+            reason.__traceback__ = None
+            reasons += [reason.__cause__, reason.__context__]
+
+
 def respond(scope: Scope, error: ApiError) -> Response:
     """The answer that tells an error; the request's scope has its code from now on."""
     scope[ERROR_CODE] = error.body["error"]["code"]

@@ -51,7 +51,7 @@ class Flight:
         self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
-        self._inbox = Inbox()
+        self._inbox = Inbox(client.taps)
         self._deliveries: list[Delivery] = []
         self._latest: list[float | None] = []  # when tokens of each came last
         self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
@@ -73,7 +73,7 @@ class Flight:
         self._release(self._reserved)
         self._leave()
         self._open.clear()
-        self._inbox.tap = None  # which holds this flight
+        self._inbox.close()
         if self._borrowed:
             task = asyncio.get_running_loop().create_task(self._give_back())
             _tasks.add(task)  # which the loop itself would forget
@@ -101,10 +101,13 @@ class Flight:
 
     def _leave(self) -> None:
         """Nobody reads an answer any more."""
-        since, rounds = time.perf_counter(), self._client.rounds
+        if not self._open:
+            return
+        client, metrics = self._client, self._metrics
+        since, rounds = time.perf_counter(), client.rounds
 
         def note() -> None:
-            self._metrics.released(since, self._client.rounds - rounds)
+            metrics.released(since, client.rounds - rounds)
 
         for delivery in self._deliveries:
             if delivery.id in self._open:
@@ -167,6 +170,11 @@ class Flight:
         if request in self._open:
             reason: FinishReason = "stop"
             self._client.abort([request], reason, [] if kept is None else [kept])
+
+    @property
+    def is_over(self) -> bool:
+        """All that it has asked has come."""
+        return not self._open
 
     @property
     def is_cut(self) -> bool:

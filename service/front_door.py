@@ -12,11 +12,15 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.errors import EngineError
 from service.admission import ReadyRoute
-from service.scope import SEND
+from service.direct import connect
+from service.errors import ApiError, forget, from_engine, respond
+from service.scope import CONNECTION, FLIGHT, RUNTIME
+
+BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
 
 
 class FrontDoor(FastAPI):
@@ -34,28 +38,41 @@ class FrontDoor(FastAPI):
 
     def build_middleware_stack(self) -> ASGIApp:
         """As it is built for all other paths; the shorter way is built beside it."""
-        expected = {**self.exception_handlers}
-        unexpected = expected.pop(Exception)
-        app: ASGIApp = ExceptionMiddleware(self._to_route, expected)
+        app: ASGIApp = self._to_route
         for middleware, arguments, options in reversed(self.user_middleware):
             app = middleware(app, *arguments, **options)
-        self._short = ServerErrorMiddleware(app, handler=unexpected)
+        self._short = ServerErrorMiddleware(app, handler=self.exception_handlers[Exception])
         return super().build_middleware_stack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SEND] = send
-        short = self._short
+        connect(scope, send)
+        try:
+            await self._way(scope)(scope, receive, send)
+        finally:
+            # The server keeps a connection's latest scope, and the connection knows it: a circle,
+            # which would leave all that the request has brought to the garbage collector.
+            for name in BROUGHT:
+                scope.pop(name, None)
+
+    def _way(self, scope: Scope) -> ASGIApp:
         if (
-            short is not None
-            and scope["type"] == "http"
-            and scope["path"] in self._routes
-            and scope["method"] == "POST"
+            self._short is None
+            or scope["type"] != "http"
+            or scope["path"] not in self._routes
+            or scope["method"] != "POST"
         ):
-            scope["app"] = self
-            await short(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+            return super().__call__
+        scope["app"] = self
+        return self._short
 
     async def _to_route(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = scope["route"] = self._routes[scope["path"]]
-        await route.answer(scope, receive, send)
+        try:
+            return await route.answer(scope, receive, send)
+        except EngineError as error:
+            response = respond(scope, from_engine(error))
+            forget(error)
+        except ApiError as error:
+            response = respond(scope, error)
+            forget(error)
+        await response(scope, receive, send)

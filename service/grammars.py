@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 from fastapi import Request
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from engine.errors import EngineError
 from engine.messages import Grammar, ModelInfo
@@ -173,6 +173,7 @@ class RequestCheck:
     """`GrammarCheck.check` on behalf of a request, whose body has been read."""
 
     _grammars: GrammarCheck
+    _scope: Scope
     _receive: Receive
     _owner: str  # of the request
 
@@ -181,9 +182,10 @@ class RequestCheck:
         work = self._grammars.check(grammar, info, self._owner)
         if self._grammars.knows(grammar, info):
             return await work
-        return await unless_client_leaves(self._receive, work)
+        return await unless_client_leaves(self._scope, self._receive, work)
 
 
 def get_grammars(request: Request) -> RequestCheck:
     """The application's, as a FastAPI dependency."""
-    return RequestCheck(request.app.state.grammars, request.receive, request.scope[FLIGHT].owner)
+    scope = request.scope
+    return RequestCheck(scope["app"].state.grammars, scope, request.receive, scope[FLIGHT].owner)

@@ -11,6 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from service.direct import WatchedProtocol
 from service.errors import ApiError
 from service.wire import encode
 
@@ -18,7 +19,7 @@ MOST_HEAD_BYTES = 64 * 2**10  # of the path and all names and values; while it c
 TELLS_HEADS = hasattr(AutoHTTPProtocol, "on_headers_complete")
 
 
-class BoundedHeads(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class BoundedHeads(WatchedProtocol):
     """uvicorn's HTTP protocol, which answers 431 to a head that is too large."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What wraps every request, as plain ASGI: request ids, HTTP metrics and the access log."""
+"""What wraps every request, as plain ASGI: its id, HTTP metrics and the access log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access_log import AccessLog, Exchange, timestamp
-from service.errors import SERVER
+from service.errors import SERVER, forget
 from service.flight import Flight
 from service.metrics import ENDPOINTS, Metrics
 from service.scope import (
@@ -30,32 +30,10 @@ INFERENCE_PATHS = {f"/v1/{endpoint}" for endpoint in ENDPOINTS}
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
-class RequestIds:
-    """Takes a client's x-request-id over, or makes one, and answers with it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        given = header(scope, b"x-request-id") or ""
-        # Ids tell requests apart and are no secrets, so they need not come from the kernel.
-        request_id = given if GOOD_ID(given) else f"{random.getrandbits(128):032x}"
-        scope[REQUEST_ID] = request_id
-        added = (b"x-request-id", request_id.encode())
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
-                message = {**message, "headers": [*headers, added]}
-            await send(message)
-
-        await self.app(scope, receive, send_with_id)
-
-
 class Account:
-    """Counts, times and logs requests, by route template; ends those whose client has left."""
+    """Gives each request an id (its client's x-request-id, or a new one), with which it is
+    answered; counts, times and logs it by its route's template; ends it where its client has
+    left."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: AccessLog) -> None:
         self.app = app
@@ -67,17 +45,25 @@ class Account:
             return await self.app(scope, receive, send)
         status = 500
         scope[ARRIVED] = start = time.perf_counter()
+        given = header(scope, b"x-request-id")
+        # Ids tell requests apart and are no secrets, so they need not come from the kernel.
+        request_id = given if given and GOOD_ID(given) else f"{random.getrandbits(128):032x}"
+        scope[REQUEST_ID] = request_id
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+                headers.append((b"x-request-id", request_id.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
             await self.app(scope, receive, send_and_note)
-        except ClientGone:
+        except ClientGone as error:
             status = CLIENT_CLOSED
+            forget(error)
         except Exception:  # which is answered outside of all this
             scope[ERROR_CODE] = SERVER
             raise

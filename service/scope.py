@@ -11,9 +11,8 @@ LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key m
 RUNTIME = "minserve.runtime"  # service.runtime.Runtime that the request began with
 FLIGHT = "minserve.flight"  # service.flight.Flight of a request for the model
 ERROR_CODE = "minserve.error_code"  # of the error that the client got
-# The server's own `send`. What wraps it looks at an answer's start and end only, so that parts in
-# the middle of a stream can go straight to it.
-SEND = "minserve.send"
+PROTOCOL = "minserve.protocol"  # service.direct.WatchedProtocol, until the request is taken on
+CONNECTION = "minserve.connection"  # service.direct.Connection, where the server is our own
 OUTCOME = "minserve.outcome"  # where the status cannot tell it, and of all that has ended
 STATUS = "minserve.status"  # of what has ended
 TRACE = "minserve.trace"  # service.traces.Trace, where traces are taken

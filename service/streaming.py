@@ -18,13 +18,20 @@ from starlette.types import Receive, Scope, Send
 
 from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
-from service.direct import Write, direct_write
+from service.direct import Connection, Write, gathered
 from service.errors import ApiError, from_engine
 from service.flight import Flight
-from service.scope import ERROR_CODE, OUTCOME, SEND
+from service.scope import CONNECTION, ERROR_CODE, OUTCOME
 from service.wire import DONE, event
 
 logger = logging.getLogger(__name__)
+
+# Proxies must pass events on as they come.
+HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 T = TypeVar("T")
 
@@ -33,21 +40,20 @@ class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects: then raises
     ClientGone. The request's body must have been read."""
     task = asyncio.current_task()
     assert task is not None
     left = over = False
 
-    def note(watcher: asyncio.Task[None]) -> None:
+    def note() -> None:
         nonlocal left
-        if not (over or watcher.cancelled()):
+        if not over:
             left = True
             task.cancel()
 
-    watcher = asyncio.create_task(_disconnect(receive))
-    watcher.add_done_callback(note)
+    unwatch = _watch(scope, receive, note)
     try:
         return await work
     except asyncio.CancelledError:
@@ -56,7 +62,22 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -
         raise
     finally:
         over = True
-        watcher.cancel()
+        unwatch()
+
+
+def _watch(scope: Scope, receive: Receive, on_lost: Callable[[], None]) -> Callable[[], object]:
+    """Has `on_lost` called when the client leaves. Returns what ends that."""
+    connection: Connection | None = scope.get(CONNECTION)
+    if connection is not None:
+        return connection.watch(on_lost)
+
+    def note(watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled():
+            on_lost()
+
+    watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(note)
+    return watcher.cancel
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -89,35 +110,38 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, chunks: Chunks) -> None:
-        # Proxies must pass events on as they come.
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.init_headers(headers)
-        del self.headers["content-length"]
+        self.raw_headers = list(HEADERS)
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_client_leaves(receive, self._send_all(scope, send))
+            await unless_client_leaves(scope, receive, self._send_all(scope, send))
         except ClientGone:
             scope[OUTCOME] = "cancelled"
             raise
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        started = False
-        write = scope.get(SEND, send)
+        started = over = False
+        connection: Connection | None = scope.get(CONNECTION)
+        write = send if connection is None else connection.send
         # A generator that is not run to its end keeps its engine requests until it is closed.
         async with aclosing(self._chunks) as chunks:
             try:
                 async for chunk in chunks:
-                    begins, started = not started, True
-                    if begins:
-                        start = {"type": "http.response.start", "status": 200}
+                    over = chunk.endswith(DONE)
+                    body = {"type": "http.response.body", "body": chunk, "more_body": not over}
+                    if started:
+                        await write(body)
+                        continue
+                    started = True
+                    start = {"type": "http.response.start", "status": 200}
+                    with gathered(connection):
                         await send({**start, "headers": self.raw_headers})
-                    await write({"type": "http.response.body", "body": chunk, "more_body": True})
-                    if begins and (direct := direct_write(write)) is not None:
+                        await write(body)
+                    if connection is not None and (direct := connection.writer()) is not None:
                         chunks.write_through(direct)
             except Exception as error:
                 if not started:
@@ -125,10 +149,11 @@ class EventStream(Response):
                 scope[OUTCOME] = "error"
                 if not isinstance(error, EngineError):
                     logger.exception("unexpected error in a stream")
-                body = error_body(error)
-                scope[ERROR_CODE] = body["error"]["code"]
-                await write({"type": "http.response.body", "body": event(body), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                told = error_body(error)
+                scope[ERROR_CODE] = told["error"]["code"]
+                await write({"type": "http.response.body", "body": event(told), "more_body": True})
+        if not over:
+            await write({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -179,7 +204,7 @@ async def event_chunks(
                 raise came
             chunk += render_error(which, came)
         held += chunk
-        if served and held:
+        if served and held and not flight.is_over:
             yield held
             held = b""
     yield held + last() + DONE

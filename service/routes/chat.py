@@ -66,7 +66,8 @@ async def chat_completions(
             runtime, flight, tasks, view.render, view.render_error, view.last, view.template
         )
         return EventStream(chunks)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    work = gather(runtime, flight, tasks)
+    outcomes = await unless_client_leaves(request.scope, request.receive, work)
     tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
 

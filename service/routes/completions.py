@@ -77,7 +77,8 @@ async def completions(
             runtime, flight, tasks, view.render, view.render_error, view.last, view.template
         )
         return EventStream(chunks)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, drawn))
+    work = gather(runtime, flight, drawn)
+    outcomes = await unless_client_leaves(request.scope, request.receive, work)
     tokens = echoed + sum(len(outcome.tokens) for outcome in outcomes)
 
     def answer() -> JSONResponse:

@@ -75,7 +75,7 @@ async def score(
     else:
         tasks = await _item_tasks(body, body.items or [], runtime, flight, timeout)
     work = _run(flight, tasks, timeout, priority)
-    scored = await unless_client_leaves(request.receive, work)
+    scored = await unless_client_leaves(request.scope, request.receive, work)
     tokens = sum(len(task.tokens) for task in tasks)
     cached = sum(one.finished.cached_tokens for one in scored if one.finished)
 

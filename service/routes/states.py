@@ -88,7 +88,7 @@ async def create(
         priority=priority,
         **{**use.fields(), "keep": keep},
     )
-    finished = await unless_client_leaves(request.receive, read_whole(flight))
+    finished = await unless_client_leaves(request.scope, request.receive, read_whole(flight))
     told = {**(kept_state(finished) or {}), "model": runtime.model_name}
     return JSONResponse({**told, "usage": usage(len(ids), 0, finished.cached_tokens)})
 

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from service.stalled import MeteredProtocol
 from tests.engine.fake import FakeRunner
 from tests.service.harness import Service, running
 
@@ -58,6 +59,7 @@ def _config(app: FastAPI, keep_alive: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         port=0,
+        http=MeteredProtocol,
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=5,

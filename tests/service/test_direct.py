@@ -1,18 +1,22 @@
-"""Streams over a real socket, whose tokens are written without waking a task: nothing is missing,
-nothing comes twice, and clients that do not read or have left are left to the server's `send`."""
+"""What goes past ASGI on the server's own connection: streams whose tokens are written without
+waking a task (nothing is missing, nothing comes twice, and clients that do not read or have left
+are left to the server's `send`), answers in one piece, word of clients that leave."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from service import streaming
-from service.direct import Write, direct_write
+from service.direct import Connection, GatheringTransport, Write, connect, gathered
+from service.scope import CONNECTION, PROTOCOL
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import listening
 
@@ -24,9 +28,10 @@ def test_a_stream_is_what_its_plain_answer_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:
     written = []
+    writer = Connection.writer
 
-    def counting(send: Any) -> Write | None:
-        write = direct_write(send)
+    def counting(connection: Connection) -> Write:
+        write = writer(connection)
 
         def count(data: bytes) -> bool:
             went = write is not None and write(data)
@@ -35,7 +40,7 @@ def test_a_stream_is_what_its_plain_answer_is(
 
         return count
 
-    monkeypatch.setattr(streaming, "direct_write", counting)
+    monkeypatch.setattr(Connection, "writer", counting)
     body = {"prompts": PROMPTS, "max_tokens": 60, "temperature": 0, "stop": ["tu", "never"]}
     runner = fake_runner(save_byte_tokenizer(tmp_path), step_seconds=0.002)
     with listening(runner) as (url, _):
@@ -63,38 +68,133 @@ def test_a_stream_is_what_its_plain_answer_is(
     assert gaps > len(PROMPTS), "deliveries that nobody counted"
 
 
-def _cycle() -> Any:
-    cycle = RequestResponseCycle.__new__(RequestResponseCycle)
-    cycle.chunked_encoding = True
-    cycle.disconnected = cycle.response_complete = False
-    written: list[bytes] = []
-    cycle.transport = SimpleNamespace(write=written.append, written=written)
-    cycle.flow = SimpleNamespace(write_paused=False)
-    return cycle
+class Wire:
+    """A transport that remembers what came when."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closed_after: int | None = None
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def close(self) -> None:
+        self.closed_after = len(self.written)
+
+
+def connection_on(wire: Wire, **cycle: Any) -> tuple[Connection, Any]:
+    """A request's connection, and what uvicorn knows of it."""
+    known = {
+        "transport": GatheringTransport(cast("asyncio.Transport", wire)),
+        "chunked_encoding": True,
+        "disconnected": False,
+        "response_complete": False,
+        "more_body": False,
+        "flow": SimpleNamespace(write_paused=False, resume_reading=lambda: None),
+    }
+    seen = SimpleNamespace(**(known | cycle))
+    protocol = SimpleNamespace(on_lost=None)
+    seen.protocol = protocol
+
+    async def send(message: Any) -> None:
+        seen.transport.write(message.get("body", b"head"))
+        if message.get("last"):
+            seen.transport.close()
+
+    return Connection(cast("Any", protocol), seen, send), seen
 
 
 @pytest.mark.parametrize("what", ["paused", "left", "over"])
 def test_nothing_is_written_where_that_would_have_to_wait_or_is_pointless(what: str) -> None:
-    cycle = _cycle()
-    write = direct_write(cycle.send)
+    wire = Wire()
+    connection, seen = connection_on(wire)
+    write = connection.writer()
     assert write is not None
     assert write(b"ten bytes!") and write(b"")
-    assert cycle.transport.written == [b"a\r\nten bytes!\r\n"]
+    assert wire.written == [b"a\r\nten bytes!\r\n"]
     match what:
         case "paused":
-            cycle.flow.write_paused = True
+            seen.flow.write_paused = True
         case "left":
-            cycle.disconnected = True
+            seen.disconnected = True
         case "over":
-            cycle.response_complete = True
+            seen.response_complete = True
     assert not write(b"more")
-    assert len(cycle.transport.written) == 1
+    assert len(wire.written) == 1
 
 
-def test_only_a_chunked_answer_of_the_server_itself_is_written_directly() -> None:
+def test_only_a_chunked_answer_is_written_directly() -> None:
+    connection, _ = connection_on(Wire(), chunked_encoding=False)
+    assert connection.writer() is None
+
+
+async def test_an_answer_leaves_in_one_piece_before_its_connection_is_closed() -> None:
+    wire = Wire()
+    connection, _ = connection_on(wire)
+    with gathered(connection):
+        await connection.send({})
+        await connection.send({"body": b", body", "last": True})
+    assert (wire.written, wire.closed_after) == ([b"head, body"], 1)
+    await connection.send({"body": b"at once"})
+    assert wire.written[1:] == [b"at once"]
+
+
+async def test_a_head_leaves_though_its_body_fails() -> None:
+    wire = Wire()
+    connection, _ = connection_on(wire)
+    with pytest.raises(TypeError), gathered(connection):
+        await connection.send({})
+        await connection.send({"body": None})
+    assert wire.written == [b"head"]
+
+
+async def test_who_watches_is_told_that_the_client_left() -> None:
+    connection, seen = connection_on(Wire())
+    told: list[str] = []
+    unwatch = connection.watch(lambda: told.append("first"))
+    seen.protocol.on_lost()
+    assert told == ["first"]
+    # The next request of the connection begins before the first has cleaned up.
+    connection.watch(lambda: told.append("next"))
+    unwatch()
+    seen.protocol.on_lost()
+    assert told == ["first", "next"]
+
+
+async def test_who_comes_late_is_told_soon() -> None:
+    connection, _ = connection_on(Wire(), disconnected=True)
+    told: list[str] = []
+    connection.watch(lambda: told.append("left"))
+    assert not told
+    await asyncio.sleep(0)
+    assert told == ["left"]
+
+
+def test_another_server_gives_no_connection() -> None:
     async def send(message: Any) -> None: ...
 
-    assert direct_write(send) is None
-    cycle = _cycle()
-    cycle.chunked_encoding = False
-    assert direct_write(cycle.send) is None
+    scope: dict[str, Any] = {}
+    connect(scope, send)
+    connect(scope | {PROTOCOL: object()}, send)
+    assert CONNECTION not in scope
+
+
+def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
+    """Each has a watch of its own on the one connection."""
+    runner = fake_runner(save_byte_tokenizer(tmp_path), step_seconds=0.002)
+    asked = {"max_tokens": 9, "ignore_eos": True}
+    bodies = [json.dumps({"prompts": [prompt], **asked}).encode() for prompt in PROMPTS]
+    with listening(runner) as (url, _):
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            for i, body in enumerate(bodies):
+                last = b"connection: close\r\n" if i == len(bodies) - 1 else b""
+                client.sendall(
+                    b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n%bcontent-length: %d\r\n\r\n%b"
+                    % (last, len(body), body)
+                )
+            came = b"".join(iter(partial(client.recv, 65536), b""))
+    answers = came.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    usages = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"] for answer in answers]
+    assert [usage["prompt_tokens"] for usage in usages] == [len(prompt) for prompt in PROMPTS]
+    assert [usage["completion_tokens"] for usage in usages] == [9] * len(PROMPTS)

@@ -18,6 +18,8 @@ ERROR = StepFailed("a step failed")
 class Arrivals:
     """A flight to which this comes."""
 
+    is_over = False
+
     def __init__(self, *batches: list[Arrival]) -> None:
         self._batches = batches
 

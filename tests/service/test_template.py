@@ -34,6 +34,8 @@ STOPS = st.lists(st.text("ab<é\n", min_size=1, max_size=3), max_size=3)
 class _Flight:
     """Brings updates of one request."""
 
+    is_over = False
+
     def __init__(self, updates: list[Update]) -> None:
         self._updates = updates
         self.stopped = False

@@ -1,0 +1,97 @@
+"""Requests leave nothing behind that only the garbage collector could free: it would stop the
+server's only event loop, the longer the more there is."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.delivery import Delivery
+from service.errors import ApiError
+from service.flight import Flight
+from tests.service.harness import fake_runner, save_byte_tokenizer
+from tests.service.live import listening
+
+LONG, SHORT = {"max_tokens": 100_000, "ignore_eos": True}, {"max_tokens": 3}
+ASKED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "answers": ("generate", {"prompts": ["ka"], **SHORT}, 200),
+    "streams": ("generate", {"prompts": ["ka"], "stream": True, **SHORT}, 200),
+    "completions": ("completions", {"prompt": "ka", "n": 2, **SHORT}, 200),
+    "scores": ("score", {"texts": ["kakadu"]}, 200),
+    "wrong values": ("generate", {"prompts": ["ka"], "max_tokens": -1}, 400),
+    "wrong ids": ("generate", {"prompts": [[999]]}, 400),
+    "no such state": ("generate", {"prompts": ["ka"], "state": "none", **SHORT}, 404),
+    "a full queue": ("generate", {"prompts": ["ka"] * 2, **SHORT}, 429),
+}
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left() -> list[str]:
+    """What is there of requests, but for what the latest on each connection brought."""
+    return [type(one).__name__ for one in gc.get_objects() if isinstance(one, (Flight, Delivery))]
+
+
+def errors() -> int:
+    return sum(isinstance(one, ApiError) for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("what", ASKED)
+def test_what_a_request_brought_goes_with_it(tmp_path: Path, what: str) -> None:
+    path, body, status = ASKED[what]
+    runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
+    with (
+        listening(runner, max_waiting=1 if status == 429 else 8) as (url, service),
+        httpx.Client(base_url=f"{url}/v1") as client,
+        httpx.Client(base_url=f"{url}/v1") as other,
+    ):
+        if status == 429:
+            held = {"prompts": ["ka"] * 4, "stream": True, **LONG}
+            with other.stream("POST", "/generate", json=held):
+                before = len(left())
+                for _ in range(5):
+                    assert client.post(f"/{path}", json=body).status_code == status
+                assert (len(left()), errors()) == (before, 0)
+            return
+        for _ in range(5):
+            assert client.post(f"/{path}", json=body).status_code == status
+        client.get("/models")  # the connection's latest request
+        assert (left(), errors()) == ([], 0)
+        assert not service.lifecycle.runtime.flights
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("stream", [False, True])
+def test_so_does_what_a_client_that_left_had_asked(tmp_path: Path, stream: bool) -> None:
+    runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
+    with listening(runner) as (url, service):
+        body = httpx.Request("POST", url, json={"prompts": ["ka"], "stream": stream, **LONG})
+        host, _, port = url.removeprefix("http://").partition(":")
+        for _ in range(5):
+            with socket.create_connection((host, int(port)), timeout=30) as client:
+                client.sendall(b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n")
+                client.sendall(b"content-length: %d\r\n\r\n%b" % (len(body.content), body.content))
+                wait_for(lambda: service.lifecycle.runtime.flights)
+            wait_for(lambda: not service.lifecycle.runtime.flights)
+        wait_for(lambda: not left())
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
