@@ -14,7 +14,7 @@ from typing import Any
 from engine.client import Update
 from engine.messages import Finished, FinishReason, TokenLogprobs
 from service.stop import StopMatcher, StopStrings
-from service.tokenizer import Tokenizer
+from service.tokenizer import Decoder, Tokenizer
 
 # Stands for the logarithm of zero, which JSON cannot hold.
 LEAST_LOGPROB = -9999.0
@@ -69,8 +69,13 @@ class Answer:
         self._ended = False  # by one of them
         self._tokenizer = tokenizer
         self._context = [*before, *prompt] if before else prompt
-        self._decoder = tokenizer.decoder(after=self._context) if tokenizer else None
         self._plain = tokenizer.plain_texts if tokenizer else None
+        # Made where tokens are not all plain; what follows a token that has a text by itself does
+        # not depend on what was before it.
+        self._decoder: Decoder | None = None
+        clear = self._plain is not None and prompt and self._plain[prompt[-1]]
+        if tokenizer is not None and not clear:
+            self._decoder = tokenizer.decoder(after=self._context)
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
         self._emitted = 0  # characters: those without what a stop string cut off
@@ -108,7 +113,7 @@ class Answer:
             self._ended = token in self._ends
             if self._given is not None:
                 self._given.append(token)
-            text = self._decoder.feed(token) if self._decoder and not self._ended else ""
+            text = "" if self._ended else self._text_of((token,))
             self.completion_tokens += 1
             piece = Piece(text, self._decoded, self.completion_tokens, token, logprobs)
             self._decoded += len(text)
@@ -144,11 +149,11 @@ class Answer:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
         can belong to a stop string. Else takes nothing and returns False. For requests without
         log-probabilities, whose pieces are all that such a token's text is."""
-        plain, decoder = self._plain, self._decoder
-        if plain is None or decoder is None or self._ends or self.finish_reason is not None:
+        plain = self._plain
+        if plain is None or self._holds or self._ends or self.finish_reason is not None:
             return False
         # What may have to be kept in part is counted in `take`.
-        if decoder.holds or self._rule is not None or self._given is not None:
+        if self._rule is not None or self._given is not None:
             return False
         stop = self._stop
         if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
@@ -165,13 +170,30 @@ class Answer:
             return "".join([piece.text for piece in pieces]), tokens
         self.scores += update.scores
         self.finished = update.finished or self.finished
-        text = self._decoder.feed_all(update.tokens) if self._decoder else ""
+        text = self._text_of(update.tokens)
         self.completion_tokens += len(update.tokens)
         if update.finished is not None:
             text += self._end()
             self.finish_reason = update.finished.reason
         self._decoded += len(text)
         return text, update.tokens
+
+    @property
+    def _holds(self) -> bool:
+        """A part of a character has come."""
+        return self._decoder is not None and self._decoder.holds
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """The text that tokens add."""
+        if self._tokenizer is None:
+            return ""
+        if self._plain is not None and not self._holds:
+            text = self._plain.joined(tokens)
+            if text is not None:
+                return text
+        if self._decoder is None:
+            self._decoder = self._tokenizer.decoder()
+        return self._decoder.feed_all(tokens)
 
     def _end_kept(self, update: Update) -> list[Piece]:
         """The last piece of an answer that is over, once its state is kept."""
@@ -202,7 +224,7 @@ class Answer:
         return kept
 
     def _end(self) -> str:
-        tail = self._decoder.flush() if self._decoder else ""
+        tail = "" if self._decoder is None else self._decoder.flush()
         if self._stop is None:
             return tail
         return self._stop.feed(tail) + self._stop.flush()

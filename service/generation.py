@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,8 +26,7 @@ RUN_ON = 2**16  # tokens that an answer may have until its end is found here
 MOST_TOKENS = 2**31 - 1  # that a request may ask for
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(msgspec.Struct, frozen=True):
     """One prompt, and what to do with it."""
 
     prompt: array[int]

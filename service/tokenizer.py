@@ -63,6 +63,13 @@ class PlainTexts(dict[int, str | None]):
         known.update(token for token in tokens if self[token] is not None)
         return known.issuperset(tokens)
 
+    def joined(self, tokens: Sequence[int]) -> str | None:
+        """Their text; None where one of them has none."""
+        try:
+            return "".join(map(self.__getitem__, tokens))  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
     def __missing__(self, token: int) -> str | None:
         text: str | None
         try:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from engine.messages import pack_ids
+from engine.messages import Grammar, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, grouped, total_usage
 from service.errors import invalid
@@ -30,7 +30,7 @@ from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.states import FIELDS as STATES
-from service.states import check_points, kept_state, read_use
+from service.states import NO_STATES, check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import FIELDS, read_grammars
 from service.template import HOLE, Template, parts_of
@@ -67,7 +67,8 @@ async def generate(
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
         return _stream(runtime, flight, tasks, answer_id)
-    outcomes = await unless_client_leaves(request.receive, gather(runtime, flight, tasks))
+    work = gather(runtime, flight, tasks)
+    outcomes = await unless_client_leaves(request.scope, request.receive, work)
     tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: _answer(runtime, tasks, outcomes, answer_id))
 
@@ -92,37 +93,46 @@ async def _tasks(
 ) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     count = len(body.prompts)
-    columns = {name: _column(body, name) for name in PER_PROMPT if getattr(body, name) is not None}
-    nothing = [None] * count
+    given = body.model_fields_set
+    asked = [name for name in PER_PROMPT if name in given and getattr(body, name) is not None]
+    columns = {name: _column(body, name) for name in asked}
+    nothing: list[Any] = [None] * count
     stops = await read_stops(columns.get("stop", nothing), settings, tokenizer)
     timeouts, priorities = columns.get("timeout", nothing), columns.get("priority", nothing)
     sessions = [one for one in columns.get("session_id", nothing) if one is not None]
     if len(set(sessions)) < len(sessions):
         raise invalid("session_id", "names one session for several prompts; allowed: one turn each")
-    structured = [
-        {name: columns.get(name, nothing)[i] for name in STRUCTURED} for i in range(count)
-    ]
-    grammars = await read_grammars(
-        structured,
-        runtime,
-        check,
-        lambda i, field: _path(body, field, i),
-    )
+    sampling = [name for name in SAMPLING if name in columns]
+    states = [name for name in STATES if name in columns]
+    structured = [name for name in STRUCTURED if name in columns]
+    grammars: list[Grammar | None] = nothing
+    if structured:
+        fields = [{name: columns[name][i] for name in structured} for i in range(count)]
+        grammars = await read_grammars(fields, runtime, check, lambda i, it: _path(body, it, i))
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
-    sampling = [name for name in SAMPLING if name in columns]
+    made: dict[tuple[int, ...], SamplingParams] = {}  # by the very values: they are often the same
+    use = NO_STATES
     tasks = []
     for i, prompt in enumerate(body.prompts):
         values = {name: columns[name][i] for name in sampling}
-        params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
+        same = (*map(id, values.values()), id(grammars[i]))
+        params = made.get(same)
+        if params is None:
+            params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
+            if values.get("seed") is not None:  # else each has one of its own
+                made[same] = params
         timeout = read_timeout(timeouts[i], settings)
         priority = read_priority(priorities[i], flight.least_priority)
-        states = {name: columns.get(name, nothing)[i] for name in STATES}
-        use = await read_use(states, runtime, flight, timeout, prompt, partial(_path, body, i=i))
+        if states:
+            wanted = {name: columns[name][i] for name in states}
+            path = partial(_path, body, i=i)
+            use = await read_use(wanted, runtime, flight, timeout, prompt, path)
         ids = await read_prompt(
             prompt, f"prompts[{i}]", tokenizer, info, special=use.begins, may_be_empty=use.goes_on
         )
-        check_points(use, len(ids), partial(_path, body, i=i))
+        if states:
+            check_points(use, len(ids), path)
         size.add_prompt(len(ids))
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)

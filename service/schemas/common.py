@@ -33,12 +33,13 @@ class RequestModel(BaseModel):
     @classmethod
     def _name_unknown_field(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            fields = cls.model_fields
             for field in data:
-                if field not in cls.model_fields:
+                if field not in fields:
                     raise PydanticCustomError(
                         "unknown_field",
                         "unknown field; allowed: {allowed}",
-                        {"field": str(field), "allowed": ", ".join(cls.model_fields)},
+                        {"field": str(field), "allowed": ", ".join(fields)},
                     )
         return data
 
