@@ -42,19 +42,18 @@ class Metrics:
     def __init__(self, load: Callable[[], Stats], restarts: Callable[[], int]) -> None:
         """What the gauges tell is asked of `load` and `restarts`."""
         self.registry = CollectorRegistry()
-        first_token = self._histogram(
+        self._tallies: list[Tally] = []  # of all histograms
+        self._first_tokens = self._histogram(
             "time_to_first_token_seconds",
             "From an HTTP request's arrival until its first token; "
             "where it is not streamed, until the engine had it.",
         )
-        between_tokens = self._histogram(
+        self._gaps = self._histogram(
             "inter_token_latency_seconds",
             "Time per token after the first; one observation per delivery to a stream, "
             "or the mean of a request that is not streamed.",
             STEP_SECONDS,
         )
-        # Every stream feeds these with each of its deliveries.
-        self._first_tokens, self._gaps = Tally(first_token), Tally(between_tokens)
         self._end_to_end = self._histogram(
             "e2e_request_latency_seconds",
             "From an HTTP request's arrival until its last byte: generate, completions, chat.",
@@ -86,7 +85,8 @@ class Metrics:
             buckets=STEP_SECONDS,
             registry=self.registry,
         )
-        self._prefill_step, self._decode_step = map(steps.labels, ("prefill", "decode"))
+        self._prefill_step = self._tally(steps.labels("prefill"))
+        self._decode_step = self._tally(steps.labels("decode"))
         self._release_seconds = self._histogram(
             "disconnect_release_seconds",
             "From a client's leaving until the engine had ended its request.",
@@ -141,8 +141,14 @@ class Metrics:
         self._begin()
         self.registry.register(RestartsCollector(restarts))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Tally:
+        return self._tally(
+            Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
+        )
+
+    def _tally(self, histogram: Histogram) -> Tally:
+        self._tallies.append(Tally(histogram))
+        return self._tallies[-1]
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"minserve_{name}", text, labels, registry=self.registry)
@@ -223,8 +229,8 @@ class Metrics:
         if stats.prefill_tokens:
             self._prefill_step.observe(stats.prefill_seconds)
             self._prompt_tokens.inc(stats.prefill_tokens)
-        for _ in range(stats.decode_steps):
-            self._decode_step.observe(stats.decode_seconds)
+        if stats.decode_steps:
+            self._decode_step.observe(stats.decode_seconds, stats.decode_steps)
         if stats.decode_tokens:  # a prompt's step draws the answer's first one
             self._answer_tokens.inc(stats.decode_tokens)
         if stats.prefix_queries_tokens:
@@ -308,8 +314,8 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """All series as they are just now."""
-        self._first_tokens.flush()
-        self._gaps.flush()
+        for tally in self._tallies:
+            tally.flush()
         return Snapshot(self.registry)
 
 
