@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.errors import EngineError
 from engine.holding import Holding
 from engine.messages import Finished, Request, TokenLogprobs
 
 
-@dataclass(slots=True)
-class Update:
+class Update(msgspec.Struct):
     """What has come of one request since the last update.
 
     The tokens of a request that is not streamed come with `finished`, as tokens here too.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     # Runs in parallel to `tokens`; empty when the request asks for none.
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    scores: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = []
+    scores: list[TokenLogprobs] = []
     finished: Finished | None = None
 
     @property
