@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.direct import Connection
 from service.errors import ApiError, respond
-from service.scope import header
+from service.scope import CONNECTION, header
 
 DISCARDED = 64 * 2**20  # bytes at most
 DISCARD_SECONDS = 10.0  # at most
@@ -51,21 +52,24 @@ class BodyLimit:
         async def send_then_discard(message: Message) -> None:
             last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if last and received > most:
-                await self._end(message, receive, send)
+                await self._end(message, scope, receive, send)
             else:
                 await send(message)
 
         announced = header(scope, b"content-length") or ""
-        if not announced.isdigit():
-            return await self.app(scope, counted, send_then_discard)
-        if len(announced) <= 18 and int(announced) <= most:
-            return await self.app(scope, receive, send)  # the server lets no more of it come
-        received = most + 1
-        await respond(scope, _error(most))(scope, receive, send_then_discard)
+        if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
+            received = most + 1
+            return await respond(scope, _error(most))(scope, receive, send_then_discard)
+        if announced.isdigit() and CONNECTION in scope:  # httptools lets no more of it come
+            return await self.app(scope, receive, send)
+        await self.app(scope, counted, send_then_discard)
 
-    async def _end(self, message: Message, receive: Receive, send: Send) -> None:
+    async def _end(self, message: Message, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the last message of an answer, but reads the body's rest before it is the last."""
         await send({**message, "more_body": True})
+        connection: Connection | None = scope.get(CONNECTION)
+        if connection is not None:
+            connection.flush()  # a client may wait for it before it sends more
         left = DISCARDED
         try:
             async with asyncio.timeout(DISCARD_SECONDS):

@@ -49,7 +49,7 @@ class GatheringTransport:
             self._kept.append(data)
 
     def close(self) -> None:
-        self._leave()
+        self.flush()
         self._transport.close()
 
     @contextmanager
@@ -59,9 +59,10 @@ class GatheringTransport:
         try:
             yield
         finally:
-            self._leave()
+            self.flush()
 
-    def _leave(self) -> None:
+    def flush(self) -> None:
+        """Ends that early."""
         kept, self._kept = self._kept, None
         if kept:
             self._transport.write(b"".join(kept))
@@ -73,6 +74,7 @@ class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.on_lost: Callable[[], None] | None = None  # of the request that is being answered
+        self.lost = False
 
     def on_headers_complete(self) -> None:
         """httptools has read a head."""
@@ -81,6 +83,7 @@ class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.lost = True
         if self.on_lost is not None:
             self.on_lost()
 
@@ -94,8 +97,8 @@ class Connection:
         self._protocol = protocol
         self._cycle = cycle
         self._transport: GatheringTransport = cycle.transport
-        # The server's own. What wraps it looks at an answer's start and end only, so that parts in
-        # the middle of a stream can go straight to it.
+        # The server's own. What wraps it looks at the start of a stream only, so that the rest can
+        # go straight to it.
         self.send = send
 
     @property
@@ -106,11 +109,18 @@ class Connection:
     def watch(self, on_lost: Callable[[], None]) -> Callable[[], None]:
         """`on_lost` is called if the client leaves (soon, where it has) before what this returns
         is. The body has been read."""
-        if self._cycle.disconnected:
-            asyncio.get_running_loop().call_soon(on_lost)
-        self._cycle.flow.resume_reading()  # as `receive` does: else nobody hears of it
-        self._protocol.on_lost = on_lost
-        return partial(self._unwatch, on_lost)
+
+        def lost() -> None:
+            # uvicorn tells it to the latest request of the connection alone.
+            self._cycle.disconnected = True
+            on_lost()
+
+        if self._protocol.lost:
+            asyncio.get_running_loop().call_soon(lost)
+        else:
+            self._cycle.flow.resume_reading()  # as `receive` does
+        self._protocol.on_lost = lost
+        return partial(self._unwatch, lost)
 
     def _unwatch(self, on_lost: Callable[[], None]) -> None:
         # The next request of the connection may have begun its own watch.
@@ -120,6 +130,10 @@ class Connection:
     def gathered(self) -> AbstractContextManager[None]:
         """What is sent within leaves in one piece, at its end."""
         return self._transport.gathered()
+
+    def flush(self) -> None:
+        """What has been sent within `gathered` leaves now, and so does all that follows."""
+        self._transport.flush()
 
     def writer(self) -> Write | None:
         """Writes in the middle of a stream whose head has been sent. None where only `send`

@@ -291,6 +291,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--no-pin", action="store_true", help="leave cores to the scheduler")
     options.add_argument("--json", type=Path)
     args = options.parse_args(argv)
+    if args.rounds < 1:
+        options.error("--rounds: allowed: 1 and more")
     print_environment()
     figures: dict[str, Any] = {"window": args.window, "cases": []}
     with tempfile.TemporaryDirectory() as folder:

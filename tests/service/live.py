@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,3 +66,17 @@ def _config(app: FastAPI, keep_alive: int) -> uvicorn.Config:
         timeout_graceful_shutdown=5,
         timeout_keep_alive=keep_alive,
     )
+
+
+def address(url: str) -> tuple[str, int]:
+    """Host and port of such an address."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Until it holds. Fails after a while."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -15,10 +15,11 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from service.body_limit import DISCARD_SECONDS
 from service.direct import Connection, GatheringTransport, Write, connect, gathered
 from service.scope import CONNECTION, PROTOCOL
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
-from tests.service.live import listening
+from tests.service.live import address, listening, wait_for
 
 PROMPTS = ["a", "ka", "xyz"]
 
@@ -93,7 +94,7 @@ def connection_on(wire: Wire, **cycle: Any) -> tuple[Connection, Any]:
         "flow": SimpleNamespace(write_paused=False, resume_reading=lambda: None),
     }
     seen = SimpleNamespace(**(known | cycle))
-    protocol = SimpleNamespace(on_lost=None)
+    protocol = SimpleNamespace(on_lost=None, lost=False)
     seen.protocol = protocol
 
     async def send(message: Any) -> None:
@@ -154,6 +155,7 @@ async def test_who_watches_is_told_that_the_client_left() -> None:
     unwatch = connection.watch(lambda: told.append("first"))
     seen.protocol.on_lost()
     assert told == ["first"]
+    assert seen.disconnected, "uvicorn tells it to the latest request alone"
     # The next request of the connection begins before the first has cleaned up.
     connection.watch(lambda: told.append("next"))
     unwatch()
@@ -162,7 +164,8 @@ async def test_who_watches_is_told_that_the_client_left() -> None:
 
 
 async def test_who_comes_late_is_told_soon() -> None:
-    connection, _ = connection_on(Wire(), disconnected=True)
+    connection, seen = connection_on(Wire())
+    seen.protocol.lost = True
     told: list[str] = []
     connection.watch(lambda: told.append("left"))
     assert not told
@@ -173,10 +176,37 @@ async def test_who_comes_late_is_told_soon() -> None:
 def test_another_server_gives_no_connection() -> None:
     async def send(message: Any) -> None: ...
 
-    scope: dict[str, Any] = {}
-    connect(scope, send)
-    connect(scope | {PROTOCOL: object()}, send)
-    assert CONNECTION not in scope
+    for scope in ({}, {PROTOCOL: object()}):
+        connect(scope, send)
+        assert CONNECTION not in scope and PROTOCOL not in scope
+
+
+def test_what_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    """A client that waits for leave to go on gets the answer instead."""
+    with listening(fake_runner(save_byte_tokenizer(tmp_path)), max_body_bytes=100) as (url, _):
+        waits = b"content-length: 1000\r\nexpect: 100-continue"
+        goes_on = b"transfer-encoding: chunked"
+        for head in (waits, goes_on):
+            with socket.create_connection(address(url), timeout=DISCARD_SECONDS / 2) as client:
+                client.sendall(b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n%b\r\n\r\n" % head)
+                if head is goes_on:
+                    client.sendall(b"80\r\n%b\r\n" % bytes(128))  # and more, some time
+                assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_clients_that_leave_with_requests_behind_end_the_first_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = fake_runner(save_byte_tokenizer(tmp_path), step_seconds=0.002)
+    body = json.dumps({"prompts": ["ka"], "max_tokens": 100_000, "ignore_eos": True}).encode()
+    asked = b"POST /v1/generate HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n%b"
+    with listening(runner) as (url, service):
+        flights = service.lifecycle.runtime.flights
+        with socket.create_connection(address(url), timeout=30) as client:
+            client.sendall(asked % (len(body), body) * 2)
+            wait_for(lambda: flights)
+        wait_for(lambda: not flights)
+    assert not [record for record in caplog.records if "uvicorn" in record.name]
 
 
 def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
@@ -184,16 +214,17 @@ def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
     runner = fake_runner(save_byte_tokenizer(tmp_path), step_seconds=0.002)
     asked = {"max_tokens": 9, "ignore_eos": True}
     bodies = [json.dumps({"prompts": [prompt], **asked}).encode() for prompt in PROMPTS]
-    with listening(runner) as (url, _):
-        host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=30) as client:
-            for i, body in enumerate(bodies):
-                last = b"connection: close\r\n" if i == len(bodies) - 1 else b""
-                client.sendall(
-                    b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n%bcontent-length: %d\r\n\r\n%b"
-                    % (last, len(body), body)
-                )
-            came = b"".join(iter(partial(client.recv, 65536), b""))
+    with (
+        listening(runner) as (url, _),
+        socket.create_connection(address(url), timeout=30) as client,
+    ):
+        for i, body in enumerate(bodies):
+            last = b"connection: close\r\n" if i == len(bodies) - 1 else b""
+            client.sendall(
+                b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n%bcontent-length: %d\r\n\r\n%b"
+                % (last, len(body), body)
+            )
+        came = b"".join(iter(partial(client.recv, 65536), b""))
     answers = came.split(b"HTTP/1.1 200 OK\r\n")[1:]
     usages = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"] for answer in answers]
     assert [usage["prompt_tokens"] for usage in usages] == [len(prompt) for prompt in PROMPTS]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from engine.delivery import Delivery
 from service.errors import ApiError
 from service.flight import Flight
 from tests.service.harness import fake_runner, save_byte_tokenizer
-from tests.service.live import listening
+from tests.service.live import address, listening, wait_for
 
 LONG, SHORT = {"max_tokens": 100_000, "ignore_eos": True}, {"max_tokens": 3}
 ASKED: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -65,6 +64,7 @@ def test_what_a_request_brought_goes_with_it(tmp_path: Path, what: str) -> None:
                 before = len(left())
                 for _ in range(5):
                     assert client.post(f"/{path}", json=body).status_code == status
+                client.get("/models")  # the connection's latest request
                 assert (len(left()), errors()) == (before, 0)
             return
         for _ in range(5):
@@ -80,18 +80,10 @@ def test_so_does_what_a_client_that_left_had_asked(tmp_path: Path, stream: bool)
     runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
     with listening(runner) as (url, service):
         body = httpx.Request("POST", url, json={"prompts": ["ka"], "stream": stream, **LONG})
-        host, _, port = url.removeprefix("http://").partition(":")
         for _ in range(5):
-            with socket.create_connection((host, int(port)), timeout=30) as client:
+            with socket.create_connection(address(url), timeout=30) as client:
                 client.sendall(b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n")
                 client.sendall(b"content-length: %d\r\n\r\n%b" % (len(body.content), body.content))
                 wait_for(lambda: service.lifecycle.runtime.flights)
             wait_for(lambda: not service.lifecycle.runtime.flights)
         wait_for(lambda: not left())
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
