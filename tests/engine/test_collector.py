@@ -24,10 +24,10 @@ other = Lasting()
 other.itself = other
 gone = weakref.ref(other)
 del other
-for _ in range(100_000):
+for _ in range(20_000):
     [].append([])
     if gone() is None: break
-    keep = [[] for _ in range(2_000)]
+    keep = [[] for _ in range(10_000)]
 assert gone() is None, "what came later goes by itself"
 """
 

@@ -347,6 +347,7 @@ def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
     run(scheduler)
     scheduler.add("c", ask(1, length=200, max_tokens=1, cache_points=(150,)), 0)
     run(scheduler)  # admits 1, which gets no part of the budget
+    run(scheduler)  # but has its turn, and then it is the first's again
     scheduler.add("c", ask(2, length=200, max_tokens=1, cache_points=(150,)), 0)
     plan = scheduler.plan(0)
     scheduler.fail(plan, StepFailed("boom"))
