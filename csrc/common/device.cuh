@@ -27,6 +27,24 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
+// --- a constant that the compiler does not see, so that an instruction may have two of them
+
+__device__ __forceinline__ unsigned in_register(unsigned x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+// --- an addition to shared memory, if at all, without a branch
+
+__device__ __forceinline__ void add_if(bool wanted, unsigned* shared, unsigned at, unsigned more) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + at * 4;
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %2, 0;\n"
+      "@wanted red.shared.add.u32 [%0], %1;\n}" ::"r"(place),
+      "r"(more), "r"(static_cast<unsigned>(wanted))
+      : "memory");
+}
+
 // --- min and max that pass NaN on, in one instruction
 
 __device__ __forceinline__ float min_or_nan(float x, float y) {

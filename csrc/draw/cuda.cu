@@ -3,6 +3,7 @@
 #include "../common/launch.cuh"
 #include "kernel.cuh"
 #include "small.cuh"
+#include "streamed.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -69,6 +70,24 @@ bool launch_stored(const DrawArgs& args, cudaStream_t stream) {
   return false;
 }
 
+// One small block a row. False where rows are too few or too long.
+template <int kThreads, int kBlocks>
+bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
+  if (args.vocab > streamed_vocab(kThreads)) return false;
+  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), kThreads,
+                     static_cast<int>(streamed_bytes(kThreads))};
+  launch_early<&streamed_draw_kernel<kThreads, kBlocks>>(grid, stream, "draw", args);
+  return true;
+}
+bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
+  const int processors = room<&draw_kernel<true, 1024, 1>>().processors;
+  if (args.rows <= processors) return false;
+  // Larger blocks read fewer rows at a time, which stay in the L2 cache, and bring few rows to more
+  // warps; smaller ones have less to do that does not depend on the row's length.
+  const bool large = args.vocab > 8192 && args.rows <= 16 * processors;
+  return (!large && launch_streamed<256, 4>(args, stream)) || launch_streamed<512, 2>(args, stream);
+}
+
 template <unsigned kFours>
 void launch_small(const DrawArgs& args, cudaStream_t stream) {
   constexpr std::int64_t kRows = kSmallThreads / kWarp;
@@ -87,6 +106,7 @@ void draw(const DrawArgs& args, int device, void* stream_handle) {
   if (args.vocab <= small_vocab<2>()) return launch_small<2>(args, stream);
   if (args.vocab <= small_vocab<4>()) return launch_small<4>(args, stream);
   if (args.vocab <= small_vocab<8>()) return launch_small<8>(args, stream);
+  if (launch_streamed(args, stream)) return;
   if (launch_stored(args, stream)) return;
   // From memory, which others read while one computes.
   launch<false, 512, 2>(args, 1, stream);

@@ -34,6 +34,7 @@ struct Best {
     return __uint_as_float(order & kSign ? order & ~kSign : ~order);
   }
   __device__ unsigned id() const { return ~static_cast<unsigned>(key); }
+  __device__ bool is_finite() const { return logit() - logit() == 0.0f; }
 };
 
 __device__ __forceinline__ float lesser(float x, float y) {
@@ -43,8 +44,10 @@ __device__ __forceinline__ std::uint64_t greater(std::uint64_t x, std::uint64_t 
   return x > y ? x : y;
 }
 
-// The team's. base: the id of the block's first token; stored: where its row is left, or null.
-__device__ inline Best best_of(const Row& row, unsigned base, float* stored, Team& team) {
+// A block's. base: the id of its first token; stored: where its row is left, or null.
+template <bool kLeast>
+__device__ __forceinline__ Best best_of_block(const Row& row, unsigned base, float* stored,
+                                              Block& block) {
   float best = kImpossible, least = -kImpossible;
   unsigned id = base;
   row.each<8>([&](unsigned at, const float4& x) {
@@ -52,12 +55,17 @@ __device__ inline Best best_of(const Row& row, unsigned base, float* stored, Tea
     const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     if (most > best) id = base + at + (x.x == most ? 0 : x.y == most ? 1 : x.z == most ? 2 : 3);
     best = max_or_nan(best, most);
-    least = lesser(least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
+    if (kLeast) least = lesser(least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
   });
   Best mine = {};
   best += 0.0f;  // no -0, which is no less than 0
-  mine.key = team.block.all(Best::key_of(best, id), std::uint64_t{0}, greater);
-  mine.least = team.block.all(least, -kImpossible, lesser);
+  mine.key = block.all(Best::key_of(best, id), std::uint64_t{0}, greater);
+  if (kLeast) mine.least = block.all(least, -kImpossible, lesser);
+  return mine;
+}
+// The team's.
+__device__ inline Best best_of(const Row& row, unsigned base, float* stored, Team& team) {
+  const Best mine = best_of_block<true>(row, base, stored, team.block);
   Best all = mine;
   team.each(mine, [&](unsigned, const Best& said) {
     all.key = greater(all.key, said.key);
@@ -96,6 +104,11 @@ MS_HD std::int64_t piece_of_row(std::int64_t vocab, unsigned blocks) {
   return ((vocab + blocks - 1) / blocks + kStride - 1) / kStride * kStride;
 }
 
+// What distances are divided by.
+__device__ __forceinline__ float divisor(const RowParameters& given) {
+  return given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature;
+}
+
 // The row's token, -1 where its logits are not finite; kElsewhere in all blocks but one.
 template <bool kStored>
 __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowParameters& given,
@@ -117,12 +130,10 @@ __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowP
                    Row::is_aligned(logits)};
   const Best best =
       best_of(row, static_cast<unsigned>(base), kStored && !greedy ? stored : nullptr, team);
-  const float logit = best.logit();
-  const bool finite = logit - logit == 0.0f;
-  if (!finite || greedy) return team.rank() ? kElsewhere : finite ? best.id() : kNotFinite;
-
-  const Distances distances(
-      logit, given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature);
+  if (!best.is_finite() || greedy) {
+    return team.rank() ? kElsewhere : best.is_finite() ? best.id() : kNotFinite;
+  }
+  const Distances distances(best.logit(), divisor(given));
   const Tokens<kStored> tokens(row, stored, static_cast<unsigned>(base), distances);
   return sampled_token(tokens, distances(best.least), given, args.vocab, number, team, select,
                        shared.results);

@@ -19,11 +19,15 @@ constexpr float kWhole = 8388608.0f;  // 2**23
 __device__ __forceinline__ unsigned whole_part(float x) {
   return __float_as_uint(__fadd_rd(x, kWhole)) - __float_as_uint(kWhole);
 }
+__device__ __forceinline__ Weight weight_of_odds(float odds) {  // exp(-distance)
+  // All is exact but for the two that round down.
+  const float high = __fmaf_rd(odds, 32768.0f, kWhole);
+  const float rest = __fmaf_rn(odds, 32768.0f, kWhole - high);
+  return {__float_as_uint(high) - __float_as_uint(kWhole),
+          __float_as_uint(__fmaf_rd(rest, kWhole, kWhole)) - __float_as_uint(kWhole)};
+}
 __device__ __forceinline__ Weight weight_of(float distance) {
-  const float scaled = expf(-distance) * 32768.0f;  // all products here are exact
-  const float high = __fadd_rd(scaled, kWhole);
-  const float rest = scaled - (high - kWhole);
-  return {__float_as_uint(high) - __float_as_uint(kWhole), whole_part(rest * kWhole)};
+  return weight_of_odds(expf(-distance));
 }
 __device__ __forceinline__ std::uint64_t whole(Weight weight) {
   return static_cast<std::uint64_t>(weight.high) * (1u << 23) + weight.low;
@@ -47,7 +51,10 @@ __device__ inline Cut min_p_cut(float min_p) {
 class Distances {
  public:
   __device__ Distances(float best, float temperature)
-      : best_(best), temperature_(temperature), inverse_(1.0f / temperature) {
+      : best_(best),
+        temperature_(temperature),
+        inverse_(1.0f / temperature),
+        exponents_(-1.44269504f / temperature) {
     // Then all that is met in dividing is far from overflow and from subnormal numbers: two logits
     // that differ do so by 2**-25 of the best's magnitude or more.
     const float size = best < 0.0f ? -best : best;
@@ -71,6 +78,10 @@ class Distances {
     const float third = __fmaf_rn(__fmaf_rn(-second, temperature_, apart), inverse_, second);
     return apart <= farthest_ ? third : __builtin_huge_valf();
   }
+  // exp(-distance) is about 2 to this power, where is_quick.
+  __device__ __forceinline__ float rough_exponent(float logit) const {
+    return (best_ - logit) * exponents_;
+  }
 
  private:
   __device__ __forceinline__ float slow(float logit) const {
@@ -78,7 +89,7 @@ class Distances {
     return apart <= farthest_ ? apart / temperature_ : __builtin_huge_valf();
   }
 
-  const float best_, temperature_, inverse_;
+  const float best_, temperature_, inverse_, exponents_;
   bool quick_;
   float farthest_;
 };

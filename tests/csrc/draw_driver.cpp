@@ -1,4 +1,5 @@
-// Runs csrc/draw/kernel.cuh, or with --fours csrc/draw/small.cuh, in the emulator: rows of one kind
+// Runs csrc/draw/kernel.cuh, with --fours csrc/draw/small.cuh or with --streamed
+// csrc/draw/streamed.cuh, in the emulator: rows of one kind
 // of logits, drawn with many sets of parameters, in many schedules. Every token must be the one
 // that csrc/draw/row_cpu.h finds by partial sorting, with the same exp.
 #include "cases.h"
@@ -6,6 +7,7 @@
 #include "draw/kernel.cuh"
 #include "draw/row_cpu.h"
 #include "draw/small.cuh"
+#include "draw/streamed.cuh"
 
 namespace minserve {
 namespace {
@@ -13,7 +15,7 @@ namespace {
 struct Case {
   std::string kind;
   long vocab, threads, shift, fours;
-  bool stored;
+  bool stored, streamed;
   std::vector<int> seeds;
 };
 
@@ -24,11 +26,12 @@ struct Parameters {
   float min_p;
 };
 constexpr Parameters kParameters[] = {
-    {0.0f, 0, 1.0, 0.0f},     {1.0f, 0, 1.0, 0.0f},   {0.7f, 1, 1.0, 0.0f},
-    {1.0f, 9, 1.0, 0.0f},     {2.0f, 300, 1.0, 0.0f}, {1.0f, 0, 0.9, 0.0f},
-    {0.5f, 0, 0.3, 0.0f},     {1e4f, 0, 0.7, 0.0f},   {1e-30f, 40, 0.9, 0.0f},
-    {1.3f, 200, 0.95, 0.01f}, {1.0f, 0, 1.0, 0.2f},   {1.0f, 0, 0.0, 0.0f},
-    {1.0f, 0, 0.99999, 0.0f}, {1.0f, 5, 0.5, 1.0f},   {1.0f, 1 << 20, 0.8, 0.5f},
+    {0.0f, 0, 1.0, 0.0f},     {1.0f, 0, 1.0, 0.0f},    {0.7f, 1, 1.0, 0.0f},
+    {1.0f, 9, 1.0, 0.0f},     {2.0f, 300, 1.0, 0.0f},  {1.0f, 0, 0.9, 0.0f},
+    {0.5f, 0, 0.3, 0.0f},     {1e4f, 0, 0.7, 0.0f},    {1e-30f, 40, 0.9, 0.0f},
+    {1.3f, 200, 0.95, 0.01f}, {1.0f, 0, 1.0, 0.2f},    {1.0f, 0, 0.0, 0.0f},
+    {1.0f, 0, 0.99999, 0.0f}, {1.0f, 5, 0.5, 1.0f},    {1.0f, 1 << 20, 0.8, 0.5f},
+    {1.0f, 700, 1.0, 0.0f},   {1.5f, 900, 0.8, 0.05f}, {1.0f, 600, 0.999, 0.0f},
 };
 constexpr long kRows = sizeof kParameters / sizeof *kParameters + 4;
 
@@ -155,6 +158,12 @@ emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
   if (given.fours == 1) return small_launch<1>(args);
   if (given.fours == 2) return small_launch<2>(args);
   if (given.fours) return small_launch<8>(args);
+  if (given.streamed) {
+    const auto threads = static_cast<unsigned>(given.threads);
+    return {"draw",  static_cast<unsigned>(kRows),
+            threads, static_cast<std::size_t>(cuda::streamed_bytes(threads)),
+            false,   [=] { cuda::streamed_draw_kernel<256, 4>(args); }};
+  }
   const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
   std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));
   const bool stored = given.stored;
@@ -197,6 +206,7 @@ int main(int count, char** arguments) {
   given.shift = options.number("shift", 0);
   given.fours = options.number("fours", 0);
   given.stored = options.number("stored", 0);
+  given.streamed = options.number("streamed", 0);
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
   check(given);

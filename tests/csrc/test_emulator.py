@@ -76,6 +76,8 @@ DRAWS = [
         "--vocab 999 --fours 8 --seeds 2",
         "--vocab 3001 --threads 32",
         "--vocab 3000 --threads 96 --seeds 2",
+        "--vocab 3001 --threads 128 --streamed 1",
+        "--vocab 9000 --threads 64 --streamed 1 --seeds 2",
     )
 ] + [
     "--vocab 1 --fours 1",
@@ -87,6 +89,9 @@ DRAWS = [
     "--vocab 2999 --shift 3 --stored 1 --seeds 3",
     "--vocab 3000 --threads 256 --stored 1",
     "--kind ties --vocab 9000 --threads 128",
+    "--vocab 3 --streamed 1",
+    "--vocab 2999 --shift 3 --threads 256 --streamed 1 --seeds 3",
+    "--vocab 70000 --threads 256 --streamed 1 --seeds 4",
 ]
 
 TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]

@@ -91,6 +91,19 @@ def test_many_rows(device: str, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "vocab"), [(140, 5003), (140, 32_000), (2200, 9001)])
+def test_more_rows_than_multiprocessors(device: str, rows: int, vocab: int, kind: str) -> None:
+    """On a GPU one block has a row then, small or large; the tokens are the same."""
+    params = parameters()
+    rows = rows if device == "cuda" else len(params)
+    params = (params * -(-rows // len(params)))[:rows]
+    positions = [i % 17 for i in range(rows)]
+    logits = logits_of(kind, rows, vocab, device)
+    wanted, _ = sampled(params, positions, logits)
+    same_bits(rows_of(params, device, positions).draw(logits), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1026, 5003, 32_000])
 def test_few_rows_at_a_time(device: str, vocab: int, kind: str) -> None:
     """On a GPU the fewer the rows, the more blocks share one: the tokens are the same."""

@@ -120,10 +120,15 @@ inline double __fma_rn(double x, double y, double z) {
   return std::fma(x, y, z);
 }
 
-inline float __fadd_rd(float x, float y) {
-  const double exact = static_cast<double>(x) + static_cast<double>(y);  // of what is added so
+inline float __fmaf_rd(float x, float y, float z) {
+  // Exact, of what is multiplied and added so.
+  const double exact =
+      std::fma(static_cast<double>(x), static_cast<double>(y), static_cast<double>(z));
   const float sum = static_cast<float>(exact);
   return static_cast<double>(sum) > exact ? std::nextafter(sum, -INFINITY) : sum;
+}
+inline float __fadd_rd(float x, float y) {
+  return __fmaf_rd(x, 1.0f, y);
 }
 
 // --- two-byte floats

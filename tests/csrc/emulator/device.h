@@ -12,6 +12,12 @@ inline float fast_exp2(float x) {
 inline float fast_reciprocal(float x) {
   return 1.0f / x;
 }
+inline unsigned in_register(unsigned x) {
+  return x;
+}
+inline void add_if(bool wanted, unsigned* shared, unsigned at, unsigned more) {
+  if (wanted) atomicAdd(shared + at, more);
+}
 inline float min_or_nan(float x, float y) {
   return x != x || y != y ? NAN : x < y ? x : y;
 }

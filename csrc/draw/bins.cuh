@@ -1,0 +1,136 @@
+// A block's histogram over rough odds: how many tokens, or how much weight, lies in each bin.
+//
+// A bin is 1/128 of an octave of odds, the first has the best token. Weights are counted in 16 bits
+// of their mantissa (13 where a row is long), so one addition of 32 bits does for a token; from
+// them follows, within a known error, where a sum of weights passes a limit.
+#pragma once
+
+#include "odds.cuh"
+
+namespace minserve {
+namespace cuda {
+
+class OddsBins {
+ public:
+  static constexpr unsigned kOfOctave = 128, kOctaves = 38;    // 2**-38 weighs 1
+  static constexpr unsigned kBins = kOfOctave * kOctaves + 1;  // that of 2**-38 itself
+  static constexpr unsigned kWords = (kBins + 3) / 4 * 4;
+  static constexpr unsigned kMostTokens = 1u << 19;  // whose weights sum to 32 bits
+
+  struct Results {
+    std::uint64_t before, after;
+    unsigned first, last;
+  };
+
+  __device__ OddsBins(void* memory, std::int64_t vocab, Block& block, Results& results)
+      : bins_(static_cast<unsigned*>(memory)),
+        dropped_(vocab > 65536 ? 11 : 8),
+        block_(block),
+        results_(results),
+        mantissa_(in_register(0x7fffffu)),
+        one_(in_register(0x800000u)) {}
+
+  // Before any `add`.
+  __device__ void clear() const {
+    for (unsigned i = threadIdx.x; i < kWords / 4; i += blockDim.x) {
+      reinterpret_cast<uint4*>(bins_)[i] = {0, 0, 0, 0};
+    }
+    __syncthreads();
+  }
+  // Of a token whose odds are `wanted`, for which they have to weigh something.
+  template <bool kWeighs>
+  __device__ __forceinline__ void add(unsigned odds, bool wanted) const {
+    const unsigned below = odds - 1;  // so that 1 is in the octave below it
+    // A number's mantissa with its leading one.
+    const unsigned more = kWeighs ? ((below & mantissa_) | one_) >> dropped_ : 1u;
+    add_if(wanted, bins_ - kLowest, below >> kBinBits, more);
+  }
+  // After all `add`.
+  template <bool kWeighs>
+  __device__ void sum() {
+    __syncthreads();
+    std::uint64_t mine = 0;
+    visit([&](unsigned bin) {
+      mine += scaled<kWeighs>(bin);
+      return true;
+    });
+    const Block::Sums sums = block_.sums(mine);
+    before_ = sums.before;
+    total_ = sums.total;
+  }
+  __device__ std::uint64_t total() const { return total_; }
+
+  struct Range {
+    unsigned first, last;
+    std::uint64_t before, after;  // the sums of the bins before the first, and up to the last
+    __device__ Edges edges() const {
+      return {kBestOdds - (first << kBinBits) + kRough,
+              max(kBestOdds - ((last + 1) << kBinBits), kLeastOdds + kRough) - kRough - 1};
+    }
+  };
+  // The bins from the one in which the sum passes `from` to the one in which it reaches `to`; `to`
+  // is at least 1, both are at most the total, `from` below it.
+  template <bool kWeighs>
+  __device__ Range range(std::uint64_t from, std::uint64_t to) const {
+    std::uint64_t before = before_;
+    visit([&](unsigned bin) {
+      const std::uint64_t after = before + scaled<kWeighs>(bin);
+      if (before <= from && from < after) {
+        results_.first = bin;
+        results_.before = before;
+      }
+      if (before < to && to <= after) {
+        results_.last = bin;
+        results_.after = after;
+      }
+      before = after;
+      return after < to;
+    });
+    __syncthreads();
+    return {results_.first, results_.last, results_.before, results_.after};
+  }
+  // The bins in which the sum of weights passes this share of the total.
+  __device__ Range range_of(double share) const {
+    const auto most = static_cast<std::int64_t>(total_);
+    const double wanted = share * static_cast<double>(most);
+    // Four times what counting drops from a mantissa of 24 bits, or more.
+    const double error = dropped_ == 8 ? 0x1p-13 : 0x1p-10;
+    const auto from = static_cast<std::int64_t>(wanted * (1.0 - error));
+    const auto to = static_cast<std::int64_t>(wanted * (1.0 + error)) + 1;
+    return range<true>(static_cast<std::uint64_t>(from < most ? from : most - 1),
+                       static_cast<std::uint64_t>(to < most ? to : most));
+  }
+
+ private:
+  static constexpr unsigned kBinBits = 16;  // of a mantissa's 23, 128 bins are 7
+  static constexpr unsigned kLowest = (kLeastOdds - 1) >> kBinBits;
+  // They lie in the order of their odds, the best one's last.
+  __device__ unsigned of(unsigned bin) const {
+    return bins_[((kBestOdds - 1) >> kBinBits) - kLowest - bin];
+  }
+  // In one unit for all bins; what this drops is less than one part in 2**39 of the total, a bin.
+  template <bool kWeighs>
+  __device__ std::uint64_t scaled(unsigned bin) const {
+    return kWeighs ? (static_cast<std::uint64_t>(of(bin)) << 24) >> (bin / kOfOctave) : of(bin);
+  }
+  // Threads take equal runs of the bins, of an odd length, as long as visit(bin) says so.
+  template <class Visit>
+  __device__ __forceinline__ void visit(Visit visit) const {
+    const unsigned each = (kBins + blockDim.x - 1) / blockDim.x | 1;
+    const unsigned first = threadIdx.x * each, end = min(first + each, kBins);
+#pragma unroll 1
+    for (unsigned bin = first; bin < end; ++bin) {
+      if (!visit(bin)) break;
+    }
+  }
+
+  unsigned* const bins_;
+  const unsigned dropped_;
+  Block& block_;
+  Results& results_;
+  const unsigned mantissa_, one_;
+  std::uint64_t before_ = 0, total_ = 0;
+};
+
+}  // namespace cuda
+}  // namespace minserve

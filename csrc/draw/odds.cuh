@@ -1,0 +1,161 @@
+// A row's tokens by their odds: exp(-distance), 1 for the best one.
+//
+// Weights follow from odds exactly. Odds also order tokens nearly as distances do: expf is within
+// an ulp, so of two tokens whose odds are more than kSlack ulp apart the one with the greater is
+// the nearer. Only where odds are closer do distances have to be compared; such tokens are listed.
+#pragma once
+
+#include "weigh.cuh"
+
+namespace minserve {
+namespace cuda {
+
+// Odds are not negative, so their bits order them.
+constexpr unsigned kBestOdds = 0x3f800000u;   // 1
+constexpr unsigned kLeastOdds = 0x2c800000u;  // 2**-38, of which the weight is 1
+constexpr unsigned kSlack = 4;
+// Rough odds are so many ulp from the others or less: the exponent, up to 39, is off by three
+// roundings of 2**-24, which is 5e-6 of the odds, 80 ulp; ex2.approx by two more.
+constexpr unsigned kRough = 256;
+
+// Of tokens by the bits of their odds: what is above `above` is within a cut, what is not above
+// `listed` is not. Those between are listed, and compared by distance and id.
+struct Edges {
+  unsigned above = kLeastOdds - 1, listed = kLeastOdds - 1;  // all tokens that weigh anything
+};
+
+// A token that was listed: distance bits << 32 | id, and its weight.
+struct Listed {
+  std::uint64_t key, weight;
+};
+
+// A sum of the weights of up to kMostSummed tokens.
+constexpr unsigned kMostSummed = 512;
+class OddsSum {
+ public:
+  __device__ __forceinline__ void add(Weight weight) {
+    high_ += weight.high;
+    low_ += weight.low;
+  }
+  __device__ std::uint64_t sum() const { return whole({high_, low_}); }
+
+ private:
+  unsigned high_ = 0, low_ = 0;
+};
+
+// A block's row in memory. No thread has more than kMostSummed tokens of it, and
+// distances.is_quick.
+class OddsRow {
+ public:
+  __device__ OddsRow(const Row& logits, const Distances& distances)
+      : row_(logits), distances_(distances) {}
+
+  // Calls visit(bits of rough odds) for this thread's tokens.
+  template <class Visit>
+  __device__ __forceinline__ void each_roughly(Visit visit) const {
+    each([&](const float (&logits)[kTogether], unsigned) {
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) visit(rough(logits[i]));
+    });
+  }
+  // Sums of the weights of this thread's tokens, and a count.
+  struct Sums {
+    std::uint64_t all = 0, above = 0;
+    unsigned count_above = 0;
+  };
+  enum Wanted { kAbove, kAboveAndAll, kAboveAndCount };
+  // Calls list(Listed) for those between the edges.
+  template <Wanted kWanted, class List>
+  __device__ __forceinline__ Sums sums(const Edges& edges, List list) const {
+    OddsSum all, above;
+    Sums sums;
+    const unsigned between = edges.above - edges.listed;
+    each([&](const float (&logits)[kTogether], unsigned id) {
+      unsigned bits[kTogether];
+      bool any = false;
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        bits[i] = of(logits[i]);
+        any |= bits[i] - edges.listed - 1 < between;
+        const Weight weight = weight_of_odds(__uint_as_float(bits[i]));
+        if (kWanted == kAboveAndAll) all.add(weight);
+        if (bits[i] > edges.above) {
+          above.add(weight);
+          if (kWanted == kAboveAndCount) ++sums.count_above;
+        }
+      }
+      if (any) {
+#pragma unroll
+        for (unsigned i = 0; i < kTogether; ++i) {
+          if (bits[i] - edges.listed - 1 < between) list(listed(id + i, logits[i], bits[i]));
+        }
+      }
+    });
+    sums.all = all.sum();
+    sums.above = above.sum();
+    return sums;
+  }
+  // Calls list(Listed) for those with greater odds.
+  template <class List>
+  __device__ __forceinline__ void list_above(unsigned least, List list) const {
+    each([&](const float (&logits)[kTogether], unsigned id) {
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        if (rough(logits[i]) + kRough <= least) continue;
+        const unsigned bits = of(logits[i]);
+        if (bits > least) list(listed(id + i, logits[i], bits));
+      }
+    });
+  }
+
+  __device__ __forceinline__ unsigned odds(unsigned id) const { return of(row_.logits[id]); }
+  __device__ Listed listed(unsigned id) const { return listed(id, row_.logits[id], odds(id)); }
+  __device__ const Row& row() const { return row_; }
+
+ private:
+  // Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
+  // together. Past the end there are some that weigh nothing. What comes next is on its way
+  // meanwhile.
+  template <class Visit>
+  __device__ __forceinline__ void each(Visit visit) const {
+    constexpr unsigned kAhead = 2;
+    const unsigned warp = threadIdx.x / kWarp, end = row_.last(warp);
+    unsigned at = row_.first(warp) + threadIdx.x % kWarp * kTogether;
+    const auto four = [&](unsigned id) { return row_.four(id < end ? id : row_.vocab); };
+    float4 next[kAhead];
+#pragma unroll
+    for (unsigned a = 0; a < kAhead; ++a) next[a] = four(at + a * kStride);
+#pragma unroll 1
+    for (unsigned from = row_.first(warp); from < end; from += kAhead * kStride) {
+      float4 x[kAhead];
+#pragma unroll
+      for (unsigned a = 0; a < kAhead; ++a) {
+        x[a] = next[a];
+        next[a] = four(at + (kAhead + a) * kStride);
+      }
+#pragma unroll
+      for (unsigned a = 0; a < kAhead; ++a) {
+        const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
+        visit(logits, at + a * kStride);
+      }
+      at += kAhead * kStride;
+    }
+  }
+
+  __device__ __forceinline__ Listed listed(unsigned id, float logit, unsigned odds) const {
+    const std::uint64_t distance = __float_as_uint(distances_.quick(logit));
+    return {distance << 32 | id, whole(weight_of_odds(__uint_as_float(odds)))};
+  }
+  __device__ __forceinline__ unsigned of(float logit) const {
+    return __float_as_uint(expf(-distances_.quick(logit)));
+  }
+  __device__ __forceinline__ unsigned rough(float logit) const {
+    return __float_as_uint(fast_exp2(distances_.rough_exponent(logit)));
+  }
+
+  const Row row_;
+  const Distances& distances_;
+};
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,304 @@
+// One block draws the token of one of many rows, and reads it two or three times: for the best
+// logit; where a filter asks for a cut, to count odds in bins; and for the sum of what is kept.
+//
+// The bins say between which odds a filter's cut lies. The last pass sums the weights of all tokens
+// above, exactly, and lists those between, which are few; the cut is found among them, by distance
+// and id. With the listed ones that are kept, each warp's part of the sum is known, so only the
+// tokens of the warp that has the drawn one are looked at again.
+//
+// Blocks are small, so that several share a multiprocessor, and what each has to do alone is done
+// by few warps. Where too many tokens lie between (equal logits, very high temperatures), or more
+// than 32,768 are asked for by top_k, this gives up, and the row is drawn as in kernel.cuh.
+#pragma once
+
+#include "bins.cuh"
+#include "kernel.cuh"
+
+namespace minserve {
+namespace cuda {
+
+class StreamedDraw {
+ public:
+  static constexpr unsigned kListed = 512;  // whose weights sum to 32 bits in either piece
+
+  struct Shared {
+    Listed list[kListed];
+    unsigned bins[OddsBins::kWords];
+    unsigned high_of_warps[kWarp], low_of_warps[kWarp];  // sums of what is kept of the list
+    OddsBins::Results results;
+    std::uint64_t cut;
+    unsigned listed, found;
+  };
+
+  __device__ StreamedDraw(const OddsRow& odds, Block& block, Shared& shared)
+      : odds_(odds),
+        vocab_(odds.row().vocab),
+        block_(block),
+        shared_(shared),
+        bins_(shared.bins, vocab_, block, shared.results) {}
+
+  // Instead of a token.
+  static constexpr unsigned kGivenUp = 0xfffffffdu;
+
+  __device__ __forceinline__ unsigned token(const RowParameters& given, double number) {
+    const bool has_top_k = given.top_k > 0 && static_cast<unsigned>(given.top_k) < vocab_;
+    if (has_top_k && given.top_k > kExactTokens) return kGivenUp;
+    Edges edges;
+    bool summed = false;    // between these edges
+    bool complete = false;  // all that is kept is on the list
+    if (has_top_k) {
+      count<false>(edges.above, false);
+      const auto most = static_cast<std::uint64_t>(given.top_k);
+      if (bins_.total() > most) {
+        const OddsBins::Range range = bins_.template range<false>(most - 1, most);
+        edges = range.edges();
+        complete = range.after <= kListed;
+        if (complete) {
+          edges.above = kBestOdds;
+          if (!list_above(edges.listed) || !find_cut<false>(0, most)) return kGivenUp;
+        } else {
+          if (!sum<OddsRow::kAboveAndCount>(edges) || !find_cut<false>(count_above_, most))
+            return kGivenUp;
+        }
+        summed = true;
+      }
+    }
+    if (complete && given.top_p < 1.0) {
+      if (!find_cut<true>(0, nucleus_limit(given.top_p, kept_of_list()))) return kGivenUp;
+    } else if (given.top_p < 1.0) {
+      const std::uint64_t left = above_ + kept_of_list();  // by top_k
+      count<true>(edges.above, summed);
+      const unsigned least = edges.above;
+      edges = bins_.range_of(given.top_p).edges();
+      // Bins below the last of those that top_k left have none of them but by rounding.
+      if (summed && edges.above < least) return kGivenUp;
+      if (!sum<OddsRow::kAboveAndAll>(edges)) return kGivenUp;
+      if (!find_cut<true>(above_, nucleus_limit(given.top_p, summed ? left : all_)))
+        return kGivenUp;
+      summed = true;
+    }
+    const Cut least = min_p_cut(given.min_p);
+    if (given.min_p > 0.0f && least.distance < cut_.distance) {
+      cut_ = least;
+      if (!complete) {
+        const unsigned odds = __float_as_uint(expf(-__uint_as_float(least.distance)));
+        edges = {max(odds, kLeastOdds) + kSlack, max(odds, kLeastOdds + kSlack) - kSlack - 1};
+        summed = false;
+      }
+    }
+    if (!summed && !sum<OddsRow::kAbove>(edges)) return kGivenUp;
+    return drawn(edges, number);
+  }
+
+ private:
+  // Fills the bins with tokens above these odds and with those on the list that are kept.
+  template <bool kWeighs>
+  __device__ __forceinline__ void count(unsigned above, bool with_list) {
+    bins_.clear();
+    odds_.each_roughly([&](unsigned odds) { bins_.template add<kWeighs>(odds, odds > above); });
+    if (with_list) {
+      for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
+        if (shared_.list[i].key > cut_.key()) continue;
+        const float distance = __uint_as_float(static_cast<unsigned>(shared_.list[i].key >> 32));
+        bins_.template add<kWeighs>(__float_as_uint(expf(-distance)), true);
+      }
+    }
+    bins_.template sum<kWeighs>();
+  }
+
+  // Sums up what is above the edges and lists what is between and not beyond the cut. Whether there
+  // was room.
+  template <OddsRow::Wanted kWanted>
+  __device__ __forceinline__ bool sum(const Edges& edges) {
+    clear_list();
+    const OddsRow::Sums sums = odds_.template sums<kWanted>(edges, lister());
+    const Block::Sums of_warps = block_.sums(sums.above);  // has a barrier, so the list is whole
+    above_of_lane_ = of_warps.of_lane;
+    above_ = of_warps.total;
+    if (kWanted == OddsRow::kAboveAndAll) all_ = block_.sums(sums.all).total;
+    if (kWanted == OddsRow::kAboveAndCount) count_above_ = block_.sums(sums.count_above).total;
+    listed_ = shared_.listed;
+    return listed_ <= kListed;
+  }
+  // Lists all with greater odds. Whether there was room.
+  __device__ __forceinline__ bool list_above(unsigned least) {
+    clear_list();
+    odds_.list_above(least, lister());
+    __syncthreads();
+    above_ = above_of_lane_ = 0;
+    listed_ = shared_.listed;
+    return listed_ <= kListed;
+  }
+  __device__ __forceinline__ void clear_list() const {
+    if (threadIdx.x == 0) shared_.listed = 0;
+    if (threadIdx.x < kWarp) {
+      shared_.high_of_warps[threadIdx.x] = shared_.low_of_warps[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.cut = ~std::uint64_t{0};  // which all have read
+  }
+  // Puts a token on the list that is not beyond the cut.
+  struct Lister {
+    Shared& shared;
+    std::uint64_t most;
+
+    __device__ __forceinline__ void operator()(const Listed& one) const {
+      if (one.key > most) return;
+      const unsigned at = atomicAdd(&shared.listed, 1u);
+      if (at < kListed) shared.list[at] = one;
+    }
+  };
+  __device__ __forceinline__ Lister lister() const { return {shared_, cut_.key()}; }
+
+  // The cut is the last token before which the better ones sum to less than the limit; those above
+  // the edges sum to `before`. False where it is not on the list.
+  template <bool kWeighs>
+  __device__ __forceinline__ bool find_cut(std::uint64_t before, std::uint64_t limit) {
+#pragma unroll 1
+    for (unsigned at = block_.warp(); at < listed_; at += block_.warps()) {
+      const Listed one = shared_.list[at];
+      std::uint64_t better = 0;
+#pragma unroll 1
+      for (unsigned i = block_.lane(); i < listed_; i += kWarp) {
+        const Listed other = shared_.list[i];
+        if (other.key < one.key) better += kWeighs ? other.weight : 1;
+      }
+      better = before + long_sum_of_warp(better);
+      if (better < limit && limit - better <= (kWeighs ? one.weight : 1) && block_.lane() == 0) {
+        shared_.cut = one.key;
+      }
+    }
+    __syncthreads();
+    const std::uint64_t key = shared_.cut;
+    cut_ = {static_cast<unsigned>(key >> 32), static_cast<unsigned>(key)};
+    return key != ~std::uint64_t{0};
+  }
+
+  __device__ std::uint64_t kept_of_list() const {
+    std::uint64_t kept = 0;
+    for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
+      if (shared_.list[i].key <= cut_.key()) kept += shared_.list[i].weight;
+    }
+    return block_.sums(kept).total;
+  }
+
+  // The token at which the sum of the kept ones' weights, in the order of ids, passes a number.
+  __device__ __forceinline__ unsigned drawn(const Edges& edges, double number) {
+    const Row& row = odds_.row();
+    const std::uint64_t last = cut_.key();
+    for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
+      const Listed one = shared_.list[i];
+      if (one.key > last) continue;
+      const unsigned warp = static_cast<unsigned>(one.key) / row.run();
+      atomicAdd(shared_.high_of_warps + warp, static_cast<unsigned>(one.weight >> 23));
+      atomicAdd(shared_.low_of_warps + warp, static_cast<unsigned>(one.weight) & 0x7fffffu);
+    }
+    __syncthreads();
+    const unsigned lane = block_.lane();
+    Block::Sums of_warps = {};
+    of_warps.of_lane =
+        above_of_lane_ + whole({shared_.high_of_warps[lane], shared_.low_of_warps[lane]});
+    const std::uint64_t so_far = sum_so_far(of_warps.of_lane);
+    of_warps.before_lane = so_far - of_warps.of_lane;
+    of_warps.total = __shfl_sync(kAll, so_far, static_cast<int>(kWarp - 1));
+    const std::uint64_t target = drawn_weight(number, of_warps.total);
+    const Block::Holder holder = block_.holder(of_warps, target);
+
+    const auto weight = [&](unsigned id) -> std::uint64_t {
+      const unsigned odds = odds_.odds(id);
+      if (odds > edges.above) return whole(weight_of_odds(__uint_as_float(odds)));
+      if (odds <= edges.listed) return 0;
+      const Listed one = odds_.listed(id);
+      return one.key <= last ? one.weight : 0;
+    };
+    const unsigned end = row.last(holder.warp);
+    const unsigned each = (row.run() + blockDim.x - 1) / blockDim.x;
+    const unsigned first = row.first(holder.warp) + threadIdx.x * each;
+    const unsigned past = min(first + each, end);
+    std::uint64_t mine = 0;
+#pragma unroll 1
+    for (unsigned id = first; id < past; ++id) mine += weight(id);
+    const std::uint64_t before = holder.before + block_.sums(mine).before;
+    if (target >= before && target - before < mine) {
+      std::uint64_t sum = 0;
+      unsigned id = first;
+#pragma unroll 1
+      for (; id + 1 < past; ++id) {
+        sum += weight(id);
+        if (target - before < sum) break;
+      }
+      shared_.found = id;
+    }
+    __syncthreads();
+    return shared_.found;
+  }
+
+  const OddsRow& odds_;
+  const unsigned vocab_;
+  Block& block_;
+  Shared& shared_;
+  OddsBins bins_;
+
+  Cut cut_;
+  std::uint64_t above_ = 0, all_ = 0;  // sums of what is above the edges, and of all
+  std::uint64_t count_above_ = 0;
+  std::uint64_t above_of_lane_ = 0;  // of that, the part of the warp that has this lane's number
+  unsigned listed_ = 0;
+};
+
+// Where this gives up, the row is drawn from memory by the same block.
+struct StreamedShared {
+  Block::Shared block;
+  StreamedDraw::Shared draw;
+};
+inline std::int64_t streamed_bytes(unsigned threads) {
+  const std::int64_t other = draw_shared_bytes(threads);
+  return other > static_cast<std::int64_t>(sizeof(StreamedShared)) ? other : sizeof(StreamedShared);
+}
+// Tokens of a row.
+constexpr std::int64_t streamed_vocab(unsigned threads) {
+  const std::int64_t most = static_cast<std::int64_t>(threads) * kMostSummed;
+  return most < OddsBins::kMostTokens ? most : OddsBins::kMostTokens;
+}
+
+__device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::int64_t r,
+                                                   double number, char* memory) {
+  __syncthreads();  // others may still use it
+  return drawn_token<false>(args, r, RowParameters(args, r), number, memory);
+}
+
+template <int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    streamed_draw_kernel(const __grid_constant__ DrawArgs args) {
+  extern __shared__ uint4 memory[];
+  StreamedShared& shared = *reinterpret_cast<StreamedShared*>(memory);
+  const std::int64_t r = blockIdx.x;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  if (!args.draws(r)) return;
+  const RowParameters given(args, r);
+  const float* const logits = args.logits + r * args.row_stride;
+  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
+  Block block(shared.block);
+  const Best best = best_of_block<false>(row, 0, nullptr, block);
+  unsigned token = StreamedDraw::kGivenUp;
+  double number = 0.0;
+  if (!best.is_finite()) {
+    token = kNotFinite;
+  } else if (!(given.temperature > 0.0f)) {
+    token = best.id();
+  } else {
+    number = uniform_number(given.stream, args.positions[r]);
+    const Distances distances(best.logit(), divisor(given));
+    if (distances.is_quick()) {
+      token = StreamedDraw(OddsRow(row, distances), block, shared.draw).token(given, number);
+    }
+  }
+  if (token == StreamedDraw::kGivenUp) {
+    token = token_from_memory(args, r, number, reinterpret_cast<char*>(memory));
+  }
+  if (threadIdx.x == 0) move_on(args, r, static_cast<std::int32_t>(token));
+}
+
+}  // namespace cuda
+}  // namespace minserve
