@@ -1,7 +1,8 @@
 """The shapes that are measured, and how they are written on the command line.
 
 `8x4096x2048` is sequences x tokens x channels; `varlen128x8192x2048` is 128 packed sequences with
-lengths drawn from 1 to 8,192 by a fixed seed; `16x768` is the batch x width of a step.
+lengths drawn from 1 to 8,192 by a fixed seed; `16x768` is the batch x width of a step, or the rows
+x vocabulary of draws.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ STEP_BATCHES = [1, 16, 64, 256, 1024, 4096]
 STEP_WIDTHS = [768, 2048, 8192]
 CPU_STEP_BATCHES = [1, 64, 1024]
 CPU_STEP_WIDTHS = [768, 2048]
+DRAWS = ["1x32000", "16x32000", "64x32000", "256x32000", "1024x32000", "4096x32000", "1024x66"]
+CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ def parse_step(label: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to measure: scans in both layouts, scans only with time contiguous, and steps."""
+    """What to measure: scans in both layouts, scans only with time contiguous, steps, and draws,
+    which are rows x vocabulary."""
 
     scans: tuple[ScanShape, ...]
     time_scans: tuple[ScanShape, ...]
     steps: tuple[tuple[int, int], ...]
+    draws: tuple[tuple[int, int], ...]
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
@@ -99,19 +104,21 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
             scan_labels, time_labels = CPU_QUICK_SHAPES if quick else CPU_SHAPES, []
             batches, widths = CPU_STEP_BATCHES, CPU_STEP_WIDTHS
         step_labels = [f"{batch}x{width}" for width in widths for batch in batches]
+        draw_labels = DRAWS if device.type == "cuda" else CPU_DRAWS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
-        labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
+        labels = draw_labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
             raise ValueError(
                 f"shape {label!r} is neither 8x4096x2048 nor varlen128x8192x2048"
-                " (scans) nor 16x768 (steps)"
+                " (scans) nor 16x768 (steps, draws)"
             )
     return Selection(
         tuple(scan for _, scan, _ in scans if scan is not None),
         tuple(scan for scan in map(parse_scan, time_labels) if scan is not None),
         tuple(step for _, _, step in scans if step is not None),
+        tuple(shape for shape in map(parse_step, draw_labels) if shape is not None),
     )

@@ -46,8 +46,8 @@ def test_every_case_gives_finite_figures_and_a_picture(
     rows = data["rows"]
     counts = {case: sum(row["case"] == case for row in rows) for case in kernels.TITLES}
     # Two types each, but for steps: 2 cells x 2 shapes; 2 layouts; those and 2 cells x 2 shapes;
-    # 3 steps; ours and the peers that a CPU can run.
-    assert counts == {"fused": 8, "linear": 4, "backward": 12, "steps": 3, "peers": 6}
+    # 3 steps; 5 filters; ours and the peers that a CPU can run.
+    assert counts == {"fused": 8, "linear": 4, "backward": 12, "steps": 3, "draws": 5, "peers": 6}
     for row in rows:
         assert row["note"] in ("", "in-cache rate lost in noise"), row
         assert 0 < row["rate"] < math.inf and row["timing"]["method"] == "clock"
