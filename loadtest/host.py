@@ -7,10 +7,15 @@ that says that every sequence drew the same token:
              of the device's time the engine uses
     turning  the same with four times as many requests as slots and answers of `--answers` tokens,
              so that some end and others begin all the time
+With `--share` there is another table, of the load of `loadtest.share`: a closed loop of POSTs of 64
+prompts of 16 random ids, whose plain answers have 128 tokens, and a GPU server's rows for cached
+states. It tells what a request costs the host beyond its tokens, of which the same rounds are taken
+without anybody coming or going: microseconds of CPU time from decoding it to encoding its answer.
 Time is the process's CPU time without the mock's own, to which waiting for the mock device adds as
 much as is left to wait, so that other work on the machine does not count.
 
     python -m loadtest.host --batch 1 64 1024 --step-ms 0.12 0.26 0.57
+    python -m loadtest.host --batch 1024 --step-ms 0.57 --share
 """
 
 from __future__ import annotations
@@ -19,14 +24,16 @@ import argparse
 import math
 import random
 import time
+from array import array
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 import msgspec
 
+from engine import collector
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, Mailbox
 from engine.messages import (
     FromEngine,
     ModelInfo,
@@ -40,9 +47,17 @@ from engine.messages import (
 from engine.plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
-TOKEN = 5
+TOKEN = 5000  # not one of the small integers that Python keeps
 ENDLESS = 1 << 30
 TURNS = 4  # requests per slot
+
+# The load of loadtest.share, with the 113 M model.
+POST = 64  # prompts
+PROMPT, ANSWER = 16, 128  # tokens
+SHARE_TURNS = 12  # requests per slot
+VOCABULARY = 32_000
+STATE_BYTES = 4 * 12 * 1152
+MOST_HOST_BYTES = 2**32  # that a GPU server takes for cached states where there is enough
 
 
 class Clock:
@@ -50,17 +65,29 @@ class Clock:
 
     def __init__(self) -> None:
         self._correction = 0.0
+        self._latest = 0.0
+        self.waited = 0.0
 
     def __call__(self) -> float:
-        return time.process_time() + self._correction
+        self._latest = time.process_time() + self._correction
+        return self._latest
+
+    def latest(self) -> float:
+        """What the clock said when it was last looked at: to ask for the CPU time can be a hundred
+        times as dear as for the time of day, which an engine asks for."""
+        return self._latest
 
     def skip_to(self, moment: float) -> None:
         """Waits, without waiting."""
-        self._correction += max(0.0, moment - self())
+        seconds = max(0.0, moment - self())
+        self._correction += seconds
+        self._latest += seconds
+        self.waited += seconds
 
     def forget_since(self, moment: float) -> None:
         """Time since then does not count."""
         self._correction -= self() - moment
+        self._latest = moment
 
 
 class MockRunner:
@@ -75,7 +102,9 @@ class MockRunner:
     overlaps = True
     grammars = None
 
-    def __init__(self, slots: int, step_seconds: float, paced: bool, clock: Clock) -> None:
+    def __init__(
+        self, slots: int, step_seconds: float, paced: bool, clock: Clock, host_bytes: int = 0
+    ) -> None:
         self._clock = clock
         self._step_seconds = step_seconds
         self._paced = paced
@@ -84,17 +113,22 @@ class MockRunner:
         self._rows: list[int] = []  # of the batch: tokens still to draw
         self._token = pack_ids([TOKEN])
         self.config = EngineConfig(
-            model="mock", device="cpu", dtype="float32", max_slots=slots, max_step_tokens=1 << 20
+            model="mock",
+            device="cpu",
+            dtype="float32",
+            max_slots=slots,
+            max_step_tokens=1 << 20,
+            host_state_bytes=host_bytes,
         )
         self.info = ModelInfo(
             name="mock",
             folder="",
             fingerprint="",
             cell="mingru",
-            vocab_size=257,
-            eos_token_id=256,
+            vocab_size=VOCABULARY,
+            eos_token_id=VOCABULARY - 1,
             parameters=0,
-            state_bytes=0,
+            state_bytes=STATE_BYTES,
             slots=slots,
             device="cpu",
             device_name="none",
@@ -158,25 +192,97 @@ class EncodingMailbox:
             self._unanswered -= len(message.finished)
 
 
+class PostingMailbox:
+    """One client, which keeps `at_once` of `posts` under way: each is the messages of one, and the
+    ids of its requests are those of a block. Ends the loop when all have been answered."""
+
+    def __init__(self, posts: list[list[bytes]], at_once: int) -> None:
+        self._posts = posts
+        self._left = [len(post) for post in posts]  # requests of each that are not answered
+        self._next, self._may_come = 0, at_once
+        self._unanswered = len(posts)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.tokens = 0
+
+    def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine]]:
+        decode = self._decoder.decode
+        while self._may_come and self._next < len(self._posts):
+            post = self._posts[self._next]
+            self._next, self._may_come = self._next + 1, self._may_come - 1
+            for raw in post:
+                yield "client", decode(raw)
+        if not self._unanswered:
+            yield "client", Shutdown()
+
+    def send(self, client: Hashable, message: FromEngine) -> None:
+        self._encoder.encode(message)
+        if isinstance(message, StepEvents):
+            self.tokens += message.stats.decode_tokens
+            for finished in message.finished:
+                post = finished.request // POST
+                self._left[post] -= 1
+                if not self._left[post]:
+                    self._may_come += 1
+                    self._unanswered -= 1
+
+
 def measure(
     batch: int, lengths: list[int], tokens: float, step_seconds: float, paced: bool
 ) -> float:
     """Tokens per second of streams of these lengths in `batch` slots, until `tokens` have come or
     all have ended, in rounds of as many steps as the engine takes of steps of `step_seconds`."""
-    requests = [
-        Request(
-            id=id,
-            prompt=pack_ids([1]),
-            sampling=SamplingParams(temperature=0, max_tokens=length, ignore_eos=True),
-        )
-        for id, length in enumerate(lengths)
-    ]
+    requests = [_request(id, pack_ids([1]), length) for id, length in enumerate(lengths)]
     mailbox = EncodingMailbox(requests, tokens)
     clock = Clock()
-    engine = Engine(MockRunner(batch, step_seconds, paced, clock), clock)
+    engine = Engine(MockRunner(batch, step_seconds, paced, clock), clock.latest)
     begin = clock()
     EngineLoop(engine, mailbox).run()
     return mailbox.tokens / (clock() - begin)
+
+
+def per_request(batch: int, step_seconds: float, paced: bool) -> float:
+    """Seconds of CPU time that a request of the load of loadtest.share costs the host, tokens left
+    out."""
+    count = -(-SHARE_TURNS * batch // POST)
+    mailbox = PostingMailbox(posts(count), -(-5 * batch // (4 * POST)))
+    busy = _busy_seconds(mailbox, batch, step_seconds, paced)
+    endless = [
+        _request(id, pack_ids([1]), 2 * SHARE_TURNS * ANSWER, stream=False) for id in range(batch)
+    ]
+    resident = EncodingMailbox(endless, mailbox.tokens)
+    tokens = _busy_seconds(resident, batch, step_seconds, paced) / resident.tokens
+    return (busy - tokens * mailbox.tokens) / (count * POST)
+
+
+def _busy_seconds(mailbox: Mailbox, batch: int, step_seconds: float, paced: bool) -> float:
+    """What the engine's loop takes of the CPU."""
+    clock = Clock()
+    engine = Engine(MockRunner(batch, step_seconds, paced, clock, MOST_HOST_BYTES), clock.latest)
+    begin = clock()
+    EngineLoop(engine, mailbox).run()
+    return clock() - begin - clock.waited
+
+
+def posts(count: int) -> list[list[bytes]]:
+    """The messages of so many POSTs, the same ones every time."""
+    chance, encoder = random.Random(count), msgspec.msgpack.Encoder()
+    prompts = (
+        array("i", chance.choices(range(VOCABULARY), k=PROMPT)).tobytes()
+        for _ in range(count * POST)
+    )
+    messages = [
+        encoder.encode(_request(id, prompt, ANSWER, stream=False, timeout=600.0))
+        for id, prompt in enumerate(prompts)
+    ]
+    return [messages[first : first + POST] for first in range(0, len(messages), POST)]
+
+
+def _request(
+    id: int, prompt: bytes, length: int, stream: bool = True, timeout: float | None = None
+) -> Request:
+    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    return Request(id=id, prompt=prompt, sampling=sampling, stream=stream, timeout=timeout)
 
 
 def turning(batch: int, low: int, high: int) -> list[int]:
@@ -196,6 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--answers", type=int, nargs=2, default=[128, 384], help="shortest and longest, turning"
     )
+    options.add_argument("--share", action="store_true", help="what a request costs, too")
     options.add_argument("--repeat", type=int, default=3)
     options.add_argument("--json", type=Path)
     args = options.parse_args(argv)
@@ -234,9 +341,33 @@ def main(argv: list[str] | None = None) -> int:
         ["batch", "free", "us per token", "ms per step", "the device's", "paced", "turning"],
         rows,
     )
-    save_json(args.json, {"host": figures})
+    saved = {"host": figures}
+    if args.share:
+        saved["share"] = print_share(args.batch, args.step_ms, args.repeat)
+    save_json(args.json, saved)
     return 0
 
 
+def print_share(batches: list[int], step_ms: list[float], repeat: int) -> list[dict[str, float]]:
+    """Measures and tells what a request costs; returns the figures, in microseconds."""
+    figures, rows = [], []
+    for batch, ms in zip(batches, step_ms, strict=True):
+        figure: dict[str, float] = {"batch": batch, "step_ms": ms}
+        row = [str(batch), f"{ms:g}"]
+        for name, paced in ("free", False), ("paced", True):
+            runs = [1e6 * per_request(batch, ms / 1000, paced) for _ in range(repeat)]
+            figure |= {name: median(runs), f"{name}_least": min(runs)}
+            row.append(f"{median(runs):.1f} ({min(runs):.1f})")
+        figures.append(figure)
+        rows.append(row)
+    print_table(
+        "us of host CPU per request beyond its tokens, median (least)",
+        ["batch", "ms per step", "free", "paced"],
+        rows,
+    )
+    return figures
+
+
 if __name__ == "__main__":
+    collector.calm()  # as the engine's process does
     raise SystemExit(main())

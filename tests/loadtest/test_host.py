@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from engine.messages import Finished, Request, Shutdown, Stats, StepEvents, pack_ids
-from loadtest.host import Clock, EncodingMailbox, main, measure, turning
+from loadtest.host import (
+    POST,
+    Clock,
+    EncodingMailbox,
+    PostingMailbox,
+    main,
+    measure,
+    posts,
+    turning,
+)
 
 
 def test_the_clock_waits_without_waiting_and_forgets() -> None:
@@ -17,6 +26,7 @@ def test_the_clock_waits_without_waiting_and_forgets() -> None:
     begin = clock()
     clock.skip_to(begin + 1000)
     assert 1000 <= clock() - begin < 1010
+    assert 990 < clock.waited <= 1000
     clock.skip_to(begin)  # that is past
     assert clock() >= begin + 1000
     clock.forget_since(begin)
@@ -45,11 +55,26 @@ def test_the_loop_ends_after_the_tokens_that_are_wanted_or_the_last_answer() -> 
         assert list(mailbox.receive(0)) == [("client", Shutdown())]
 
 
+def test_a_post_follows_one_whose_prompts_have_all_been_answered() -> None:
+    mailbox = PostingMailbox(posts(3), at_once=2)
+    came = [message for _, message in mailbox.receive(0)]
+    assert [one.id for one in came if isinstance(one, Request)] == list(range(2 * POST))
+    answers = [Finished(id, "length", 16, 0, 128) for id in range(3 * POST)]
+    mailbox.send("client", StepEvents(finished=answers[1 : POST + 1]))
+    assert list(mailbox.receive(0)) == []
+    mailbox.send("client", StepEvents(finished=answers[:1], stats=Stats(decode_tokens=9)))
+    assert len(list(mailbox.receive(0))) == POST and mailbox.tokens == 9
+    mailbox.send("client", StepEvents(finished=answers[POST + 1 :]))
+    assert list(mailbox.receive(0)) == [("client", Shutdown())]
+
+
 def test_it_prints_and_saves_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batch", "2", "--step-ms", "0.5", "--tokens", "200", "--seconds", "0.1"]
     target = tmp_path / "host.json"
-    main([*options, "--answers", "3", "9", "--repeat", "1", "--json", str(target)])
-    (figure,) = json.loads(target.read_text())["host"]
+    main([*options, "--answers", "3", "9", "--repeat", "1", "--share", "--json", str(target)])
+    saved = json.loads(target.read_text())
+    (figure,), (share,) = saved["host"], saved["share"]
+    assert 0 < share["free_least"] <= share["free"] and 0 < share["paced_least"] <= share["paced"]
     assert figure["device"] == pytest.approx(4000)
     assert 0 < figure["paced"] <= 4004 and 0 < figure["turning"] <= 4004
     assert "mock runner" in capsys.readouterr().out
