@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 from engine.history import TURN_STEPS, History
-from engine.messages import ID_BYTES, Run
+from engine.messages import ID_BYTES, Run, unpack_ids
 from engine.outbox import Outbox
 from engine.plan import DecodeRow, Drawn, Plan
 from engine.sequence import Sequence
@@ -149,7 +149,8 @@ class DecodeBatch:
         for row in sorted(self._over):
             sequence = self._members[row]
             self.bring_up(sequence)
-            ids = array("i", drawn.tokens[row * width :][: drawn.ended[row] * ID_BYTES])
+            first = row * width
+            ids = unpack_ids(drawn.tokens[first : first + drawn.ended[row] * ID_BYTES])
             delivered += end(sequence, ids)
             if not sequence.over:
                 self.spoiled = True

@@ -118,7 +118,7 @@ class DiskCache:
                 return
             head = Head(scope[0], scope[1], node.text(), kept.logits, 0)
             name = self._name(head)
-            kept.files.add(name)
+            kept.files |= {name}
             shelf.write(
                 name, lambda: prefix_file.write(head, state, self._variant), lambda result:
                 self._written(shelf, kept, name, result)

@@ -37,5 +37,7 @@ class History:
         assert 0 <= self.steps - since <= STEPS, "tokens have been written over"
         line, count = since % STEPS, self.steps - since
         first = min(count, STEPS - line)
-        end = self._tokens[line : line + first, row].tobytes()
-        return end + self._tokens[: count - first, row].tobytes()
+        drawn = self._tokens[line : line + first, row].tobytes()
+        if first < count:
+            drawn += self._tokens[: count - first, row].tobytes()
+        return drawn

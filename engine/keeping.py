@@ -195,11 +195,10 @@ class Keeper:
 
     def passes(self, plan: Plan, sequence: Sequence, length: int) -> None:
         """The plan reads its text up to `length`: plans the snapshots that are due there."""
-        if self.cache.claimed(sequence.key, length):
-            kept = self.cache.reserve(sequence, length)
-            if kept is not None:
-                key = sequence.key if kept.logits else -1
-                plan.after.append(Copy(sequence.slot, kept.place, key))
+        kept = self.cache.reserve(sequence, length)
+        if kept is not None:
+            key = sequence.key if kept.logits else -1
+            plan.after.append(Copy(sequence.slot, kept.place, key))
         if (spare := self._base_due(sequence, length)) is not None:
             plan.after.append(Copy(sequence.slot, spare.place))
 

@@ -4,8 +4,8 @@ A round is what the engine asks of the device at once: one step, or several deco
 The runner carries a plan out in this order: `release`, `before`, `admit`, `prefill`, `after`, then
 `decode` and `exports`. Slots are rows of the state pool. Kept states live in further
 rows of the same pool, so that forking a state is a copy of one row, and in rows of main memory: a
-place is a row of the pool, or ~row of main memory, which is negative. What a step has one of per
-running sequence is a msgspec.Struct, which is made several times faster than a frozen dataclass.
+place is a row of the pool, or ~row of main memory, which is negative. What there is one of for each
+sequence is a msgspec.Struct, which is made several times faster than a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from engine.messages import Request, TokenLogprobs
 MOST_STEPS = 32  # of a round
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True, gc=False):
     """A request takes a slot. `source` is the place to start from, None for the initial state."""
 
     request: Request
@@ -40,8 +39,7 @@ class Admission:
 INITIAL = -(2**62)  # a source: the initial state
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """The state at place `source` is copied over that at `target`."""
 
     source: int
@@ -70,8 +68,7 @@ class Export:
     logits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
     """The next prompt tokens of one sequence."""
 
     key: int

@@ -22,10 +22,11 @@ cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.config import SCAN_CHUNK
-from engine.messages import ID_BYTES, pack_ids
+from engine.messages import ID_BYTES
 from engine.plan import Copy
 from engine.sequence import Sequence
 from engine.shares import Weights
@@ -42,17 +43,23 @@ Place = Node[Kept]
 Scope = tuple[str, str, Kept | None]  # owner, salt and the state that texts go on from
 
 
-@dataclass(slots=True)
-class Found:
+class Found(msgspec.Struct):
     """What a prompt may start from, and what it is to leave behind."""
 
     kept: Kept | None = None
     length: int = 0  # prompt tokens that `kept` has read; all of them: its logits are used too
     awaited: Place | None = None  # a longer one is being read just now
     loading: Kept | None = None  # a file of it is being read
-    marks: list[int] = field(default_factory=list)  # where states should be kept, rising
-    ends: list[int] = field(default_factory=list)  # those of them where a chunk has to end
+    marks: list[int] = []  # where states should be kept, rising
+    ends: list[int] = []  # those of them where a chunk has to end
     reason: str = ""  # why there is nothing to start from
+
+
+class Claim(msgspec.Struct):
+    """A place whose reader has not come to it."""
+
+    node: Place
+    kept: Kept | None = None  # to which a copy is planned
 
 
 class PrefixCache:
@@ -67,8 +74,7 @@ class PrefixCache:
         self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
         self.on_forgotten: Callable[[Kept], None] = lambda kept: None
-        self._claims: dict[int, dict[int, Place]] = {}  # by reader and length
-        self._written: dict[int, dict[int, Kept]] = {}  # likewise: a copy there is planned
+        self._claims: dict[int, dict[int, Claim]] = {}  # by reader and length
 
     def look(self, sequence: Sequence) -> Found:
         """What is known of its prompt."""
@@ -78,7 +84,7 @@ class PrefixCache:
             found.ends = found.marks = self._aligned(sequence.cache_points)
             return found
         trie = self._tries.get(_scope(sequence))
-        path, same = ([], 0) if trie is None else trie.walk(sequence.text)
+        path, same = ((), 0) if trie is None else trie.walk(sequence.text)
         known = False
         for node in path:
             if node.length > most and not (node.length == length and sequence.resumable):
@@ -110,17 +116,21 @@ class PrefixCache:
 
     def _mark(self, found: Found, sequence: Sequence, same: int) -> None:
         length, align = sequence.prompt_tokens, self._align
-        ends = set(self._aligned(sequence.cache_points))
+        ends = self._aligned(sequence.cache_points)
         leaves = same // align * align
         if leaves < length and leaves - found.length >= LEAST_GAIN:
-            ends.add(leaves)
+            ends.append(leaves)
         if align > 1:
-            ends.add((length - 1) // align * align)
-        found.ends = sorted(end for end in ends if end > found.length)
-        at_end = [length] if sequence.samples and found.length < length else []
-        found.marks = sorted({*found.ends, *at_end})
+            ends.append((length - 1) // align * align)
+        if ends:
+            ends = sorted({end for end in ends if end > found.length})
+        found.ends = found.marks = ends
+        if sequence.samples and found.length < length and length not in ends:
+            found.marks = [*ends, length]
 
     def _aligned(self, points: tuple[int, ...]) -> list[int]:
+        if not points:
+            return []
         return sorted({point // self._align * self._align for point in points} - {0})
 
     def claim(self, sequence: Sequence, marks: list[int]) -> None:
@@ -132,12 +142,12 @@ class PrefixCache:
         if trie is None:
             trie = self._tries[scope] = Trie(sequence.request.owner, scope)
         before = trie.bytes
-        mine: dict[int, Place] = {}
+        mine: dict[int, Claim] = {}
         for mark in marks:
             node = trie.insert(sequence.text, mark)
             if node.reader < 0 and (node.value is None or self._lacks_logits(node, sequence)):
                 node.reader = sequence.key
-                mine[mark] = node
+                mine[mark] = Claim(node)
         if mine:
             self._claims[sequence.key] = mine
         self._account(trie, trie.bytes - before)
@@ -149,59 +159,65 @@ class PrefixCache:
             and node.length == sequence.prompt_tokens
         )
 
-    def claimed(self, key: int, length: int) -> bool:
-        """Whether the sequence is the reader of this place."""
-        return length in self._claims.get(key, ())
-
     def reserve(self, sequence: Sequence, length: int) -> Kept | None:
-        """A place for the state of a prompt of which `length` tokens, a mark of its reader, are
-        read in the plan being made; None where there is no room."""
+        """A place for the state of a prompt of which `length` tokens are read in the plan being
+        made; None unless the sequence is the reader of this length, or where there is no room."""
+        claims = self._claims.get(sequence.key)
+        claim = None if claims is None else claims.get(length)
+        if claim is None:
+            return None
         with_logits = length == sequence.prompt_tokens and sequence.samples
-        kept = Kept(length, sequence.request.owner, logits=with_logits)
+        kept = Kept(length, sequence.owner, logits=with_logits)
         if not self._tiers.put(kept, for_cache=True):
             return None
-        self._written.setdefault(sequence.key, {})[length] = self._tiers.hold(kept)
+        claim.kept = self._tiers.hold(kept)
         return kept
 
     def landed(self, key: int, length: int) -> Place | None:
         """The reader has passed a mark: what was planned to be kept stands. Returns the place,
         for which others may wait."""
-        node = self._claims.get(key, {}).pop(length, None)
-        if node is None:
+        claims = self._claims.get(key)
+        claim = None if claims is None else claims.pop(length, None)
+        if claims is None or claim is None:
             return None
+        if not claims:
+            del self._claims[key]
+        node = claim.node
         node.reader = -1
-        kept = self._written.get(key, {}).pop(length, None)
-        if kept is not None:
-            self._set(node, kept)
+        if claim.kept is not None:
+            self._set(node, claim.kept)
         else:
             self._tidy(node)
-        if not self._claims[key]:
-            self._drop(key)
         return node
 
     def leave(self, key: int) -> list[Place]:
         """The sequence has ended: the places that it does not read any more."""
-        nodes = list(self._claims.get(key, {}).values())
-        self._drop(key)
-        for node in nodes:
-            node.reader = -1
-            self._tidy(node)
-        return nodes
+        claims = self._claims.pop(key, None)
+        if claims is None:
+            return []
+        for claim in claims.values():
+            if claim.kept is not None:
+                self._tiers.release(claim.kept)
+            claim.node.reader = -1
+            self._tidy(claim.node)
+        return [claim.node for claim in claims.values()]
 
     def keep_answer(self, sequence: Sequence, read: int) -> None:
         """Keeps the state of a sequence that ends, whose slot's has read its text and `read` tokens
         of its answer."""
-        if self._align > 1 or read <= 0 or not self._tiers.rows:
+        if self._align > 1 or read <= 0 or not self._tiers.rows or self._tiers.crowded:
             return
-        text = sequence.text + pack_ids(sequence.tokens[:read])
+        text = sequence.text + sequence.tokens[:read].tobytes()
         scope = _scope(sequence)
-        trie = self._tries.setdefault(scope, Trie(sequence.request.owner, scope))
+        trie = self._tries.get(scope)
+        if trie is None:
+            trie = self._tries[scope] = Trie(sequence.owner, scope)
         path, _ = trie.walk(text)
         last = path[-1] if path else trie.root
         known = last.value is not None or last.reader >= 0
         if known and last.length * ID_BYTES == len(text):
             return
-        kept = Kept(len(text) // ID_BYTES, sequence.request.owner)
+        kept = Kept(len(text) // ID_BYTES, sequence.owner)
         if self._tiers.put(kept, for_cache=True):
             self._tiers.moves.append(Copy(sequence.slot, kept.place))
             before = trie.bytes
@@ -239,11 +255,6 @@ class PrefixCache:
         else:
             self._tiers.stand(kept)
 
-    def _drop(self, key: int) -> None:
-        self._claims.pop(key, None)
-        for kept in self._written.pop(key, {}).values():
-            self._tiers.release(kept)
-
     def _tidy(self, node: Place) -> None:
         trie: Trie[Kept] = node.trie
         before = trie.bytes
@@ -263,5 +274,7 @@ class PrefixCache:
 
 def _scope(sequence: Sequence) -> Scope:
     keeping, request = sequence.keeping, sequence.request
-    source = None if keeping is None or keeping.source is None else keeping.source.kept
+    if keeping is None:
+        return request.owner, request.cache_salt, None
+    source = None if keeping.source is None else keeping.source.kept
     return request.owner, request.cache_salt, source

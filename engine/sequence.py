@@ -200,9 +200,11 @@ class Sequence:
 
         None when no token from `start` to `stop` has a successor to score.
         """
+        if not self.request.score:
+            return None
         first = max(start + 1, self.request.score_from + self.lead)
         last = min(stop, self.prompt_tokens - 1)
-        if not self.request.score or first > last:
+        if first > last:
             return None
         targets = array("i", [-1]) * (first - start - 1)
         targets.extend(self.prompt_slice(first, last + 1))

@@ -330,7 +330,7 @@ class States:
                 unwritten()
                 return
             given = standing.snapshot(state, extra)
-            kept.files.add(file)
+            kept.files |= {file}
             shelf.write(file, lambda: snapshot.write(given, self._shape), written)
 
         self._fetch(kept, fetched)

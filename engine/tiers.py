@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from typing import Any
+
+import msgspec
 
 from engine.config import has_room
 from engine.plan import Copy, Put
@@ -29,8 +31,7 @@ NOWHERE = 2**62  # a place: in no row
 MOST_TO_HOST = 4
 
 
-@dataclass(eq=False, slots=True)
-class Kept:
+class Kept(msgspec.Struct, eq=False):
     """One state, after `position` tokens."""
 
     position: int
@@ -40,8 +41,9 @@ class Kept:
     whole: bool = False  # read from the beginning in whole chunks: as a miss would read it
     logits: bool = False  # its row holds those after its last token
     node: Any = None  # of the prefix cache
-    files: set[str] = field(default_factory=set)  # that hold it, or will
-    written: set[str] = field(default_factory=set)  # those of them that do
+    among: Shares[Kept] | set[Kept] | None = None  # those of the tier that it is counted with
+    files: AbstractSet[str] = frozenset()  # that hold it, or will
+    written: AbstractSet[str] = frozenset()  # those of them that do
     trouble: str = ""  # why none could be read when this was last tried
     names: int = 0  # that refer to it
     pinned: bool = False  # it has names, and no file: it needs its row
@@ -70,6 +72,7 @@ class Tiers:
         self._forget = forget
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
         self._to_host = 0  # of MOST_TO_HOST, in the plan being made
+        self._crowded = False  # since there was no row for the cache, nothing has come free
         self._late: list[int] = []  # those of them that nobody needs after it
         self.moves: list[Copy | Put] = []  # that the next plan has to begin with
         self.evictions: Counter[str] = Counter()
@@ -90,17 +93,28 @@ class Tiers:
     def begin_plan(self) -> None:
         """What the plan before this one reads and writes is done by the time this one begins."""
         self._to_host = 0
+        self._crowded = False
         self._busy.clear()
         late, self._late = self._late, []
         for place in late:
             self._give_back(place)
 
+    @property
+    def crowded(self) -> bool:
+        """For the cache alone there is no row just now."""
+        return self._crowded
+
     def put(self, kept: Kept, for_cache: bool = False) -> bool:
         """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
         It stands, for others to be moved, once `stand` says so. For the cache alone there may be
         none at times when many are looked for."""
+        if for_cache and self._crowded:
+            return False
         place = self._device_row()
-        if place is None and not (for_cache and self._device.count and self._enough_on_host()):
+        if place is None and for_cache and self._device.count and self._enough_on_host():
+            self._crowded = True
+            return False
+        if place is None:
             place = self._host_row()
         if place is None:
             return False
@@ -110,20 +124,31 @@ class Tiers:
 
     def stand(self, kept: Kept) -> None:
         """Its row holds it, as far as later plans are concerned."""
-        self._on_disk.discard(kept)
         if kept.place >= 0:
-            self._on_device.add(kept)
+            self._enter(kept, self._on_device)
+            self._crowded = self._crowded and kept.place in self._busy
         elif kept.node is not None or kept.written:
-            self._on_host.add(kept)
+            self._enter(kept, self._on_host)
             if kept.node is not None and not kept.files:
                 self.on_host(kept)
         else:
-            self._fixed.add(kept)
+            self._enter(kept, self._fixed)
+
+    def _enter(self, kept: Kept, among: Shares[Kept] | set[Kept]) -> None:
+        if kept.among is not among:
+            self._withdraw(kept)
+            kept.among = among
+            among.add(kept)
+
+    def _withdraw(self, kept: Kept) -> None:
+        if kept.among is not None:
+            kept.among.discard(kept)
+            kept.among = None
 
     def rest(self, kept: Kept) -> None:
         """A cached state needs no row: a file has it."""
         self.vacate(kept)
-        self._on_disk.add(kept)
+        self._enter(kept, self._on_disk)
 
     def has_row(self, kept: Kept) -> bool:
         return kept.place != NOWHERE
@@ -133,20 +158,19 @@ class Tiers:
 
     def note_written(self, kept: Kept, file: str) -> None:
         """This file of it is whole."""
-        kept.written.add(file)
+        kept.written |= {file}
+        self._crowded = False
         self._weigh(kept)
-        if kept in self._fixed:
-            self._fixed.discard(kept)
-            self._on_host.add(kept)
+        if kept.among is self._fixed:
+            self._enter(kept, self._on_host)
 
     def note_lost(self, kept: Kept, file: str) -> None:
         """This file has it no more, or never will."""
-        kept.files.discard(file)
-        kept.written.discard(file)
+        kept.files -= {file}
+        kept.written -= {file}
         self._weigh(kept)
-        if kept in self._on_host and kept.node is None and not kept.written:
-            self._on_host.discard(kept)
-            self._fixed.add(kept)
+        if kept.among is self._on_host and kept.node is None and not kept.written:
+            self._enter(kept, self._fixed)
 
     def note_name(self, kept: Kept, more: int = 1) -> None:
         """One more name refers to it, or one less."""
@@ -168,7 +192,7 @@ class Tiers:
         """The place to admit from, in the plan being made. What is much used comes to the device.
         Its state is in a row."""
         self.touch(kept)
-        stands = kept in self._on_host or kept in self._fixed
+        stands = kept.among is self._on_host or kept.among is self._fixed
         if stands and self._device.count and kept.place not in self._busy:
             self._busy.add(kept.place)  # it must not become the room for what makes room
             row = self._device_row()
@@ -192,13 +216,12 @@ class Tiers:
         kept.references -= 1
         if kept.references == 0:
             self.vacate(kept)
+        else:
+            self._crowded = False
 
     def vacate(self, kept: Kept) -> None:
         """It needs no row any more."""
-        self._on_device.discard(kept)
-        self._on_host.discard(kept)
-        self._on_disk.discard(kept)
-        self._fixed.discard(kept)
+        self._withdraw(kept)
         if kept.place != NOWHERE:
             self._give_back(kept.place)
             kept.place = NOWHERE
@@ -234,15 +257,17 @@ class Tiers:
         for kept in self._on_device:
             if kept.place in self._busy:
                 continue
-            row = None
-            if not (kept.only_cached and self._enough_on_host()):
+            row, only_cached = None, kept.only_cached
+            if not (only_cached and self._enough_on_host()):
                 row = self._host_row()
             if row is not None:
                 self.evictions["device"] += 1
                 self._move(kept, row)
-            elif kept.only_cached:
+            elif only_cached:
                 self.evictions["device"] += 1
+                row, kept.place = kept.place, NOWHERE
                 self._give_way(kept)
+                return row
             elif kept.written and not kept.wanted:
                 self.evictions["device"] += 1
                 self.vacate(kept)
@@ -282,9 +307,7 @@ class Tiers:
 
     def _move(self, kept: Kept, place: int) -> None:
         self.moves.append(Copy(kept.place, place))
-        self._on_device.discard(kept)
-        self._on_host.discard(kept)
-        self._fixed.discard(kept)
+        self._withdraw(kept)
         self._give_back(kept.place)
         kept.place = place
         self.stand(kept)
@@ -294,5 +317,6 @@ class Tiers:
             self._late.append(place)
         elif place >= 0:
             self._device.give_back(place)
+            self._crowded = False
         else:
             self._host.give_back(~place)
