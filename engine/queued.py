@@ -9,7 +9,7 @@ class Queued:
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[str, int]] = {}  # the owner, prompt tokens
-        self._owners: dict[str, tuple[int, int]] = {}
+        self._owners: dict[str, list[int]] = {}  # how many requests, their prompt tokens
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -22,7 +22,8 @@ class Queued:
 
     def of(self, owner: str) -> tuple[int, int]:
         """How many requests of an owner wait, and their prompt tokens."""
-        return self._owners.get(owner, (0, 0))
+        requests, tokens = self._owners.get(owner, (0, 0))
+        return requests, tokens
 
     def add(self, number: int, owner: str, tokens: int) -> None:
         """A request that is not known yet waits."""
@@ -43,9 +44,11 @@ class Queued:
         self.tokens = 0
 
     def _account(self, owner: str, count: int, tokens: int) -> None:
-        old_count, old_tokens = self._owners.get(owner, (0, 0))
         self.tokens += tokens
-        if old_count + count:
-            self._owners[owner] = old_count + count, old_tokens + tokens
-        else:
+        own = self._owners.get(owner)
+        if own is None:
+            own = self._owners[owner] = [0, 0]
+        own[0] += count
+        own[1] += tokens
+        if not own[0]:
             del self._owners[owner]

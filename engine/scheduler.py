@@ -286,9 +286,7 @@ class Scheduler(Lives):
         for kept in self._keeper.collect():
             self._waiting.resume(kept)
             self._on_loaded(kept)
-        while (sequence := self._deadlines.first()) is not None:
-            if sequence.deadline is None or sequence.deadline > now:
-                return
+        while (sequence := self._deadlines.first_below((now, sys.maxsize))) is not None:
             self._finish(sequence, "timeout", now)
 
     def _admit(self, plan: Plan, now: float, ahead: bool) -> None:

@@ -31,10 +31,9 @@ MOST_STOP_IDS = 8  # that the device looks for by itself
 
 def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
     """The tokens that end an answer."""
-    ids = set(params.stop_token_ids)
-    if eos_token_id is not None and not params.ignore_eos:
-        ids.add(eos_token_id)
-    return frozenset(ids)
+    if eos_token_id is None or params.ignore_eos:
+        return frozenset(params.stop_token_ids)
+    return frozenset((*params.stop_token_ids, eos_token_id))
 
 
 def is_plain(params: SamplingParams) -> bool:

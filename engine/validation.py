@@ -16,6 +16,7 @@ from engine.messages import (
     ID_BYTES,
     LEAST_PRIORITY,
     MOST_PRIORITY,
+    Keep,
     Request,
     SamplingParams,
     unpack_ids,
@@ -46,35 +47,48 @@ def check_request(request: Request, vocab_size: int) -> None:
         _check_id("prompt", int(packed.max()), vocab_size)
     elif length:
         ids = unpack_ids(request.prompt)
-        _check_id("prompt", min(ids), vocab_size)
-        _check_id("prompt", max(ids), vocab_size)
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            _check_id("prompt", min(ids), vocab_size)
+            _check_id("prompt", max(ids), vocab_size)
     if request.score:
         _check_range("score_from", request.score_from, 0 if request.state else 1, length)
-    if request.keep is not None and request.keep.ttl is not None:
-        check_ttl("keep", request.keep.ttl)
-    if request.keep is not None and not (request.keep.store or request.keep.export):
-        raise InvalidRequest("keep asks for nothing; allowed: store, export or both", param="keep")
-    if len(request.cache_salt.encode()) > MOST_SALT_BYTES:
+    if request.keep is not None:
+        _check_keep(request.keep)
+    if request.cache_salt and len(request.cache_salt.encode()) > MOST_SALT_BYTES:
         raise InvalidRequest(
             f"cache_salt is too long; allowed: up to {MOST_SALT_BYTES} bytes of UTF-8",
             param="cache_salt",
         )
-    _check_range("score_top", request.score_top, 0, vocab_size)
-    if len(request.cache_points) > MOST_MARKS:
-        raise InvalidRequest(
-            f"cache_points has {len(request.cache_points)} marks; allowed: at most {MOST_MARKS}",
-            param="cache_points",
-        )
-    for mark in request.cache_points:
-        _check_range("cache_points", mark, 1, length)
-    if len(request.owner.encode()) > MOST_OWNER_BYTES:
+    if request.score_top:
+        _check_range("score_top", request.score_top, 0, vocab_size)
+    if request.cache_points:
+        _check_points(request.cache_points, length)
+    if request.owner and len(request.owner.encode()) > MOST_OWNER_BYTES:
         raise InvalidRequest(
             f"owner is too long; allowed: up to {MOST_OWNER_BYTES} bytes of UTF-8", param="owner"
         )
-    _check_range("priority", request.priority, LEAST_PRIORITY, MOST_PRIORITY)
+    if request.priority:
+        _check_range("priority", request.priority, LEAST_PRIORITY, MOST_PRIORITY)
     if request.timeout is not None:
         _check_number("timeout", request.timeout, above=0.0)
     _check_sampling(request.sampling, vocab_size)
+
+
+def _check_keep(keep: Keep) -> None:
+    if keep.ttl is not None:
+        check_ttl("keep", keep.ttl)
+    if not (keep.store or keep.export):
+        raise InvalidRequest("keep asks for nothing; allowed: store, export or both", param="keep")
+
+
+def _check_points(points: tuple[int, ...], length: int) -> None:
+    if len(points) > MOST_MARKS:
+        raise InvalidRequest(
+            f"cache_points has {len(points)} marks; allowed: at most {MOST_MARKS}",
+            param="cache_points",
+        )
+    for mark in points:
+        _check_range("cache_points", mark, 1, length)
 
 
 def check_ttl(param: str, seconds: float) -> None:
@@ -83,19 +97,29 @@ def check_ttl(param: str, seconds: float) -> None:
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """What is as it is by default, which most is, is right."""
     _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
-    _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
-    _check_range("top_k", params.top_k, 0, INT32_MAX)
+    if params.min_tokens:
+        _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
+    if params.top_k:
+        _check_range("top_k", params.top_k, 0, INT32_MAX)
     _check_range("seed", params.seed, 0, SEED_MAX)
-    _check_range("choice", params.choice, 0, INT32_MAX)
+    if params.choice:
+        _check_range("choice", params.choice, 0, INT32_MAX)
     if params.logprobs is not None:
         _check_range("logprobs", params.logprobs, 0, vocab_size)
-    _check_number("temperature", params.temperature, least=0.0)
-    _check_number("top_p", params.top_p, above=0.0, most=1.0)
-    _check_number("min_p", params.min_p, least=0.0, most=1.0)
-    _check_number("repetition_penalty", params.repetition_penalty, above=0.0)
-    _check_number("presence_penalty", params.presence_penalty)
-    _check_number("frequency_penalty", params.frequency_penalty)
+    if params.temperature != 1:
+        _check_number("temperature", params.temperature, least=0.0)
+    if params.top_p != 1:
+        _check_number("top_p", params.top_p, above=0.0, most=1.0)
+    if params.min_p:
+        _check_number("min_p", params.min_p, least=0.0, most=1.0)
+    if params.repetition_penalty != 1:
+        _check_number("repetition_penalty", params.repetition_penalty, above=0.0)
+    if params.presence_penalty:
+        _check_number("presence_penalty", params.presence_penalty)
+    if params.frequency_penalty:
+        _check_number("frequency_penalty", params.frequency_penalty)
     if params.grammar is not None and len(params.grammar.text) > MOST_GRAMMAR:
         raise InvalidRequest(
             f"grammar has {len(params.grammar.text)} characters; allowed: up to {MOST_GRAMMAR}",

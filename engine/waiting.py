@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 
+from engine.arrivals import Arrivals
 from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
 from engine.messages import Grammar
@@ -42,44 +43,56 @@ class _Line:
     __slots__ = ("ready", "start", "waiting")
 
     def __init__(self) -> None:
-        self.ready: Ranking[Sequence] = Ranking()  # by arrival; without those that are held
+        self.ready: Arrivals[Sequence] = Arrivals()  # without those that are held
         self.waiting = 0  # with them
         self.start = 0  # tokens that the owner has been given, as the level counts them
 
 
 class _Level:
-    """The lines of one priority."""
+    """The lines of one priority. Owners are ranked when somebody asks who is first, not whenever
+    something changes: while there is one alone, never."""
 
-    __slots__ = ("clock", "lines", "owing", "ready", "running", "served_at", "waiting")
+    __slots__ = (
+        "changed", "clock", "lines", "owing", "ranking", "ready", "running", "served_at", "waiting"
+    )  # fmt: skip
 
     def __init__(self, served_at: int) -> None:
         self.lines: dict[str, _Line] = {}  # by owner: those that wait, or are ahead of the clock
-        self.ready: Ranking[str] = Ranking()  # owners by start, then by arrival
+        self.ranking: Ranking[str] = Ranking()  # owners who are ready, by start, then by arrival
+        self.changed: set[str] = set()  # owners whose lines have, since they were ranked
         self.owing: Ranking[str] = Ranking()  # owners of whom nothing waits, by start
         self.clock = 0  # the start of the latest departure
-        self.waiting = self.running = 0  # sequences
+        self.ready = self.waiting = self.running = 0  # sequences; `ready`: not held
         self.served_at = served_at  # departures of the queue at this level's latest
 
     def line_up(self, sequence: Sequence) -> None:
         """It may be the next one of its owner, of whom it is known to wait."""
         line = self.lines[sequence.owner]
-        if not len(line.ready):  # nothing that was held could have left: that saves nothing up
+        if not line.ready:  # nothing that was held could have left: that saves nothing up
             line.start = max(line.start, self.clock)
-        line.ready.put(sequence, sequence.key)
-        self.rank(sequence.owner)
+        line.ready.add(sequence.key, sequence)
+        self.ready += 1
+        self.changed.add(sequence.owner)
 
-    def rank(self, owner: str) -> None:
-        """Something has changed about an owner's line."""
-        line = self.lines[owner]
-        first = line.ready.first()
-        if first is None:
-            self.ready.discard(owner)
-        else:
-            self.ready.put(owner, (line.start, first.key))
-        if line.waiting:
-            self.owing.discard(owner)
-        else:
-            self.owing.put(owner, (line.start, owner))
+    def step_back(self, sequence: Sequence) -> None:
+        """It does not wait, or is held; it was neither."""
+        self.lines[sequence.owner].ready.discard(sequence.key)
+        self.ready -= 1
+        self.changed.add(sequence.owner)
+
+    def first(self) -> Sequence | None:
+        """The next one to leave; None when none is ready."""
+        if len(self.lines) == 1:
+            return next(iter(self.lines.values())).ready.first()
+        for owner in self.changed:
+            first = self.lines[owner].ready.first()
+            if first is None:
+                self.ranking.discard(owner)
+            else:
+                self.ranking.put(owner, (self.lines[owner].start, first.key))
+        self.changed.clear()
+        chosen = self.ranking.first()
+        return None if chosen is None else self.lines[chosen].ready.first()
 
     def forget(self) -> None:
         """Drops lines that tell nothing any more."""
@@ -87,6 +100,8 @@ class _Level:
             if self.lines[owner].start > self.clock:
                 return
             self.owing.discard(owner)
+            self.ranking.discard(owner)
+            self.changed.discard(owner)
             del self.lines[owner]
 
 
@@ -159,6 +174,8 @@ class WaitingQueue:
         line = level.lines.get(sequence.owner)
         if line is None:
             line = level.lines[sequence.owner] = _Line()
+        if not line.waiting:
+            level.owing.discard(sequence.owner)
         line.waiting += 1
         level.waiting += 1
         self._lasting += sequence.max_tokens > 1
@@ -168,16 +185,11 @@ class WaitingQueue:
     def first(self) -> Sequence | None:
         """The next one to leave; None when all that wait are held."""
         level = self._next_level()
-        if level is None:
-            return None
-        owner = level.ready.first()
-        return None if owner is None else level.lines[owner].ready.first()
+        return None if level is None else level.first()
 
     def hold(self, sequence: Sequence, awaited: Awaited) -> None:
         """Passes a sequence over until `awaited` is resumed."""
-        level = self._levels[sequence.priority]
-        level.lines[sequence.owner].ready.discard(sequence)
-        level.rank(sequence.owner)
+        self._levels[sequence.priority].step_back(sequence)
         self._held.setdefault(awaited, {})[sequence.key] = sequence
         self._held_on[sequence.key] = awaited
 
@@ -207,8 +219,10 @@ class WaitingQueue:
         if line is not None:
             # No further than the clock: that moved on by what was charged, for others too.
             line.start = max(line.start - tokens, min(line.start, level.clock))
-            level.rank(sequence.owner)
-        self._tidy(sequence.priority)
+            level.changed.add(sequence.owner)
+            if not line.waiting:
+                level.owing.put(sequence.owner, (line.start, sequence.owner))
+        self._tidy(level, sequence.priority)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, held or not."""
@@ -216,17 +230,18 @@ class WaitingQueue:
         line = level.lines[sequence.owner]
         awaited = self._held_on.pop(sequence.key, None)
         if awaited is None:
-            line.ready.discard(sequence)
+            level.step_back(sequence)
         else:
             del self._held[awaited][sequence.key]
             if not self._held[awaited]:
                 del self._held[awaited]
         line.waiting -= 1
         level.waiting -= 1
+        if not line.waiting:
+            level.owing.put(sequence.owner, (line.start, sequence.owner))
         self._lasting -= sequence.max_tokens > 1
-        level.rank(sequence.owner)
         self._queued.discard(sequence.key)
-        self._tidy(sequence.priority)
+        self._tidy(level, sequence.priority)
 
     def pace(self, now: float) -> float:
         """Mean seconds from one departure to the next; 0: unknown."""
@@ -250,7 +265,9 @@ class WaitingQueue:
         return kind(message, retry_after=seconds)
 
     def _next_level(self) -> _Level | None:
-        ready = [priority for priority, level in self._levels.items() if len(level.ready)]
+        if len(self._levels) == 1:
+            return next(iter(self._levels.values()))
+        ready = self._ready_levels()
         if not ready:
             return None
         urgent = min(ready)
@@ -261,12 +278,15 @@ class WaitingQueue:
 
     def _take_turn(self, priority: int) -> None:
         """Counts how often in a row others stood back behind the most urgent level."""
-        ready = [other for other, level in self._levels.items() if len(level.ready)]
+        ready = self._ready_levels() if len(self._levels) > 1 else ()
         others_wait = len(ready) > 1 and priority == min(ready)
         self._since_others = self._since_others + 1 if others_wait else 0
 
-    def _tidy(self, priority: int) -> None:
-        level = self._levels[priority]
-        level.forget()
+    def _ready_levels(self) -> list[int]:
+        return [priority for priority, level in self._levels.items() if level.ready]
+
+    def _tidy(self, level: _Level, priority: int) -> None:
+        if level.owing:
+            level.forget()
         if not level.waiting and not level.running:
             del self._levels[priority]

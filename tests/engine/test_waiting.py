@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.arrivals import Arrivals
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.messages import Request, SamplingParams, pack_ids
 from engine.pace import MEMORY_SECONDS, Pace
@@ -362,6 +363,52 @@ def test_a_ranking_tells_the_least(changes: list[tuple[int, int | None]]) -> Non
             expected[item] = rank, item
         assert len(ranking) == len(expected)
         assert ranking.first() == min(expected, key=expected.__getitem__, default=None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 99)))),
+    st.integers(0, 99),
+)
+def test_a_ranking_tells_the_least_below_a_limit(
+    changes: list[tuple[int, int | None]], limit: int
+) -> None:
+    ranking: Ranking[int] = Ranking()
+    expected: dict[int, tuple[int, int]] = {}
+    for item, rank in changes:
+        if rank is None:
+            ranking.discard(item)
+            expected.pop(item, None)
+        else:
+            ranking.put(item, (rank, item))
+            expected[item] = rank, item
+        below = {item: rank for item, rank in expected.items() if rank < (limit,)}
+        assert ranking.first_below((limit,)) == min(below, key=below.__getitem__, default=None)
+
+
+@given(st.lists(st.integers(0, 12)))
+def test_arrivals_keep_their_order_though_some_were_away(moves: list[int]) -> None:
+    arrivals: Arrivals[str] = Arrivals()
+    here: set[int] = set()
+    away: list[int] = []
+    latest = 0
+    for move in moves:
+        if move < 6:
+            latest += 1
+            arrivals.add(latest, str(latest))
+            here.add(latest)
+        elif move < 9 and here:  # the first one, or another one
+            number = sorted(here)[0 if move < 8 else len(here) // 2]
+            arrivals.discard(number)
+            here.discard(number)
+            away.append(number)
+        elif move < 12 and away:
+            number = away.pop(move % len(away))
+            arrivals.add(number, str(number))
+            here.add(number)
+        else:
+            arrivals.discard(latest + 1)
+        assert len(arrivals) == len(here)
+        assert arrivals.first() == (str(min(here)) if here else None)
 
 
 def test_a_ranking_forgets_what_is_outdated() -> None:
