@@ -68,7 +68,7 @@ class Keeper:
         same `variant` of the model; `clock` is the time of day."""
         self.shape = shape or Shape("", 2**31, (1, 1), None)
         self.row_bytes = self.shape.bytes + 4 * self.shape.vocab_size  # of main memory
-        self.tiers = Tiers(device_rows, first_row, host_rows, lambda kept: self.cache.forget(kept))
+        self.tiers = Tiers(device_rows, first_row, host_rows)
         self.cache = PrefixCache(self.tiers, trie_bytes, with_whole_chunks)
         self.traffic = Traffic(self.tiers, self.shape, shelf)
         self.states = States(
@@ -133,9 +133,8 @@ class Keeper:
         cannot start at all."""
         keeping = sequence.keeping
         source = None if keeping is None or keeping.source is None else keeping.source.kept
-        found = Found()
-        if source is None or sequence.request.cache_points:
-            found = self.cache.look(sequence)
+        look = source is None or sequence.request.cache_points
+        found = self.cache.look(sequence) if look else Found()
         if found.kept is not None and found.kept.place == NOWHERE:
             self.disk.fetch(found.kept)
             sequence.loads += 1
@@ -170,22 +169,24 @@ class Keeper:
     def admit(self, plan: Plan, sequence: Sequence, found: Found) -> None:
         """It starts there: plans the copies and sets its marks and position."""
         kept, keeping, request = found.kept, sequence.keeping, sequence.request
-        if found.length:
+        place, cached, before = None, found.length, 0
+        if cached:
             self._hits += 1
         elif found.reason:
             self._misses[found.reason] += 1
-        place = None if kept is None else self.tiers.use(kept)
-        if kept is not None and kept.node is not None:
-            self.disk.used(kept)
-        cached = found.length
+        if kept is not None:
+            place = self.tiers.use(kept)
+            if kept.node is not None:
+                self.disk.used(kept)
         self.cache.claim(sequence, found.marks)
         sequence.marks = found.ends
         sequence.position = sequence.anchor = cached
         sequence.cached_tokens = max(cached - sequence.lead, 0)  # of its own prompt
-        before = self._before(sequence)
-        if (spare := self._base_due(sequence, cached)) is not None:
-            self.tiers.moves.append(Copy(INITIAL if place is None else place, spare.place))
-            self._based(sequence, cached)
+        if keeping is not None:
+            before = keeping.before
+            if (spare := keeping.due(cached)) is not None:
+                self.tiers.moves.append(Copy(INITIAL if place is None else place, spare.place))
+                self._based(keeping, spare, cached)
         text = sequence.text if sequence.text is not request.prompt else b""
         plan.admit.append(
             Admission(request, sequence.key, sequence.slot, place, cached, text, before)
@@ -199,13 +200,15 @@ class Keeper:
         if kept is not None:
             key = sequence.key if kept.logits else -1
             plan.after.append(Copy(sequence.slot, kept.place, key))
-        if (spare := self._base_due(sequence, length)) is not None:
+        keeping = sequence.keeping
+        if keeping is not None and (spare := keeping.due(length)) is not None:
             plan.after.append(Copy(sequence.slot, spare.place))
 
     def landed(self, sequence: Sequence, length: int) -> Place | None:
         """It has read its text up to `length`. Returns what others may have waited for."""
-        if self._base_due(sequence, length) is not None:
-            self._based(sequence, length)
+        keeping = sequence.keeping
+        if keeping is not None and (spare := keeping.due(length)) is not None:
+            self._based(keeping, spare, length)
         return self.cache.landed(sequence.key, length)
 
     def may_end(self, sequence: Sequence, reason: FinishReason, kept: int | None) -> bool:
@@ -219,11 +222,18 @@ class Keeper:
         keeping.kept_tokens = None if kept is None else max(kept, 0)
         return True
 
-    def needs_rebuild(self, sequence: Sequence, reason: FinishReason, read: int | None) -> bool:
+    def cache_answer(self, sequence: Sequence, reason: FinishReason, read: int | None) -> None:
+        """It ends, and has nothing else to do with kept states. Its slot's has read `read` tokens
+        of the answer."""
+        if read is not None and reason in ("stop", "length"):
+            self.cache.keep_answer(sequence, read)
+
+    def needs_rebuild(
+        self, sequence: Sequence, keeping: Keeping, reason: FinishReason, read: int | None
+    ) -> bool:
         """It ends: whether its state has to be made from its base. Its slot's has read `read`
         tokens of the answer."""
-        keeping = sequence.keeping
-        if keeping is None or keeping.rebuilds is not None or not keeping.has_base:
+        if keeping.rebuilds is not None or not keeping.has_base:
             return False
         answer = keeping.answer_of(sequence)
         return reason != "abort" and len(answer) > 0 and read != len(answer) - 1
@@ -261,20 +271,14 @@ class Keeper:
     def conclude(
         self,
         sequence: Sequence,
+        keeping: Keeping,
         told: Sequence,
         reason: FinishReason,
         now: float,
-        read: int | None,
         tell: Tell,
     ) -> None:
         """Keeps what is to be kept of a sequence that ends, and tells how it ended; `told` is the
         one whose state it rebuilt, else itself. Its slot is still its own."""
-        keeping = sequence.keeping
-        if keeping is None:
-            if read is not None and reason in ("stop", "length"):
-                self.cache.keep_answer(sequence, read)
-            tell(told.finished(reason, now))
-            return
         keep = keeping.keep
         if keep is None or keeping.base < 0 or reason == "abort":
             tell(told.finished(reason, now))
@@ -366,19 +370,9 @@ class Keeper:
         for one in plan.exports:
             self.traffic.arrived(one.ticket, None)
 
-    def _base_due(self, sequence: Sequence, length: int) -> Kept | None:
-        """Its spare, where that is to become its base when `length` tokens are read."""
-        keeping = sequence.keeping
-        if keeping is None or keeping.spare is None or keeping.base >= 0:
-            return None
-        due = keeping.spare.position == self._before(sequence) + length
-        return keeping.spare if due else None
-
-    def _based(self, sequence: Sequence, length: int) -> None:
-        keeping = sequence.keeping
-        assert keeping is not None and keeping.spare is not None
+    def _based(self, keeping: Keeping, spare: Kept, length: int) -> None:
         keeping.base = length
-        self.tiers.stand(keeping.spare)
+        self.tiers.stand(spare)
 
     def _before(self, sequence: Sequence) -> int:
         """Tokens that the state at the beginning of its text has read."""

@@ -49,13 +49,18 @@ class Lives:
         """`read`: how many of the answer's tokens its slot's state has read, where that is known
         (the device may have gone on)."""
         self._rounds.bring_up(sequence)
-        if self._keeper.needs_rebuild(sequence, reason, read):
+        keeping = sequence.keeping
+        if keeping is None:
+            self._keeper.cache_answer(sequence, reason, read)
+            self._outbox.finished(sequence.client, sequence.finished(reason, now))
+            self._end(sequence)
+            return
+        if self._keeper.needs_rebuild(sequence, keeping, reason, read):
             self._rebuild(sequence, reason, now)
             return
-        told = sequence if sequence.keeping is None else sequence.keeping.rebuilds or sequence
+        told = keeping.rebuilds or sequence
         if told is not sequence and reason == "length":
-            assert sequence.keeping is not None
-            reason = sequence.keeping.reason
+            reason = keeping.reason
 
         def tell(finished: Finished | EngineError) -> None:
             if isinstance(finished, EngineError):
@@ -63,7 +68,7 @@ class Lives:
             else:
                 self._outbox.finished(sequence.client, finished)
 
-        self._keeper.conclude(sequence, told, reason, now, read, tell)
+        self._keeper.conclude(sequence, keeping, told, reason, now, tell)
         self._end(sequence)
 
     def _rebuild(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
@@ -95,7 +100,8 @@ class Lives:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
-        self._deadlines.discard(sequence)
+        if sequence.deadline is not None:
+            self._deadlines.discard(sequence)
         mine = self._clients[sequence.client]
         del mine[sequence.request.id]
         if not mine:

@@ -1,4 +1,5 @@
-"""What crosses the process boundary: requests in, events out; plain data, encoded by msgspec.
+"""What crosses the process boundary: requests in, events out; plain data, encoded by msgspec. The
+garbage collector passes over what there is much of (`gc=False`), for plain data has no cycles.
 
 Towards the engine: `Request`, `Abort`, `AskState`, `Ping`, `Gone`, `Shutdown`. From the engine:
 `Ready` or `LoadFailed` once, `Pong`, `StateReply`, and one `StepEvents` per round and API process.
@@ -48,7 +49,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How the tokens of one request are drawn.
 
     Applied in this order: grammar, penalties, logit_bias, temperature, top_k, top_p, min_p. A draw
@@ -78,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """That a request's state is to be kept when it ends: exactly after the last kept token.
 
     Those are the prompt and the answer's delivered tokens, less what an `Abort` says is cut off. A
@@ -92,7 +93,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     store: bool = True  # False: it is not kept by the engine, only exported
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     """One prompt and what to do with it. `id` is unique within its client.
 
     With `sampling.max_tokens == 0` nothing is generated: the request only scores its prompt, or
@@ -198,7 +199,7 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     busy: bool = False  # a request is under way that will take its place
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural log-probabilities of one token, from the log-softmax of the raw fp32 logits."""
 
     logprob: float  # of the token that was drawn or scored
@@ -207,7 +208,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     is_greedy: bool = False  # the token is the most likely one
 
 
-class Scores(msgspec.Struct, frozen=True, array_like=True):
+class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of a run of prompt tokens; runs arrive in order and without gaps."""
 
     request: int
@@ -215,7 +216,7 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[TokenLogprobs]
 
 
-class Timing(msgspec.Struct, frozen=True, array_like=True):
+class Timing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a request's time in the engine went, in seconds; None for what it did not come to."""
 
     queue: float = 0.0  # from arrival until its first step, or until it ended without one
@@ -223,7 +224,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     decode: float | None = None  # from its first token until its last
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True):
+class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The one terminal event of a request that was served (also in part)."""
 
     request: int
@@ -238,7 +239,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     snapshot: bytes = b""  # as a file, where asked for
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True):
+class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The one terminal event of a request that was not served; `errors.from_failed` reads it."""
 
     request: int
@@ -259,7 +260,7 @@ class StateReply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     more: bool = False  # of list: there are states after these
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The next `length` tokens of each of `requests`, which several decode steps brought at once.
 
     `tokens` holds them packed (`pack_ids`), one request's after the other's.

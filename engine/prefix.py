@@ -67,6 +67,7 @@ class PrefixCache:
 
     def __init__(self, tiers: Tiers, most_bytes: int, with_whole_chunks: bool = False) -> None:
         self._tiers = tiers
+        tiers.forget = self.forget
         self._most_bytes = most_bytes
         self._align = SCAN_CHUNK if with_whole_chunks else 1
         self._tries: dict[Scope, Trie[Kept]] = {}

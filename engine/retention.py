@@ -39,6 +39,12 @@ class Keeping:
         """Its base stands."""
         return self.base >= 0 and self.spare is not None and self.spare.place != NOWHERE
 
+    def due(self, length: int) -> Kept | None:
+        """Its spare, where that is to become its base when `length` tokens are read."""
+        if self.spare is None or self.base >= 0:
+            return None
+        return self.spare if self.spare.position == self.before + length else None
+
     @property
     def before(self) -> int:
         """Tokens that the state at the beginning of its text has read."""

@@ -148,7 +148,8 @@ class Sequence:
     @property
     def unspent(self) -> int:
         """Tokens that it could still read and generate."""
-        return self.remaining + self.max_tokens - self.request.run_on - self.drawn
+        left = self.prompt_tokens - self.position
+        return left + self.max_tokens - self.request.run_on - self.drawn
 
     @property
     def cacheable_tokens(self) -> int:

@@ -56,11 +56,9 @@ class Kept(msgspec.Struct, eq=False):
 
 
 class Tiers:
-    """`forget` is told of a cached state that has to go, and releases it."""
+    """`forget` is told of a cached state that has to go, and releases it; the cache sets it."""
 
-    def __init__(
-        self, device_rows: int, first_row: int, host_rows: int, forget: Callable[[Kept], None]
-    ) -> None:
+    def __init__(self, device_rows: int, first_row: int, host_rows: int) -> None:
         self._device = SlotAllocator(device_rows, first_row)
         self._host = SlotAllocator(host_rows)
         self._on_device: Shares[Kept] = Shares()
@@ -69,7 +67,7 @@ class Tiers:
         self._fixed: set[Kept] = set()  # the others in main memory
         self.on_host: Callable[[Kept], None] = lambda kept: None  # told of cached ones there
         self._pinned = Weights()
-        self._forget = forget
+        self.forget: Callable[[Kept], None] = lambda kept: None
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
         self._to_host = 0  # of MOST_TO_HOST, in the plan being made
         self._crowded = False  # since there was no row for the cache, nothing has come free
@@ -234,7 +232,7 @@ class Tiers:
             for kept in chain(tier.of(owner), tier):
                 if kept.only_cached and kept.place not in self._busy:
                     self.evictions[name] += 1
-                    self._forget(kept)
+                    self.forget(kept)
                     return True
         return False
 
@@ -281,7 +279,7 @@ class Tiers:
         if kept.written:
             self.rest(kept)
         else:
-            self._forget(kept)
+            self.forget(kept)
 
     def _enough_on_host(self) -> bool:
         """Whether a plan has moved as many as it may; counts the one that is about to be."""

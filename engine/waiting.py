@@ -96,7 +96,7 @@ class _Level:
 
     def forget(self) -> None:
         """Drops lines that tell nothing any more."""
-        while (owner := self.owing.first()) is not None:
+        while len(self.owing) and (owner := self.owing.first()) is not None:
             if self.lines[owner].start > self.clock:
                 return
             self.owing.discard(owner)
@@ -195,7 +195,10 @@ class WaitingQueue:
 
     def resume(self, awaited: Awaited) -> None:
         """Those held on `awaited` are back where their arrival puts them."""
-        for sequence in self._held.pop(awaited, {}).values():
+        held = self._held.pop(awaited, None)
+        if held is None:
+            return
+        for sequence in held.values():
             del self._held_on[sequence.key]
             self._levels[sequence.priority].line_up(sequence)
 
@@ -222,6 +225,7 @@ class WaitingQueue:
             level.changed.add(sequence.owner)
             if not line.waiting:
                 level.owing.put(sequence.owner, (line.start, sequence.owner))
+                level.forget()
         self._tidy(level, sequence.priority)
 
     def remove(self, sequence: Sequence) -> None:
@@ -241,6 +245,7 @@ class WaitingQueue:
             level.owing.put(sequence.owner, (line.start, sequence.owner))
         self._lasting -= sequence.max_tokens > 1
         self._queued.discard(sequence.key)
+        level.forget()
         self._tidy(level, sequence.priority)
 
     def pace(self, now: float) -> float:
@@ -286,7 +291,5 @@ class WaitingQueue:
         return [priority for priority, level in self._levels.items() if level.ready]
 
     def _tidy(self, level: _Level, priority: int) -> None:
-        if level.owing:
-            level.forget()
         if not level.waiting and not level.running:
             del self._levels[priority]
