@@ -177,11 +177,13 @@ class DecodeBatch:
             sequence.since = self._history.steps
 
     def _bring_some_up(self, steps: int) -> None:
-        """So many rows in turn that all have had theirs before their tokens are written over."""
+        """So many rows in turn that all have had theirs before their tokens are written over. Who
+        is not far behind, as in a short answer, can wait for another turn."""
+        late = self._history.steps - TURN_STEPS
         for _ in range(-(-self.rows * steps // TURN_STEPS)):
             self._turn = self._turn + 1 if self._turn + 1 < self.rows else 0
             sequence = self._members.get(self._turn)
-            if sequence is not None:
+            if sequence is not None and sequence.since <= late:
                 self.bring_up(sequence)
 
     def dissolve(self) -> None:

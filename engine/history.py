@@ -10,7 +10,7 @@ import numpy as np
 
 STEPS = 1024  # that are kept: who is behind by more has lost tokens
 WIDTH = STEPS + 16  # no power of two: else all rows' lines would want the same place of the cache
-TURN_STEPS = STEPS // 4  # within so many steps everybody should have read once
+TURN_STEPS = STEPS // 4  # who is behind by so many reads within as many more
 
 
 class History:

@@ -94,7 +94,7 @@ class EngineLoop:
         self._stats: Stats | None = None  # of the latest step
         self._stopping = False
         self._told_at = 0.0  # when the load was told, by time.monotonic
-        for client in clients:
+        for client in dict.fromkeys(clients):
             self._greet(client)
 
     def run(self) -> None:
@@ -149,7 +149,8 @@ class EngineLoop:
             if isinstance(message, Gone):
                 self._forget(client if message.client is None else message.client.encode())
                 continue
-            self._greet(client)
+            if client not in self._clients:
+                self._greet(client)
             match message:
                 case Request():
                     self._engine.add(client, message)
@@ -173,8 +174,7 @@ class EngineLoop:
         self._engine.abort(client, None, "abort")
 
     def _greet(self, client: Hashable) -> None:
-        if client not in self._clients:
-            self._clients.add(client)
-            self._mailbox.send(client, Ready(self._engine.info))
-            if self._stats is not None:  # it may be long until the next step
-                self._mailbox.send(client, StepEvents(stats=self._stats.load()))
+        self._clients.add(client)
+        self._mailbox.send(client, Ready(self._engine.info))
+        if self._stats is not None:  # it may be long until the next step
+            self._mailbox.send(client, StepEvents(stats=self._stats.load()))

@@ -1,19 +1,16 @@
-"""Queued: requests that have no slot yet, by owner. The engine counts all of them, an API process
-its own, as far as the engine has told."""
+"""Queued: requests that have no slot yet, by owner. The engine counts all of them (`Counts`), an
+API process its own, as far as the engine has told (`Queued`)."""
 
 from __future__ import annotations
 
 
-class Queued:
-    """Counts requests, known by a number, and their prompt tokens."""
+class Counts:
+    """Counts requests and their prompt tokens."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[str, int]] = {}  # the owner, prompt tokens
-        self._owners: dict[str, list[int]] = {}  # how many requests, their prompt tokens
+        self._owners: dict[str, list[int]] = {}  # requests, tokens
+        self.requests = 0
         self.tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     @property
     def owners(self) -> int:
@@ -25,30 +22,64 @@ class Queued:
         requests, tokens = self._owners.get(owner, (0, 0))
         return requests, tokens
 
+    def add(self, owner: str, tokens: int) -> None:
+        """One more waits."""
+        self.requests += 1
+        self.tokens += tokens
+        own = self._owners.get(owner)
+        if own is None:
+            self._owners[owner] = [1, tokens]
+        else:
+            own[0] += 1
+            own[1] += tokens
+
+    def remove(self, owner: str, tokens: int) -> None:
+        """One of them waits no more."""
+        self.requests -= 1
+        self.tokens -= tokens
+        own = self._owners[owner]
+        own[0] -= 1
+        own[1] -= tokens
+        if not own[0]:
+            del self._owners[owner]
+
+
+class Queued:
+    """Counts requests that are known by a number, and may be told of twice."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, tuple[str, int]] = {}  # the owner, prompt tokens
+        self._counts = Counts()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all of them."""
+        return self._counts.tokens
+
+    @property
+    def owners(self) -> int:
+        """How many owners have requests that wait."""
+        return self._counts.owners
+
+    def of(self, owner: str) -> tuple[int, int]:
+        """How many requests of an owner wait, and their prompt tokens."""
+        return self._counts.of(owner)
+
     def add(self, number: int, owner: str, tokens: int) -> None:
         """A request that is not known yet waits."""
         self._requests[number] = owner, tokens
-        self._account(owner, 1, tokens)
+        self._counts.add(owner, tokens)
 
     def discard(self, number: int) -> None:
         """A request has a slot, or has ended; that may be known already."""
         found = self._requests.pop(number, None)
         if found is not None:
-            owner, tokens = found
-            self._account(owner, -1, -tokens)
+            self._counts.remove(*found)
 
     def clear(self) -> None:
         """Nothing waits any more."""
         self._requests.clear()
-        self._owners.clear()
-        self.tokens = 0
-
-    def _account(self, owner: str, count: int, tokens: int) -> None:
-        self.tokens += tokens
-        own = self._owners.get(owner)
-        if own is None:
-            own = self._owners[owner] = [0, 0]
-        own[0] += count
-        own[1] += tokens
-        if not own[0]:
-            del self._owners[owner]
+        self._counts = Counts()

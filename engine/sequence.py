@@ -249,6 +249,11 @@ class Sequence:
 
     def take_last(self, ids: array[int], now: float) -> tuple[int, FinishReason | None]:
         """Takes drawn tokens up to the one that ends the sequence: (how many, the verdict)."""
+        if self.stop_ids.isdisjoint(ids):
+            taken = min(len(ids), self.max_tokens - self.drawn)
+            if taken > 0:
+                self.extend(ids[:taken].tobytes(), now)
+            return taken, "length" if self.drawn >= self.max_tokens else None
         for taken, token in enumerate(ids):
             verdict = self.verdict(token)
             if verdict == "stop":

@@ -7,6 +7,7 @@ NaN must not reach a step, where it would cost every other sequence its life.
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def check_request(request: Request, vocab_size: int) -> None:
             f"prompt has {len(request.prompt)} bytes; allowed: packed int32 token ids",
             param="prompt",
         )
-    length = request.prompt_tokens
+    length = len(request.prompt) // ID_BYTES
     if length == 0 and (not request.state or request.score):
         raise InvalidRequest("prompt is empty; allowed: at least one token", param="prompt")
     if length > FEW_TOKENS:
@@ -46,8 +47,10 @@ def check_request(request: Request, vocab_size: int) -> None:
         _check_id("prompt", int(packed.min()), vocab_size)
         _check_id("prompt", int(packed.max()), vocab_size)
     elif length:
-        ids = unpack_ids(request.prompt)
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
+        unsigned = array("I")
+        unsigned.frombytes(request.prompt)
+        if max(unsigned) >= vocab_size:  # or one is negative
+            ids = unpack_ids(request.prompt)
             _check_id("prompt", min(ids), vocab_size)
             _check_id("prompt", max(ids), vocab_size)
     if request.score:

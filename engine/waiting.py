@@ -25,7 +25,7 @@ from engine.errors import QueueFull, ShareFull
 from engine.messages import Grammar
 from engine.pace import Pace
 from engine.prefix import Place
-from engine.queued import Queued
+from engine.queued import Counts
 from engine.ranking import Ranking
 from engine.sequence import Sequence
 from engine.tiers import Kept
@@ -114,7 +114,7 @@ class WaitingQueue:
         self._levels: dict[int, _Level] = {}  # by priority
         self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
         self._held_on: dict[int, Awaited] = {}
-        self._queued = Queued()  # all of them, by key
+        self._queued = Counts()  # all of them
         self._departures = 0
         self._since_others = 0  # departures of the most urgent level while others waited
         self._pace = Pace()
@@ -122,12 +122,12 @@ class WaitingQueue:
         self._lasting = 0  # of those that wait, whose answers may have several tokens
 
     def __len__(self) -> int:
-        return len(self._queued)
+        return self._queued.requests
 
     @property
     def ready(self) -> int:
         """How many wait for nothing but a slot."""
-        return len(self) - len(self._held_on)
+        return self._queued.requests - len(self._held_on)
 
     @property
     def lasting(self) -> int:
@@ -146,7 +146,7 @@ class WaitingQueue:
     def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
         """Why an owner's next request may not wait, or None. `free` of those that wait are as good
         as running, since there are slots for them."""
-        taken = len(self) - free
+        taken = self._queued.requests - free
         if taken < 0:
             return None
         own, own_tokens = self.of(owner)
@@ -166,7 +166,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Puts a new arrival at the end of its owner's line."""
-        if not len(self):
+        if not self._queued.requests:
             self._pace.restart(now)
         level = self._levels.get(sequence.priority)
         if level is None:
@@ -180,7 +180,7 @@ class WaitingQueue:
         level.waiting += 1
         self._lasting += sequence.max_tokens > 1
         level.line_up(sequence)
-        self._queued.add(sequence.key, sequence.owner, sequence.prompt_tokens)
+        self._queued.add(sequence.owner, sequence.prompt_tokens)
 
     def first(self) -> Sequence | None:
         """The next one to leave; None when all that wait are held."""
@@ -244,7 +244,7 @@ class WaitingQueue:
         if not line.waiting:
             level.owing.put(sequence.owner, (line.start, sequence.owner))
         self._lasting -= sequence.max_tokens > 1
-        self._queued.discard(sequence.key)
+        self._queued.remove(sequence.owner, sequence.prompt_tokens)
         level.forget()
         self._tidy(level, sequence.priority)
 
