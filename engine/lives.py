@@ -47,8 +47,9 @@ class Lives:
         self, sequence: Sequence, reason: FinishReason, now: float, read: int | None = None
     ) -> None:
         """`read`: how many of the answer's tokens its slot's state has read, where that is known
-        (the device may have gone on)."""
-        self._rounds.bring_up(sequence)
+        (the device may have gone on); then so are these tokens."""
+        if read is None:
+            self._rounds.bring_up(sequence)
         keeping = sequence.keeping
         if keeping is None:
             self._keeper.cache_answer(sequence, reason, read)

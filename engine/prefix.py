@@ -74,7 +74,7 @@ class PrefixCache:
         self._bytes = Weights()  # that tries take
         self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
-        self.on_forgotten: Callable[[Kept], None] = lambda kept: None
+        self.on_forgotten: Callable[[Kept], None] | None = None
         self._claims: dict[int, dict[int, Claim]] = {}  # by reader and length
 
     def look(self, sequence: Sequence) -> Found:
@@ -230,7 +230,8 @@ class PrefixCache:
         node: Place | None = kept.node
         if node is None:
             return
-        self.on_forgotten(kept)
+        if self.on_forgotten is not None:
+            self.on_forgotten(kept)
         node.value = kept.node = None
         self._tiers.release(kept)
         self._tidy(node)
@@ -247,7 +248,8 @@ class PrefixCache:
     def _set(self, node: Place, kept: Kept) -> None:
         if node.value is not None:
             old, node.value = node.value, None
-            self.on_forgotten(old)
+            if self.on_forgotten is not None:
+                self.on_forgotten(old)
             old.node = None
             self._tiers.release(old)
         node.value, kept.node = kept, node

@@ -324,7 +324,8 @@ class Scheduler(Lives):
         there is no slot one at a time: what is kept for long unused may be forgotten again."""
         free = self._slots.free
         while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
-            lacking = self._grammars.lacking(sequence.request.sampling)
+            sampling = sequence.request.sampling
+            lacking = None if sampling.grammar is None else self._grammars.lacking(sampling)
             if lacking is None:
                 return sequence
             if isinstance(lacking, EngineError):

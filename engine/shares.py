@@ -85,12 +85,16 @@ class Shares(Generic[T]):
         ends the loop."""
         heaviest = self._order.first(self._lists)
         if heaviest is None:
-            return
+            return iter(())
+        if len(self._lists) == 1:
+            return iter(self._lists[heaviest])
+        return self._from(heaviest)
+
+    def _from(self, heaviest: str) -> Iterator[T]:
         yield from self._lists[heaviest]
-        if len(self._lists) > 1:
-            for owner in sorted(self._lists, key=lambda owner: -len(self._lists[owner])):
-                if owner != heaviest:
-                    yield from self._lists[owner]
+        for owner in sorted(self._lists, key=lambda owner: -len(self._lists[owner])):
+            if owner != heaviest:
+                yield from self._lists[owner]
 
     def of(self, owner: str) -> Iterator[T]:
         """This owner's, least recently used first."""
