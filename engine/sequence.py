@@ -281,7 +281,7 @@ class Sequence:
         return Finished(
             request=self.request.id,
             reason=reason,
-            prompt_tokens=self.request.prompt_tokens,
+            prompt_tokens=self.prompt_tokens - self.lead,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.drawn,
             timing=Timing(started - self.arrived_at, prefill, decode),

@@ -59,6 +59,7 @@ class Tiers:
     """`forget` is told of a cached state that has to go, and releases it; the cache sets it."""
 
     def __init__(self, device_rows: int, first_row: int, host_rows: int) -> None:
+        self.rows = device_rows + host_rows
         self._device = SlotAllocator(device_rows, first_row)
         self._host = SlotAllocator(host_rows)
         self._on_device: Shares[Kept] = Shares()
@@ -74,11 +75,6 @@ class Tiers:
         self._late: list[int] = []  # those of them that nobody needs after it
         self.moves: list[Copy | Put] = []  # that the next plan has to begin with
         self.evictions: Counter[str] = Counter()
-
-    @property
-    def rows(self) -> int:
-        """Of both."""
-        return self._device.count + self._host.count
 
     @property
     def device_used(self) -> int:

@@ -53,7 +53,8 @@ class _Level:
     something changes: while there is one alone, never."""
 
     __slots__ = (
-        "changed", "clock", "lines", "owing", "ranking", "ready", "running", "served_at", "waiting"
+        "changed", "clock", "idle", "lines", "owing", "ranking", "ready", "running", "served_at",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, served_at: int) -> None:
@@ -61,24 +62,44 @@ class _Level:
         self.ranking: Ranking[str] = Ranking()  # owners who are ready, by start, then by arrival
         self.changed: set[str] = set()  # owners whose lines have, since they were ranked
         self.owing: Ranking[str] = Ranking()  # owners of whom nothing waits, by start
+        self.idle = 0  # how many these are
         self.clock = 0  # the start of the latest departure
         self.ready = self.waiting = self.running = 0  # sequences; `ready`: not held
         self.served_at = served_at  # departures of the queue at this level's latest
 
-    def line_up(self, sequence: Sequence) -> None:
-        """It may be the next one of its owner, of whom it is known to wait."""
-        line = self.lines[sequence.owner]
+    def line_of(self, owner: str) -> _Line:
+        """One more of the owner's is going to wait there."""
+        line = self.lines.get(owner)
+        if line is None:
+            line = self.lines[owner] = _Line()
+        elif not line.waiting:
+            self.owing.discard(owner)
+            self.idle -= 1
+        return line
+
+    def line_up(self, sequence: Sequence, line: _Line) -> None:
+        """It may be the next one of its owner, whose line this is."""
         if not line.ready:  # nothing that was held could have left: that saves nothing up
             line.start = max(line.start, self.clock)
         line.ready.add(sequence.key, sequence)
         self.ready += 1
         self.changed.add(sequence.owner)
 
-    def step_back(self, sequence: Sequence) -> None:
+    def step_back(self, sequence: Sequence, line: _Line) -> None:
         """It does not wait, or is held; it was neither."""
-        self.lines[sequence.owner].ready.discard(sequence.key)
+        line.ready.discard(sequence.key)
         self.ready -= 1
         self.changed.add(sequence.owner)
+
+    def leave(self, owner: str, line: _Line) -> None:
+        """One of the owner's does not wait any more."""
+        self.waiting -= 1
+        line.waiting -= 1
+        if not line.waiting:
+            self.owing.put(owner, (line.start, owner))
+            self.idle += 1
+        if self.idle:
+            self.forget()
 
     def first(self) -> Sequence | None:
         """The next one to leave; None when none is ready."""
@@ -96,10 +117,11 @@ class _Level:
 
     def forget(self) -> None:
         """Drops lines that tell nothing any more."""
-        while len(self.owing) and (owner := self.owing.first()) is not None:
+        while (owner := self.owing.first()) is not None:
             if self.lines[owner].start > self.clock:
                 return
             self.owing.discard(owner)
+            self.idle -= 1
             self.ranking.discard(owner)
             self.changed.discard(owner)
             del self.lines[owner]
@@ -171,15 +193,11 @@ class WaitingQueue:
         level = self._levels.get(sequence.priority)
         if level is None:
             level = self._levels[sequence.priority] = _Level(self._departures)
-        line = level.lines.get(sequence.owner)
-        if line is None:
-            line = level.lines[sequence.owner] = _Line()
-        if not line.waiting:
-            level.owing.discard(sequence.owner)
+        line = level.line_of(sequence.owner)
         line.waiting += 1
         level.waiting += 1
         self._lasting += sequence.max_tokens > 1
-        level.line_up(sequence)
+        level.line_up(sequence, line)
         self._queued.add(sequence.owner, sequence.prompt_tokens)
 
     def first(self) -> Sequence | None:
@@ -189,7 +207,8 @@ class WaitingQueue:
 
     def hold(self, sequence: Sequence, awaited: Awaited) -> None:
         """Passes a sequence over until `awaited` is resumed."""
-        self._levels[sequence.priority].step_back(sequence)
+        level = self._levels[sequence.priority]
+        level.step_back(sequence, level.lines[sequence.owner])
         self._held.setdefault(awaited, {})[sequence.key] = sequence
         self._held_on[sequence.key] = awaited
 
@@ -200,11 +219,15 @@ class WaitingQueue:
             return
         for sequence in held.values():
             del self._held_on[sequence.key]
-            self._levels[sequence.priority].line_up(sequence)
+            level = self._levels[sequence.priority]
+            level.line_up(sequence, level.lines[sequence.owner])
 
     def depart(self, sequence: Sequence, tokens: int) -> None:
         """The first one has a slot, for which its owner is charged `tokens`."""
-        self._take_turn(sequence.priority)
+        if len(self._levels) > 1:
+            self._take_turn(sequence.priority)
+        else:
+            self._since_others = 0
         level = self._levels[sequence.priority]
         line = level.lines[sequence.owner]
         self._departures += 1
@@ -212,7 +235,8 @@ class WaitingQueue:
         level.clock = max(level.clock, line.start)
         level.running += 1
         line.start += tokens
-        self.remove(sequence)
+        level.step_back(sequence, line)
+        self._forget(sequence, level, line)
 
     def give_back(self, sequence: Sequence, tokens: int) -> None:
         """A sequence that departed has ended, and left so many of the tokens it was charged."""
@@ -234,18 +258,18 @@ class WaitingQueue:
         line = level.lines[sequence.owner]
         awaited = self._held_on.pop(sequence.key, None)
         if awaited is None:
-            level.step_back(sequence)
+            level.step_back(sequence, line)
         else:
             del self._held[awaited][sequence.key]
             if not self._held[awaited]:
                 del self._held[awaited]
-        line.waiting -= 1
-        level.waiting -= 1
-        if not line.waiting:
-            level.owing.put(sequence.owner, (line.start, sequence.owner))
+        self._forget(sequence, level, line)
+
+    def _forget(self, sequence: Sequence, level: _Level, line: _Line) -> None:
+        """It is neither ready nor held."""
         self._lasting -= sequence.max_tokens > 1
         self._queued.remove(sequence.owner, sequence.prompt_tokens)
-        level.forget()
+        level.leave(sequence.owner, line)
         self._tidy(level, sequence.priority)
 
     def pace(self, now: float) -> float:
@@ -283,7 +307,7 @@ class WaitingQueue:
 
     def _take_turn(self, priority: int) -> None:
         """Counts how often in a row others stood back behind the most urgent level."""
-        ready = self._ready_levels() if len(self._levels) > 1 else ()
+        ready = self._ready_levels()
         others_wait = len(ready) > 1 and priority == min(ready)
         self._since_others = self._since_others + 1 if others_wait else 0
 
