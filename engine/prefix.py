@@ -43,7 +43,7 @@ Place = Node[Kept]
 Scope = tuple[str, str, Kept | None]  # owner, salt and the state that texts go on from
 
 
-class Found(msgspec.Struct):
+class Found(msgspec.Struct, gc=False):
     """What a prompt may start from, and what it is to leave behind."""
 
     kept: Kept | None = None
@@ -55,7 +55,7 @@ class Found(msgspec.Struct):
     reason: str = ""  # why there is nothing to start from
 
 
-class Claim(msgspec.Struct):
+class Claim(msgspec.Struct, gc=False):
     """A place whose reader has not come to it."""
 
     node: Place
@@ -117,7 +117,8 @@ class PrefixCache:
 
     def _mark(self, found: Found, sequence: Sequence, same: int) -> None:
         length, align = sequence.prompt_tokens, self._align
-        ends = self._aligned(sequence.cache_points)
+        points = sequence.cache_points
+        ends = self._aligned(points) if points else []
         leaves = same // align * align
         if leaves < length and leaves - found.length >= LEAST_GAIN:
             ends.append(leaves)
@@ -130,8 +131,6 @@ class PrefixCache:
             found.marks = [*ends, length]
 
     def _aligned(self, points: tuple[int, ...]) -> list[int]:
-        if not points:
-            return []
         return sorted({point // self._align * self._align for point in points} - {0})
 
     def claim(self, sequence: Sequence, marks: list[int]) -> None:

@@ -222,8 +222,7 @@ class Scheduler(Lives):
                 scores = Scores(sequence.request.id, start, scored.tokens)
                 self._outbox.scores(sequence.client, scores)
         for chunk in plan.prefill:
-            sequence = self._running(chunk.key)
-            if sequence is not None:
+            if (sequence := self._running(chunk.key)) is not None:
                 self._advance(sequence, chunk.start + len(chunk.tokens), now)
         tokens = 0
         for sampled in result.sampled:

@@ -97,6 +97,7 @@ class Sequence:
     def __init__(
         self, key: int, client: Hashable, request: Request, eos_token_id: int | None, now: float
     ) -> None:
+        sampling = request.sampling
         self.key = key
         self.client = client
         self.request = request
@@ -106,13 +107,13 @@ class Sequence:
         self.prompt_tokens = request.prompt_tokens  # of `text`
         self.lead = 0  # how many of them are the last ones of the state that it goes on from
         self.loads = 0  # how often a cached state was read from a file for it
-        self.samples = request.sampling.max_tokens > 0  # a token is drawn after the prompt
+        self.samples = sampling.max_tokens > 0  # a token is drawn after the prompt
         self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
         self.keeping: Keeping | None = None  # what it does with kept states
-        self.max_tokens = request.sampling.max_tokens
-        self.min_tokens = request.sampling.min_tokens
-        self.stop_ids = stop_ids(request.sampling, eos_token_id)
-        self.plain = is_plain(request.sampling)
+        self.max_tokens = sampling.max_tokens
+        self.min_tokens = sampling.min_tokens
+        self.stop_ids = stop_ids(sampling, eos_token_id)
+        self.plain = is_plain(sampling)
         self.deadline = None if request.timeout is None else now + request.timeout
 
         self.over = False  # its terminal event is on its way
