@@ -212,17 +212,19 @@ class PrefixCache:
         trie = self._tries.get(scope)
         if trie is None:
             trie = self._tries[scope] = Trie(sequence.owner, scope)
-        path, _ = trie.walk(text)
-        last = path[-1] if path else trie.root
-        known = last.value is not None or last.reader >= 0
-        if known and last.length * ID_BYTES == len(text):
-            return
-        kept = Kept(len(text) // ID_BYTES, sequence.owner)
-        if self._tiers.put(kept, for_cache=True):
-            self._tiers.moves.append(Copy(sequence.slot, kept.place))
-            before = trie.bytes
-            self._set(trie.insert(text, kept.position), self._tiers.hold(kept))
-            self._account(trie, trie.bytes - before)
+        before = trie.bytes
+        node = trie.insert(text, len(text) // ID_BYTES)
+        more = trie.bytes - before
+        if node.value is None and node.reader < 0:
+            kept = Kept(node.length, sequence.owner)
+            node.reader = sequence.key  # so that it stays, whatever makes room
+            if self._tiers.put(kept, for_cache=True):
+                self._tiers.moves.append(Copy(sequence.slot, kept.place))
+                self._set(node, self._tiers.hold(kept))
+            node.reader = -1
+            if node.value is None:
+                self._tidy(node)
+        self._account(trie, more)
 
     def forget(self, kept: Kept) -> None:
         """Keeps a state no more."""
