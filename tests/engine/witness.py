@@ -73,11 +73,13 @@ class StrictRunner(FakeRunner):
 
     def _marks(self, request: Request) -> set[int]:
         """Where its prompt may be cut: at its own points and where it may leave what the prefix
-        cache knows, which is of others' texts all that they share, or no more than to a mark."""
+        cache knows, which is of others' texts all that they share, or no more than to a mark; of an
+        answer the last token may not have been read."""
         prompt, marks = unpack_ids(request.prompt), set(request.cache_points)
         for text, answer, others in self._seen:
             shared = _common(prompt, [*text, *answer])
-            marks |= {shared, *(mark for mark in others if mark < shared)}
+            marks |= {shared, min(shared, len(text) + len(answer) - 1)}
+            marks |= {mark for mark in others if mark < shared}
         return marks
 
     def _check_end(self, request: Request, key: int, end: int) -> None:
