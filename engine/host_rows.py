@@ -8,6 +8,8 @@ first, so that the next round may write to where they lay.
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -110,4 +112,26 @@ class HostRows:
             return self._made()
 
     def _made(self) -> Tensor:
-        return torch.empty(self._per_slab, self._width, pin_memory=self._maker is not None)
+        if self._maker is None:
+            return torch.empty(self._per_slab, self._width)
+        return pinned(self._per_slab * self._width).view(self._per_slab, self._width)
+
+
+def pinned(floats: int) -> Tensor:
+    """Zeros in page-locked memory.
+
+    The memory is there before it is locked: cudaHostAlloc, which does both, holds up whatever else
+    the process asks of CUDA until it is done.
+    """
+    page = mmap.PAGESIZE
+    size = -(-4 * floats // page) * page  # of pages that are nobody else's
+    memory = torch.zeros(size // 4 + page // 4)
+    first = -memory.data_ptr() % page // 4
+    locked = memory[first : first + size // 4]
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(locked.data_ptr(), size, 0)) != 0:
+        return torch.zeros(floats, pin_memory=True)
+    weakref.finalize(
+        memory.untyped_storage(), runtime.cudaHostUnregister, locked.data_ptr()
+    ).atexit = False
+    return locked[:floats]

@@ -49,7 +49,9 @@ class Ring:
 _rings: dict[torch.device, Ring] = {}
 
 
-def to_device(values: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
+def to_device(
+    values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.int64], device: torch.device
+) -> Tensor:
     """`values`, int64 of any shape, on the device, without waiting for it: to be used by what the
     current stream is given next, not to be kept."""
     array = np.asarray(values, np.int64)

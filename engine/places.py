@@ -60,8 +60,9 @@ class Places:
         on_host = [i for i, source in enumerate(sources) if source < 0]
         on_device = [i for i, source in enumerate(sources) if source >= 0]
         if on_device:
-            rows = to_device([sources[i] - self._slots for i in on_device], self._device)
-            found[to_device(on_device, self._device)] = self._logits[rows]
+            rows = [sources[i] - self._slots for i in on_device]
+            there, row = to_device([on_device, rows], self._device)
+            found[there] = self._logits[row]
         if on_host:
             states = self._host.load([~sources[i] for i in on_host])
             found[to_device(on_host, self._device)] = states[:, self._pool.width :]
@@ -76,8 +77,9 @@ class Places:
         if with_logits:
             assert logits is not None
             targets = [copy.target - self._slots for copy in with_logits]
-            index = to_device([rows[copy.key] for copy in with_logits], self._device)
-            self._logits[to_device(targets, self._device)] = logits[index]
+            sources = [rows[copy.key] for copy in with_logits]
+            there, row = to_device([targets, sources], self._device)
+            self._logits[there] = logits[row]
         on_host = [copy for copy in copies if copy.target < 0]
         if on_host:
             states = self._gather([copy.source for copy in on_host])
@@ -110,9 +112,9 @@ class Places:
         states[:, : self._pool.width] = self._pool.gather(sources)
         kept = [i for i, source in enumerate(sources) if source >= self._slots]
         if kept:
-            rows = to_device([sources[i] - self._slots for i in kept], self._device)
-            index = to_device(kept, self._device)
-            states[index, self._pool.width :] = self._logits[rows]
+            rows = [sources[i] - self._slots for i in kept]
+            there, row = to_device([kept, rows], self._device)
+            states[there, self._pool.width :] = self._logits[row]
         return states
 
     @property
@@ -155,8 +157,9 @@ class Places:
         """logits [n, vocab], for those of `targets` that have a place for them."""
         kept = [i for i, target in enumerate(targets) if target >= self._slots]
         if kept:
-            rows = to_device([targets[i] - self._slots for i in kept], self._device)
-            self._logits[rows] = logits[to_device(kept, self._device)]
+            rows = [targets[i] - self._slots for i in kept]
+            there, row = to_device([rows, kept], self._device)
+            self._logits[there] = logits[row]
 
     def _put(self, move: Put) -> None:
         state = torch.frombuffer(bytearray(move.state), dtype=torch.float32)

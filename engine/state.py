@@ -76,7 +76,9 @@ class StatePool:
             raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
         if not sources:
             return
-        source, target = self._index(sources), self._index(targets)
+        for row in (*sources, *targets):
+            self._check_row(row)
+        source, target = to_device([sources, targets], self.device)
         for tensor in self._tensors():
             tensor[:, target] = tensor[:, source]
 
