@@ -123,15 +123,12 @@ def pinned(floats: int) -> Tensor:
     The memory is there before it is locked: cudaHostAlloc, which does both, holds up whatever else
     the process asks of CUDA until it is done.
     """
-    page = mmap.PAGESIZE
-    size = -(-4 * floats // page) * page  # of pages that are nobody else's
-    memory = torch.zeros(size // 4 + page // 4)
-    first = -memory.data_ptr() % page // 4
-    locked = memory[first : first + size // 4]
+    size = -(-4 * floats // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, nobody else's
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.float32).zero_()
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(locked.data_ptr(), size, 0)) != 0:
+    if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) != 0:
         return torch.zeros(floats, pin_memory=True)
-    weakref.finalize(
-        memory.untyped_storage(), runtime.cudaHostUnregister, locked.data_ptr()
-    ).atexit = False
-    return locked[:floats]
+    storage = memory.untyped_storage()
+    weakref.finalize(storage, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory[:floats]

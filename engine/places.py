@@ -108,14 +108,16 @@ class Places:
 
     def _gather(self, sources: Sequence[int]) -> Tensor:
         """[n, width of a row of main memory]; of sequences' rows the logits are 0."""
-        states = torch.zeros(len(sources), self._host_width, device=self._device)
-        states[:, : self._pool.width] = self._pool.gather(sources)
-        kept = [i for i, source in enumerate(sources) if source >= self._slots]
+        states = self._pool.gather(sources)
+        rows = [source - self._slots for source in sources]
+        if min(rows) >= 0:
+            return torch.cat([states, self._logits[to_device(rows, self._device)]], dim=1)
+        logits = torch.zeros(len(sources), self._logits.shape[1], device=self._device)
+        kept = [i for i, row in enumerate(rows) if row >= 0]
         if kept:
-            rows = [sources[i] - self._slots for i in kept]
-            there, row = to_device([kept, rows], self._device)
-            states[there, self._pool.width :] = self._logits[row]
-        return states
+            there, row = to_device([kept, [rows[i] for i in kept]], self._device)
+            logits[there] = self._logits[row]
+        return torch.cat([states, logits], dim=1)
 
     @property
     def _host_width(self) -> int:

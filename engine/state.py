@@ -92,7 +92,7 @@ class StatePool:
         d_model]."""
         index = self._index(rows)
         parts = [tensor[:, index].transpose(0, 1).flatten(1) for tensor in self._tensors()]
-        return torch.cat(parts, dim=1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def scatter(self, states: Tensor, rows: Sequence[int]) -> None:
         """Puts states [n, width], packed as `gather` does it, in their rows."""

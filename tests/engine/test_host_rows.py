@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine import host_rows
-from engine.host_rows import HostRows
+from engine.host_rows import HostRows, pinned
 
 WIDTH = 6
 
@@ -51,3 +51,16 @@ def test_a_slab_that_could_not_be_made_ahead_is_made_when_it_is_needed(
         rows.put(row, torch.full((WIDTH,), float(row)))
     assert [int(rows.get(row)[0]) for row in range(20)] == list(range(20))
     assert calls == 24
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_given_back() -> None:
+    """As often as it is asked for: what is locked twice is refused."""
+    for _ in range(50):
+        slabs = [pinned(floats) for floats in (1, 5000, 100_000)]
+        assert [slab.numel() for slab in slabs] == [1, 5000, 100_000]
+        for slab in slabs:
+            assert slab.is_pinned() and not slab.any()
+            part = slab[: len(slab) // 2 + 1].cuda().add_(1).to("cpu", non_blocking=True)
+            torch.cuda.synchronize()
+            assert part.all()
