@@ -35,6 +35,7 @@ class DecodeBatch:
         self._ended: list[int] = []  # rows that the device has to end before the next round
         self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
         self.streamed = 0  # of them, of which each token is told
+        self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._planned = 0  # steps
         # In the moment of the results:
@@ -51,6 +52,11 @@ class DecodeBatch:
     def __len__(self) -> int:
         """Sequences that have not ended, as far as known."""
         return len(self._alive)
+
+    @property
+    def mean_answer(self) -> float:
+        """Tokens that they asked for, each."""
+        return self._asked / len(self._alive) if self._alive else 0.0
 
     @property
     def members(self) -> int:
@@ -74,6 +80,7 @@ class DecodeBatch:
         sequence.last_step = self._planned + sequence.max_tokens - position
         self._alive[row] = sequence
         self.streamed += sequence.request.stream
+        self._asked += sequence.max_tokens
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
             self._last = sequence
@@ -83,6 +90,7 @@ class DecodeBatch:
         row = sequence.row
         del self._alive[row]
         self.streamed -= sequence.request.stream
+        self._asked -= sequence.max_tokens
         if self._members.pop(row, None) is None:
             self._coming.remove(sequence)
         elif sequence.request.stream:

@@ -62,7 +62,7 @@ class Places:
         if on_device:
             rows = [sources[i] - self._slots for i in on_device]
             there, row = to_device([on_device, rows], self._device)
-            found[there] = self._logits[row]
+            found.index_copy_(0, there, self._logits.index_select(0, row))
         if on_host:
             states = self._host.load([~sources[i] for i in on_host])
             found[to_device(on_host, self._device)] = states[:, self._pool.width :]
@@ -79,7 +79,7 @@ class Places:
             targets = [copy.target - self._slots for copy in with_logits]
             sources = [rows[copy.key] for copy in with_logits]
             there, row = to_device([targets, sources], self._device)
-            self._logits[there] = logits[row]
+            self._logits.index_copy_(0, there, logits.index_select(0, row))
         on_host = [copy for copy in copies if copy.target < 0]
         if on_host:
             states = self._gather([copy.source for copy in on_host])
@@ -111,7 +111,8 @@ class Places:
         states = self._pool.gather(sources)
         rows = [source - self._slots for source in sources]
         if min(rows) >= 0:
-            return torch.cat([states, self._logits[to_device(rows, self._device)]], dim=1)
+            kept_logits = self._logits.index_select(0, to_device(rows, self._device))
+            return torch.cat([states, kept_logits], dim=1)
         logits = torch.zeros(len(sources), self._logits.shape[1], device=self._device)
         kept = [i for i, row in enumerate(rows) if row >= 0]
         if kept:
@@ -153,7 +154,7 @@ class Places:
             ]
             if kept:
                 rows = to_device([one - self._slots for one, _ in kept], self._device)
-                self._put_logits(self._logits[rows], [target for _, target in kept])
+                self._put_logits(self._logits.index_select(0, rows), [target for _, target in kept])
 
     def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
         """logits [n, vocab], for those of `targets` that have a place for them."""
@@ -161,7 +162,7 @@ class Places:
         if kept:
             rows = [targets[i] - self._slots for i in kept]
             there, row = to_device([rows, kept], self._device)
-            self._logits[there] = logits[row]
+            self._logits.index_copy_(0, there, logits.index_select(0, row))
 
     def _put(self, move: Put) -> None:
         state = torch.frombuffer(bytearray(move.state), dtype=torch.float32)

@@ -15,7 +15,13 @@ from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
-QUIET_ROUND_SECONDS = 0.004  # likewise, of a large batch of which no token is told before the end
+# Likewise, of a large batch of which no token is told before the end. A row whose answer has ended
+# is idle for one and a half rounds, so rounds are a small part of an answer's time. But within one
+# the host takes leave of all who ended together and begins others, and the device waits for it where
+# that takes longer.
+QUIET_ROUND_SECONDS = 0.004
+LONG_ROUND_SECONDS = 0.008  # at most
+PART_OF_ANSWER = 0.02
 # Reading new prompts costs those that decode the time in which the weights are read once more. So
 # they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
 # a round in which prompts are read has one step, so that their first tokens are not held back.
@@ -109,8 +115,10 @@ class Rounds:
     def _steps(self, batch: DecodeBatch, reading: bool) -> int:
         if not self._is_timed(batch.rows) or (reading and len(batch) < PATIENT_ROWS):
             return 1
-        quiet = not batch.streamed and len(batch) >= PATIENT_ROWS
-        self._aim = QUIET_ROUND_SECONDS if quiet else ROUND_SECONDS
+        self._aim = ROUND_SECONDS
+        if not batch.streamed and len(batch) >= PATIENT_ROWS:
+            part = PART_OF_ANSWER * batch.mean_answer * self._step_seconds
+            self._aim = min(max(part, QUIET_ROUND_SECONDS), LONG_ROUND_SECONDS)
         fitting = round(self._aim / self._step_seconds)
         return max(1, min(fitting, self._most_steps, batch.left()))
 

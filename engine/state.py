@@ -56,17 +56,21 @@ class StatePool:
                 param="max_slots",
             )
 
-    def _index(self, rows: Sequence[int]) -> Tensor:
-        for row in rows:
-            self._check_row(row)
-        return to_device(rows, self.device)
+    def _index(self, *several: Sequence[int]) -> Tensor:
+        """[n], or of several rows of numbers [several, n], on the device."""
+        for rows in several:
+            if min(rows) < 0 or max(rows) >= self.rows:
+                wrong = next(row for row in rows if not 0 <= row < self.rows)
+                raise IndexError(f"row {wrong} of a state pool of {self.rows}")
+        return to_device(several if len(several) > 1 else several[0], self.device)
 
     def reset(self, rows: Sequence[int]) -> None:
         """Puts `rows` at the model's initial state."""
         if not rows:
             return
         index = self._index(rows)
-        self.state.cell[:, index] = self._initial.unsqueeze(1)
+        initial = self._initial.unsqueeze(1).expand(-1, len(rows), -1)
+        self.state.cell.index_copy_(1, index, initial)
         if self.state.conv is not None:
             self.state.conv.index_fill_(1, index, 0.0)
 
@@ -76,11 +80,9 @@ class StatePool:
             raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
         if not sources:
             return
-        for row in (*sources, *targets):
-            self._check_row(row)
-        source, target = to_device([sources, targets], self.device)
+        source, target = self._index(sources, targets)
         for tensor in self._tensors():
-            tensor[:, target] = tensor[:, source]
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     @property
     def width(self) -> int:
@@ -91,7 +93,9 @@ class StatePool:
         """[n, width]: each row's cell [layers, inner] and then its conv [layers, taps - 1,
         d_model]."""
         index = self._index(rows)
-        parts = [tensor[:, index].transpose(0, 1).flatten(1) for tensor in self._tensors()]
+        parts = [
+            tensor.index_select(1, index).transpose(0, 1).flatten(1) for tensor in self._tensors()
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def scatter(self, states: Tensor, rows: Sequence[int]) -> None:
@@ -100,7 +104,7 @@ class StatePool:
         for tensor in self._tensors():
             shape = tensor[:, 0].shape
             part = states[:, start : start + shape.numel()]
-            tensor[:, index] = part.reshape(len(rows), *shape).transpose(0, 1)
+            tensor.index_copy_(1, index, part.reshape(len(rows), *shape).transpose(0, 1))
             start += shape.numel()
 
     def initial_row(self) -> Tensor:
@@ -109,10 +113,6 @@ class StatePool:
         if self.state.conv is not None:
             parts.append(torch.zeros(self.state.conv[:, 0].numel(), device=self.device))
         return torch.cat(parts)
-
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.rows:
-            raise IndexError(f"row {row} of a state pool of {self.rows}")
 
     def _tensors(self) -> list[Tensor]:
         conv = self.state.conv

@@ -147,6 +147,26 @@ def test_a_round_lasts_about_two_milliseconds() -> None:
         assert lengths == [2, 1, steps, steps, steps]
 
 
+@pytest.mark.parametrize(
+    ("stream", "answer", "steps"),
+    [(False, 100, 8), (False, 600, 12), (False, 5000, 16), (True, 5000, 4)],
+)
+def test_rounds_of_a_large_batch_grow_with_its_answers(
+    stream: bool, answer: int, steps: int
+) -> None:
+    """Of steps of half a millisecond, where nobody hears of a token before the end."""
+    runner = FakeRunner(slots=100, max_waiting=100, most_steps=32, max_step_tokens=100)
+    runner.decode_seconds = 0.0005
+    engine = Engine(runner)
+    sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    for id in range(100):
+        request = Request(id=id, prompt=pack_ids([1]), sampling=sampling, stream=stream)
+        engine.add("c", request)
+    for _ in range(4):
+        engine.step()
+    assert [engine.step()["c"].stats.decode_steps for _ in range(3)] == [steps] * 3
+
+
 def test_no_round_goes_beyond_the_longest_answer() -> None:
     runner = FakeRunner(most_steps=32)
     engine = Engine(runner)
