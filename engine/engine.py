@@ -175,13 +175,17 @@ class Engine:
         under way then.
 
         `take_in` is called once the round is done, or has failed: it may `add` and `abort`, so that
-        nothing more is delivered of a request that was aborted meanwhile.
+        nothing more is delivered of a request that was aborted meanwhile. Where the device works by
+        itself it is called before that, too: what has come by then is off the host's hands when the
+        device waits for it.
         """
         current, self._round = self._round or self._start(), None
         if current is None:
             self._await_grammar(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
+        if take_in is not None and self._runner.overlaps:
+            take_in()
         try:
             result = self._finish(current)
         except Exception as error:

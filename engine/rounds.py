@@ -17,8 +17,8 @@ from engine.sequence import Sequence
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
 # Likewise, of a large batch of which no token is told before the end. A row whose answer has ended
 # is idle for one and a half rounds, so rounds are a small part of an answer's time. But within one
-# the host takes leave of all who ended together and begins others, and the device waits for it where
-# that takes longer.
+# the host takes leave of all who ended together and begins others, and the device waits for it
+# where that takes longer.
 QUIET_ROUND_SECONDS = 0.004
 LONG_ROUND_SECONDS = 0.008  # at most
 PART_OF_ANSWER = 0.02
