@@ -165,9 +165,14 @@ class Parameters:
         self._min_p[slots] = [one.min_p for one in params]
         self._max_tokens[slots] = [one.max_tokens for one in params]
         self._stop_ids[slots] = -1
+        if self._eos_token_id is not None:
+            self._stop_ids[slots, 0] = [
+                -1 if one.ignore_eos else self._eos_token_id for one in params
+            ]
         for slot, one in zip(slots, params, strict=True):
-            ids = list(stop_ids(one, self._eos_token_id))
-            self._stop_ids[slot, : len(ids)] = ids
+            if one.stop_token_ids:
+                ids = list(stop_ids(one, self._eos_token_id))
+                self._stop_ids[slot, : len(ids)] = ids
 
 
 def _temperature(params: SamplingParams) -> float:

@@ -88,8 +88,7 @@ class _Batch:
     logprob_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
+class _Sequence(NamedTuple):
     params: SamplingParams
     stop_ids: tuple[int, ...]
     table_row: int | None  # None: no penalties
@@ -102,6 +101,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.device = device
+        self._end_of_text: tuple[int, ...] = () if eos_token_id is None else (eos_token_id,)
         self._sequences: dict[int, _Sequence] = {}
         self._table = _TokenTable(vocab_size, device)
         self._batch: _Batch | None = None
@@ -109,11 +109,12 @@ class Sampler:
     def admit(self, key: int, request: Request) -> None:
         """Notes how the tokens of sequence `key` are to be drawn."""
         params = request.sampling
-        stop_ids = {id for id in params.stop_token_ids if 0 <= id < self.vocab_size}
-        if self.eos_token_id is not None:
-            stop_ids.add(self.eos_token_id)
+        stop_ids = self._end_of_text
+        if params.stop_token_ids:
+            known = {id for id in params.stop_token_ids if 0 <= id < self.vocab_size}
+            stop_ids = tuple(sorted(known.union(stop_ids)))
         row = self._table.take(request.prompt) if _has_penalties(params) else None
-        self._sequences[key] = _Sequence(params, tuple(sorted(stop_ids)), row)
+        self._sequences[key] = _Sequence(params, stop_ids, row)
 
     def release(self, key: int) -> None:
         """Forgets a sequence; unknown keys are ignored."""
