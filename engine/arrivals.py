@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+FEW = 64  # numbers of some that have left may stay
 
 
 class Arrivals(Generic[T]):
@@ -34,6 +35,8 @@ class Arrivals(Generic[T]):
     def discard(self, number: int) -> None:
         """Takes an item out, if it is in."""
         if self._items.pop(number, None) is None and self._back.pop(number, None) is not None:
+            if len(self._numbers) > 2 * len(self._back) + FEW:
+                self._numbers = sorted(self._back)  # which is a heap
             while self._numbers and self._numbers[0] not in self._back:
                 heapq.heappop(self._numbers)
 

@@ -174,10 +174,10 @@ class Engine:
         """Completes a round and returns what there is to tell, by client; the next round may be
         under way then.
 
-        `take_in` is called once the round is done, or has failed: it may `add` and `abort`, so that
-        nothing more is delivered of a request that was aborted meanwhile. Where the device works by
-        itself it is called before that, too: what has come by then is off the host's hands when the
-        device waits for it.
+        `take_in` may `add` and `abort`; it raises nothing. It is called once the round is done, or
+        has failed, so that nothing more is delivered of a request that was aborted meanwhile; where
+        the device works by itself, also before that: what has come by then is off the host's hands
+        when the device waits for it.
         """
         current, self._round = self._round or self._start(), None
         if current is None:

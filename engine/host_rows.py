@@ -109,19 +109,21 @@ class HostRows:
         try:
             return self._coming.pop(number).result()
         except Exception:  # there was no memory when it was made ahead; there may be by now
-            return self._made()
+            return self._maker.submit(self._made).result()
 
     def _made(self) -> Tensor:
         if self._maker is None:
             return torch.empty(self._per_slab, self._width)
-        return pinned(self._per_slab * self._width).view(self._per_slab, self._width)
+        with torch.cuda.device(self._device):
+            return pinned(self._per_slab * self._width).view(self._per_slab, self._width)
 
 
 def pinned(floats: int) -> Tensor:
-    """Zeros in page-locked memory.
+    """Zeros in page-locked memory, for the current device.
 
     The memory is there before it is locked: cudaHostAlloc, which does both, holds up whatever else
-    the process asks of CUDA until it is done.
+    the process asks of CUDA until it is done. To be called by a thread that launches no kernels:
+    what goes wrong first would be reported at its next launch.
     """
     size = -(-4 * floats // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, nobody else's
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

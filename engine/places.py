@@ -110,7 +110,7 @@ class Places:
         """[n, width of a row of main memory]; of sequences' rows the logits are 0."""
         states = self._pool.gather(sources)
         rows = [source - self._slots for source in sources]
-        if min(rows) >= 0:
+        if all(row >= 0 for row in rows):
             kept_logits = self._logits.index_select(0, to_device(rows, self._device))
             return torch.cat([states, kept_logits], dim=1)
         logits = torch.zeros(len(sources), self._logits.shape[1], device=self._device)

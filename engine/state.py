@@ -59,7 +59,7 @@ class StatePool:
     def _index(self, *several: Sequence[int]) -> Tensor:
         """[n], or of several rows of numbers [several, n], on the device."""
         for rows in several:
-            if min(rows) < 0 or max(rows) >= self.rows:
+            if rows and (min(rows) < 0 or max(rows) >= self.rows):
                 wrong = next(row for row in rows if not 0 <= row < self.rows)
                 raise IndexError(f"row {wrong} of a state pool of {self.rows}")
         return to_device(several if len(several) > 1 else several[0], self.device)

@@ -25,12 +25,13 @@ import math
 import random
 import time
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from engine import collector
+from engine import collector, rounds
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
@@ -246,13 +247,24 @@ def per_request(batch: int, step_seconds: float, paced: bool) -> float:
     out."""
     count = -(-SHARE_TURNS * batch // POST)
     mailbox = PostingMailbox(posts(count), -(-5 * batch // (4 * POST)))
-    busy = _busy_seconds(mailbox, batch, step_seconds, paced)
     endless = [
         _request(id, pack_ids([1]), 2 * SHARE_TURNS * ANSWER, stream=False) for id in range(batch)
     ]
-    resident = EncodingMailbox(endless, mailbox.tokens)
-    tokens = _busy_seconds(resident, batch, step_seconds, paced) / resident.tokens
+    with _rounds_of_one_length():
+        busy = _busy_seconds(mailbox, batch, step_seconds, paced)
+        resident = EncodingMailbox(endless, mailbox.tokens)
+        tokens = _busy_seconds(resident, batch, step_seconds, paced) / resident.tokens
     return (busy - tokens * mailbox.tokens) / (count * POST)
+
+
+@contextmanager
+def _rounds_of_one_length() -> Iterator[None]:
+    """However long answers are: else what is taken off would be another kind of rounds."""
+    longest, rounds.LONG_ROUND_SECONDS = rounds.LONG_ROUND_SECONDS, rounds.QUIET_ROUND_SECONDS
+    try:
+        yield
+    finally:
+        rounds.LONG_ROUND_SECONDS = longest
 
 
 def _busy_seconds(mailbox: Mailbox, batch: int, step_seconds: float, paced: bool) -> float:

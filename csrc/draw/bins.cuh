@@ -1,8 +1,8 @@
 // A block's histogram over rough odds: how many tokens, or how much weight, lies in each bin.
 //
 // A bin is 1/128 of an octave of odds, the first has the best token. Weights are counted in 16 bits
-// of their mantissa (13 where a row is long), so one addition of 32 bits does for a token; from
-// them follows, within a known error, where a sum of weights passes a limit.
+// of their mantissa, fewer where a row has more than 65,536 tokens, so one addition of 32 bits does
+// for a token; from them follows, within a known error, where a sum of weights passes a limit.
 #pragma once
 
 #include "odds.cuh"
@@ -15,7 +15,6 @@ class OddsBins {
   static constexpr unsigned kOfOctave = 128, kOctaves = 38;    // 2**-38 weighs 1
   static constexpr unsigned kBins = kOfOctave * kOctaves + 1;  // that of 2**-38 itself
   static constexpr unsigned kWords = (kBins + 3) / 4 * 4;
-  static constexpr unsigned kMostTokens = 1u << 19;  // whose weights sum to 32 bits
 
   struct Results {
     std::uint64_t before, after;
@@ -24,7 +23,7 @@ class OddsBins {
 
   __device__ OddsBins(void* memory, std::int64_t vocab, Block& block, Results& results)
       : bins_(static_cast<unsigned*>(memory)),
-        dropped_(vocab > 65536 ? 11 : 8),
+        dropped_(bits_to_drop(vocab)),
         block_(block),
         results_(results),
         mantissa_(in_register(0x7fffffu)),
@@ -93,8 +92,9 @@ class OddsBins {
   __device__ Range range_of(double share) const {
     const auto most = static_cast<std::int64_t>(total_);
     const double wanted = share * static_cast<double>(most);
-    // Four times what counting drops from a mantissa of 24 bits, or more.
-    const double error = dropped_ == 8 ? 0x1p-13 : 0x1p-10;
+    // Twice what counting drops of a mantissa of 24 bits; rough odds are off by 1.4e-5 at most.
+    // Were this too little, the cut would not be on the list, and the row be drawn in another way.
+    const double error = static_cast<double>(1u << dropped_) * 0x1p-22;
     const auto from = static_cast<std::int64_t>(wanted * (1.0 - error));
     const auto to = static_cast<std::int64_t>(wanted * (1.0 + error)) + 1;
     return range<true>(static_cast<std::uint64_t>(from < most ? from : most - 1),
@@ -104,6 +104,12 @@ class OddsBins {
  private:
   static constexpr unsigned kBinBits = 16;  // of a mantissa's 23, 128 bins are 7
   static constexpr unsigned kLowest = (kLeastOdds - 1) >> kBinBits;
+  // Of mantissas, so that the sum of so many fits 32 bits.
+  __device__ static unsigned bits_to_drop(std::int64_t vocab) {
+    unsigned bits = 8;
+    while (vocab > std::int64_t{1} << (bits + 8)) ++bits;
+    return bits;
+  }
   // They lie in the order of their odds, the best one's last.
   __device__ unsigned of(unsigned bin) const {
     return bins_[((kBestOdds - 1) >> kBinBits) - kLowest - bin];

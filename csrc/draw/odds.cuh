@@ -15,7 +15,8 @@ constexpr unsigned kBestOdds = 0x3f800000u;   // 1
 constexpr unsigned kLeastOdds = 0x2c800000u;  // 2**-38, of which the weight is 1
 constexpr unsigned kSlack = 4;
 // Rough odds are so many ulp from the others or less: the exponent, up to 39, is off by three
-// roundings of 2**-24, which is 5e-6 of the odds, 80 ulp; ex2.approx by two more.
+// roundings of 2**-24, which is 5e-6 of the odds, 80 ulp; the distance's own rounding makes up to
+// 27, ex2.approx and expf a few more.
 constexpr unsigned kRough = 256;
 
 // Of tokens by the bits of their odds: what is above `above` is within a cut, what is not above

@@ -7,8 +7,9 @@
 // tokens of the warp that has the drawn one are looked at again.
 //
 // Blocks are small, so that several share a multiprocessor, and what each has to do alone is done
-// by few warps. Where too many tokens lie between (equal logits, very high temperatures), or more
-// than 32,768 are asked for by top_k, this gives up, and the row is drawn as in kernel.cuh.
+// by few warps. Where too many tokens lie between (equal logits, very high temperatures), more than
+// 32,768 are asked for by top_k, or distances need the slow division, this gives up, and the row is
+// drawn as in kernel.cuh.
 #pragma once
 
 #include "bins.cuh"
@@ -47,7 +48,7 @@ class StreamedDraw {
     bool summed = false;    // between these edges
     bool complete = false;  // all that is kept is on the list
     if (has_top_k) {
-      count<false>(edges.above, false);
+      count<false>(edges.above - kRough, false);  // none of those that weigh something is missed
       const auto most = static_cast<std::uint64_t>(given.top_k);
       if (bins_.total() > most) {
         const OddsBins::Range range = bins_.template range<false>(most - 1, most);
@@ -257,8 +258,7 @@ inline std::int64_t streamed_bytes(unsigned threads) {
 }
 // Tokens of a row.
 constexpr std::int64_t streamed_vocab(unsigned threads) {
-  const std::int64_t most = static_cast<std::int64_t>(threads) * kMostSummed;
-  return most < OddsBins::kMostTokens ? most : OddsBins::kMostTokens;
+  return static_cast<std::int64_t>(threads) * kMostSummed;
 }
 
 __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::int64_t r,

@@ -1,7 +1,7 @@
 // Runs csrc/draw/kernel.cuh, with --fours csrc/draw/small.cuh or with --streamed
-// csrc/draw/streamed.cuh, in the emulator: rows of one kind
-// of logits, drawn with many sets of parameters, in many schedules. Every token must be the one
-// that csrc/draw/row_cpu.h finds by partial sorting, with the same exp.
+// csrc/draw/streamed.cuh, in the emulator: rows of one kind of logits, drawn with many sets of
+// parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
+// partial sorting, with the same exp.
 #include "cases.h"
 
 #include "draw/kernel.cuh"
