@@ -350,26 +350,11 @@ def test_at_most_share_holds_for_a_third_owner_too() -> None:
 # What it stands on.
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 99)))))
-def test_a_ranking_tells_the_least(changes: list[tuple[int, int | None]]) -> None:
-    ranking: Ranking[int] = Ranking()
-    expected: dict[int, tuple[int, int]] = {}
-    for item, rank in changes:
-        if rank is None:
-            ranking.discard(item)
-            expected.pop(item, None)
-        else:
-            ranking.put(item, (rank, item))
-            expected[item] = rank, item
-        assert len(ranking) == len(expected)
-        assert ranking.first() == min(expected, key=expected.__getitem__, default=None)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 99)))),
     st.integers(0, 99),
 )
-def test_a_ranking_tells_the_least_below_a_limit(
+def test_a_ranking_tells_the_least_and_the_least_below_a_limit(
     changes: list[tuple[int, int | None]], limit: int
 ) -> None:
     ranking: Ranking[int] = Ranking()
@@ -381,6 +366,8 @@ def test_a_ranking_tells_the_least_below_a_limit(
         else:
             ranking.put(item, (rank, item))
             expected[item] = rank, item
+        assert len(ranking) == len(expected)
+        assert ranking.first() == min(expected, key=expected.__getitem__, default=None)
         below = {item: rank for item, rank in expected.items() if rank < (limit,)}
         assert ranking.first_below((limit,)) == min(below, key=below.__getitem__, default=None)
 
