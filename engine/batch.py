@@ -34,7 +34,10 @@ class DecodeBatch:
         self._free: list[int] = []  # rows, as a heap
         self._ended: list[int] = []  # rows that the device has to end before the next round
         self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
+        self._ending: dict[int, dict[int, Sequence]] = {}  # the same by their last step, by row
+        self._settled = 0  # the step before which whoever was due has been looked at
         self.streamed = 0  # of them, of which each token is told
+        self.known = 0  # of them, whose answers end with max_tokens
         self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._planned = 0  # steps
@@ -50,7 +53,7 @@ class DecodeBatch:
         self._now = 0.0  # of the latest result
 
     def __len__(self) -> int:
-        """Sequences that have not ended, as far as known."""
+        """Sequences that have not ended, nor handed their slots over, as far as known."""
         return len(self._alive)
 
     @property
@@ -79,7 +82,9 @@ class DecodeBatch:
         sequence.row, sequence.since = row, self._planned
         sequence.last_step = self._planned + sequence.max_tokens - position
         self._alive[row] = sequence
+        self._ending.setdefault(sequence.last_step, {})[row] = sequence
         self.streamed += sequence.request.stream
+        self.known += not sequence.stop_ids
         self._asked += sequence.max_tokens
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
@@ -87,20 +92,48 @@ class DecodeBatch:
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended. Its row, if the device has not ended that, does before the next round."""
-        row = sequence.row
-        del self._alive[row]
-        self.streamed -= sequence.request.stream
-        self._asked -= sequence.max_tokens
-        if self._members.pop(row, None) is None:
-            self._coming.remove(sequence)
-        elif sequence.request.stream:
-            self._stop_telling(sequence)
-        if row in self._over:
+        row, over = sequence.row, False
+        if self._members.get(row) is sequence:
+            del self._members[row]
+            over = row in self._over
             self._over.discard(row)
+            if sequence.request.stream:
+                self._stop_telling(sequence)
         else:
-            self._ended.append(row)
-        heapq.heappush(self._free, row)
+            self._coming.remove(sequence)
+        if not sequence.handed_over:
+            self._part(sequence)
+            if not over:
+                self._ended.append(row)
         sequence.row = -1
+
+    def _part(self, sequence: Sequence) -> None:
+        """Its row is free for another one."""
+        row, step = sequence.row, sequence.last_step
+        del self._alive[row]
+        del self._ending[step][row]
+        if not self._ending[step]:
+            del self._ending[step]
+        self.streamed -= sequence.request.stream
+        self.known -= not sequence.stop_ids
+        self._asked -= sequence.max_tokens
+        heapq.heappush(self._free, row)
+
+    def due(self) -> list[Sequence]:
+        """Whose answers end with what is planned, if not before."""
+        steps = range(self._settled + 1, self._planned + 1)
+        return [one for step in steps for one in self._ending.get(step, {}).values()]
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """The row and the slot of one that is due are for others from the next plan on."""
+        sequence.handed_over = True
+        self._part(sequence)
+
+    def last_steps(self, steps: int) -> dict[int, int]:
+        """How many answers end with each of the `steps` steps that follow, at the latest."""
+        first = self._planned + 1
+        found = {step: len(self._ending.get(first + step, ())) for step in range(steps)}
+        return {step + 1: count for step, count in found.items() if count}
 
     def _stop_telling(self, sequence: Sequence) -> None:
         self._listed.pop(sequence.client, None)
@@ -122,6 +155,7 @@ class DecodeBatch:
         if self.started:
             plan.leave, self._ended = self._ended, []
         self.started = True
+        self._settled = self._planned
         self._planned += steps
 
     # Results.

@@ -228,6 +228,10 @@ class Keeper:
         if read is not None and reason in ("stop", "length"):
             self.cache.keep_answer(sequence, read)
 
+    def hand_over(self, sequence: Sequence) -> None:
+        """Its slot goes to another one in the plan being made, before it is known how it ends."""
+        self.cache.save_answer(sequence)
+
     def needs_rebuild(
         self, sequence: Sequence, keeping: Keeping, reason: FinishReason, read: int | None
     ) -> bool:

@@ -94,6 +94,17 @@ class Lives:
             except EngineError as error:
                 self._fail(heir, error)
 
+    def _due(self) -> list[Sequence]:
+        """Whose slots may go to others in the plan that follows the round under way."""
+        return [one for one in self._rounds.due() if one.keeping is None and not one.over]
+
+    def _hand_over(self) -> None:
+        """They do, and what the round brings to those who had them is delivered all the same."""
+        for sequence in self._due():
+            self._keeper.hand_over(sequence)
+            self._rounds.hand_over(sequence)
+            self._slots.give_back(sequence.slot)
+
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._rounds.bring_up(sequence)
         self._end(sequence)
@@ -117,7 +128,8 @@ class Lives:
         self._waiting.give_back(sequence, told.unspent)
         self._keeper.end(sequence)
         self._leave(sequence)
-        self._slots.give_back(sequence.slot)
+        if not sequence.handed_over:
+            self._slots.give_back(sequence.slot)
 
     def _leave(self, sequence: Sequence) -> None:
         """It does nothing any more."""

@@ -76,6 +76,7 @@ class PrefixCache:
         self._scopes = 0  # tries that were not empty when this was last looked at
         self.on_forgotten: Callable[[Kept], None] | None = None
         self._claims: dict[int, dict[int, Claim]] = {}  # by reader and length
+        self._answers: dict[int, Kept] = {}  # by sequence: states of answers not known yet
 
     def look(self, sequence: Sequence) -> Found:
         """What is known of its prompt."""
@@ -192,6 +193,9 @@ class PrefixCache:
 
     def leave(self, key: int) -> list[Place]:
         """The sequence has ended: the places that it does not read any more."""
+        answer = self._answers.pop(key, None)
+        if answer is not None:
+            self._tiers.release(answer)
         claims = self._claims.pop(key, None)
         if claims is None:
             return []
@@ -202,10 +206,31 @@ class PrefixCache:
             self._tidy(claim.node)
         return [claim.node for claim in claims.values()]
 
+    def save_answer(self, sequence: Sequence) -> None:
+        """Others will have its slot when its answer is known: plans a copy of the state."""
+        kept = self._copy_of(sequence) if self._align == 1 and self._may_copy else None
+        if kept is not None:
+            self._answers[sequence.key] = kept
+
+    @property
+    def _may_copy(self) -> bool:
+        return self._tiers.rows > 0 and not self._tiers.crowded
+
+    def _copy_of(self, sequence: Sequence) -> Kept | None:
+        """A state like that in its slot, from the next plan on; how much it has read is said
+        later."""
+        kept = Kept(0, sequence.owner)
+        if not self._tiers.put(kept, for_cache=True):
+            return None
+        self._tiers.moves.append(Copy(sequence.slot, kept.place))
+        return self._tiers.hold(kept)
+
     def keep_answer(self, sequence: Sequence, read: int) -> None:
-        """Keeps the state of a sequence that ends, whose slot's has read its text and `read` tokens
-        of its answer."""
-        if self._align > 1 or read <= 0 or not self._tiers.rows or self._tiers.crowded:
+        """Keeps the state of a sequence that ends, which has read its text and `read` tokens of its
+        answer."""
+        saved = self._answers.get(sequence.key)
+        can_copy = not sequence.handed_over and self._align == 1 and self._may_copy
+        if read <= 0 or not (saved or can_copy):
             return
         text = sequence.text + sequence.tokens[:read].tobytes()
         scope = _scope(sequence)
@@ -216,11 +241,11 @@ class PrefixCache:
         node = trie.insert(text, len(text) // ID_BYTES)
         more = trie.bytes - before
         if node.value is None and node.reader < 0:
-            kept = Kept(node.length, sequence.owner)
             node.reader = sequence.key  # so that it stays, whatever makes room
-            if self._tiers.put(kept, for_cache=True):
-                self._tiers.moves.append(Copy(sequence.slot, kept.place))
-                self._set(node, self._tiers.hold(kept))
+            kept = self._answers.pop(sequence.key, None) or self._copy_of(sequence)
+            if kept is not None:
+                kept.position = node.length
+                self._set(node, kept)
             node.reader = -1
             if node.value is None:
                 self._tidy(node)

@@ -16,17 +16,26 @@ from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
 # Likewise, of a large batch of which no token is told before the end. A row whose answer has ended
-# is idle for one and a half rounds, so rounds are a small part of an answer's time. But within one
-# the host takes leave of all who ended together and begins others, and the device waits for it
-# where that takes longer.
+# is idle for the rest of its round, and if a stop id ended it for one more, so rounds are a small
+# part of an answer's time. But within one the host takes leave of all who ended together and begins
+# others, and the device waits for it where that takes longer. Where many end together, so does the
+# round.
 QUIET_ROUND_SECONDS = 0.004
 LONG_ROUND_SECONDS = 0.008  # at most
 PART_OF_ANSWER = 0.02
+KNOWN_PART = 0.06  # of answers that no stop id can end
+MANY_TOGETHER = 1 / 32  # of the rows
 # Reading new prompts costs those that decode the time in which the weights are read once more. So
 # they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
 # a round in which prompts are read has one step, so that their first tokens are not held back.
 PATIENT_ROWS = 64
 PATIENCE_SECONDS = 0.008
+# Requests that a plan admits at most while the device works beside the host: more would keep it
+# waiting for the host, now and, as they tend to end together, when they end. But all slots are to
+# be taken within a few rounds, and stay so: as many as end within a round, and some more.
+ADMITTED_AT_ONCE = 64
+ADMITTED_PART = 1 / 16  # of the slots
+ADMITTED_PER_END = 1.15
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 
 
@@ -55,10 +64,27 @@ class Rounds:
 
     def may_go_ahead(self, coming: int) -> bool:
         """Whether a plan may follow the one under way unseen; about `coming` more sequences will
-        decode soon."""
+        decode soon, in slots of those that are `due` too."""
         if len(self._under_way) != 1 or self._special or self._most_steps == 1:
             return False
-        return not (self._through_host or self._is_thin(coming))
+        return not (self._through_host or self._is_thin(coming - len(self.due())))
+
+    def due(self) -> list[Sequence]:
+        """Whose answers end with the round under way, whatever it brings."""
+        return [] if self._batch is None else self._batch.due()
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """One that is due needs its slot no more in the plan that follows that round unseen."""
+        assert self._batch is not None
+        self._batch.hand_over(sequence)
+
+    def most_admitted(self, slots: int) -> int:
+        """How many requests a plan should admit at most, with so many slots in all."""
+        ending, batch = 0.0, self._batch
+        if batch is not None and len(batch) and self._step_seconds:
+            ending = slots * self._aim / (self._step_seconds * batch.mean_answer)
+        most = max(ADMITTED_PART * slots, ADMITTED_PER_END * ending)
+        return max(ADMITTED_AT_ONCE, int(most))
 
     def add(self, sequence: Sequence) -> None:
         """From the next plan on, it decodes; its last token is known."""
@@ -117,10 +143,16 @@ class Rounds:
             return 1
         self._aim = ROUND_SECONDS
         if not batch.streamed and len(batch) >= PATIENT_ROWS:
-            part = PART_OF_ANSWER * batch.mean_answer * self._step_seconds
-            self._aim = min(max(part, QUIET_ROUND_SECONDS), LONG_ROUND_SECONDS)
-        fitting = round(self._aim / self._step_seconds)
-        return max(1, min(fitting, self._most_steps, batch.left()))
+            part = PART_OF_ANSWER + (KNOWN_PART - PART_OF_ANSWER) * batch.known / len(batch)
+            seconds = part * batch.mean_answer * self._step_seconds
+            self._aim = min(max(seconds, QUIET_ROUND_SECONDS), LONG_ROUND_SECONDS)
+        fitting = min(round(self._aim / self._step_seconds), self._most_steps, batch.left())
+        if self._aim > ROUND_SECONDS:
+            together = batch.last_steps(fitting)
+            step = max(together, key=lambda step: (together[step], step), default=0)
+            if 2 * step > fitting and together[step] >= MANY_TOGETHER * batch.rows:
+                fitting = step
+        return max(1, fitting)
 
     def _is_timed(self, rows: int) -> bool:
         """A much larger batch than the one that was timed takes one step to be timed."""

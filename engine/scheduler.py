@@ -43,12 +43,6 @@ from engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
 
-# Requests that a round admits at most while the device works beside the host: more would keep it
-# waiting for the host, now and, as they tend to end together, when they end. But all slots are to
-# be taken within a few rounds.
-ADMITTED_AT_ONCE = 64
-ADMITTED_PART = 1 / 16  # of the slots
-
 
 class Scheduler(Lives):
     """Turns requests into plans and step results into events.
@@ -90,9 +84,7 @@ class Scheduler(Lives):
             keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
         )
         self._on_loaded = on_loaded
-        self._most_admitted = sys.maxsize
-        if overlaps:
-            self._most_admitted = max(ADMITTED_AT_ONCE, int(ADMITTED_PART * slots))
+        self._overlaps = overlaps
         self._refusal: EngineError | None = None  # of everything new
         self._now = 0.0  # of the latest round's end
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
@@ -171,21 +163,25 @@ class Scheduler(Lives):
         """What follows the one round under way, whatever that brings. Empty when nothing does, or
         when that cannot be said, because the host has a part in the draws of either."""
         self._look_around(now)
-        sequence = self._next() if self._slots.free else None
+        free = self._slots.free + len(self._due())
+        sequence = self._next() if free else None
         special = sequence is not None and sequence.needs_host
         if special or any(one.needs_host for one in self._prefilling.values()):
             return Plan()
         coming = sum(one.max_tokens > 1 for one in self._prefilling.values())
-        coming += min(self._waiting.lasting, self._slots.free)
+        coming += min(self._waiting.lasting, free)
         return self._plan(now, ahead=True) if self._rounds.may_go_ahead(coming) else Plan()
 
     def _plan(self, now: float, ahead: bool = False) -> Plan:
         plan = Plan()
         self._keeper.tiers.begin_plan()
         self._readmit(plan)
+        if ahead and self._waiting.ready:
+            self._hand_over()
+        most = self._rounds.most_admitted(self._slots.count) if self._overlaps else sys.maxsize
         waiting = min(self._waiting.ready, self._slots.free)
-        if waiting >= self._most_admitted or self._prefilling or not self._rounds.patient:
-            self._admit(plan, now, ahead)
+        if waiting >= most or self._prefilling or not self._rounds.patient:
+            self._admit(plan, now, ahead, most)
         reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
         for sequence, length in self._budget.share(reading):
             self._read(plan, sequence, length, now)
@@ -288,10 +284,10 @@ class Scheduler(Lives):
         while (sequence := self._deadlines.first_below((now, sys.maxsize))) is not None:
             self._finish(sequence, "timeout", now)
 
-    def _admit(self, plan: Plan, now: float, ahead: bool) -> None:
+    def _admit(self, plan: Plan, now: float, ahead: bool, most: int) -> None:
         admitted = 0
         while (sequence := self._next()) is not None and self._slots.free:
-            if admitted == self._most_admitted or (ahead and sequence.needs_host):
+            if admitted == most or (ahead and sequence.needs_host):
                 break
             try:
                 found = self._keeper.find(sequence)

@@ -65,6 +65,7 @@ class Sequence:
         "deadline",
         "drawn",
         "first_token_at",
+        "handed_over",
         "is_read",
         "keeping",
         "key",
@@ -118,6 +119,7 @@ class Sequence:
 
         self.over = False  # its terminal event is on its way
         self.slot = -1  # negative while it waits
+        self.handed_over = False  # others may have its slot: what it still draws is under way
         self.position = 0  # prompt tokens that have been read, or are by the rounds under way
         self.is_read = False  # its text has been
         self.anchor = 0  # the position that the multiples of SCAN_CHUNK are counted from

@@ -13,10 +13,13 @@ from collections import Counter
 import msgspec
 import pytest
 
+from engine.batch import DecodeBatch
 from engine.engine import Engine
 from engine.messages import Finished, Request, SamplingParams, StepEvents, pack_ids, unpack_ids
 from engine.plan import Drawn, Plan, Sampled, StepResult
+from engine.prefix import PrefixCache
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from tests.engine.fake import FakeRunner, recite
 from tests.engine.witness import VOCAB, StrictRunner, Witness
 
@@ -49,7 +52,8 @@ def live(seed: int, most_steps: int, overlaps: bool) -> Witness:
     chance = random.Random(seed)
     witness = Witness(
         slots=chance.choice([1, 2, 3, 6]),
-        share_slots=0,
+        share_slots=chance.choice([0, 1, 5]),
+        host_rows=chance.choice([0, 20]),
         max_waiting=chance.choice([0, 3, 50]),
         most_steps=most_steps,
         overlaps=overlaps,
@@ -103,6 +107,20 @@ def test_every_life_keeps_the_promises(
         seen["beside a prompt"] += plan.plain and bool(plan.prefill)
         return carry_out(runner, plan)
 
+    def handing_over(batch: DecodeBatch, sequence: Sequence) -> None:
+        seen["slots handed over"] += 1
+        seen["their states saved"] += sequence.key in saved
+        hand_over(batch, sequence)
+
+    def saving(cache: PrefixCache, sequence: Sequence) -> None:
+        save_answer(cache, sequence)
+        if sequence.key in cache._answers:
+            saved.add(sequence.key)
+
+    saved: set[int] = set()
+    hand_over, save_answer = DecodeBatch.hand_over, PrefixCache.save_answer
+    monkeypatch.setattr(DecodeBatch, "hand_over", handing_over)
+    monkeypatch.setattr(PrefixCache, "save_answer", saving)
     monkeypatch.setattr(StrictRunner, "_carry_out", counting)
     ends: Counter[str] = Counter()
     for seed in range(150):
@@ -114,7 +132,9 @@ def test_every_life_keeps_the_promises(
     if most_steps > 1:
         assert min(seen[kind] for kind in ("several steps", "again", "beside a prompt")) >= 100
         assert seen["again, some rows ended"] >= 50
-    assert (seen["before the result"] >= 100) == (overlaps and most_steps > 1)
+    unseen = overlaps and most_steps > 1
+    for kind in ("before the result", "slots handed over", "their states saved"):
+        assert (seen[kind] >= 100) == unseen, kind
 
 
 # One thing at a time.
@@ -148,23 +168,47 @@ def test_a_round_lasts_about_two_milliseconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "answer", "steps"),
-    [(False, 100, 8), (False, 600, 12), (False, 5000, 16), (True, 5000, 4)],
+    ("stream", "may_stop", "answer", "steps"),
+    [
+        (False, True, 100, 8),
+        (False, True, 600, 12),
+        (False, False, 200, 12),
+        (False, True, 5000, 16),
+        (True, False, 5000, 4),
+    ],
 )
 def test_rounds_of_a_large_batch_grow_with_its_answers(
-    stream: bool, answer: int, steps: int
+    stream: bool, may_stop: bool, answer: int, steps: int
 ) -> None:
-    """Of steps of half a millisecond, where nobody hears of a token before the end."""
+    """Of steps of half a millisecond, where nobody hears of a token before the end; three times as
+    fast where all know how long their answers will be."""
     runner = FakeRunner(slots=100, max_waiting=100, most_steps=32, max_step_tokens=100)
     runner.decode_seconds = 0.0005
     engine = Engine(runner)
-    sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=answer, ignore_eos=True, stop_token_ids=(0,) * may_stop
+    )
     for id in range(100):
         request = Request(id=id, prompt=pack_ids([1]), sampling=sampling, stream=stream)
         engine.add("c", request)
     for _ in range(4):
         engine.step()
     assert [engine.step()["c"].stats.decode_steps for _ in range(3)] == [steps] * 3
+
+
+@pytest.mark.parametrize(("answer", "steps"), [(26, 7), (24, 5), (22, 8), (40, 8)])
+def test_a_round_ends_where_many_answers_do(answer: int, steps: int) -> None:
+    """Unless that makes it half as long; else the rows of all these would be idle to its end."""
+    runner = FakeRunner(slots=100, max_waiting=100, most_steps=32, max_step_tokens=100)
+    runner.decode_seconds = 0.0005
+    engine = Engine(runner)
+    for id in range(100):
+        count = answer if id < 90 else 100
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        request = Request(id=id, prompt=pack_ids([1]), sampling=sampling, stream=False)
+        engine.add("c", request)
+    rounds = [engine.step()["c"].stats.decode_steps for _ in range(5)]
+    assert rounds == [1, 1, 8, 8, steps], "the first two are untimed; 19 tokens, then the next ones"
 
 
 def test_no_round_goes_beyond_the_longest_answer() -> None:

@@ -58,10 +58,11 @@ class StrictRunner(FakeRunner):
         left = max((row.left for row in self.batch), default=0)
         assert not plan.again or plan.decode or plan.steps <= left
         assert len({copy.target for copy in plan.after}) == len(plan.after)
-        assert all(copy.target >= slots > copy.source for copy in plan.after)
+        assert all(0 <= copy.source < slots for copy in plan.after)
+        assert all(copy.target >= slots or copy.target < 0 for copy in plan.after)
         for admission in plan.admit:
             assert 0 <= admission.slot < slots
-            assert admission.source is None or admission.source >= slots
+            assert admission.source is None or not 0 <= admission.source < slots
             self._begun[admission.key] = admission.cached_tokens
         result = super()._carry_out(plan)
         for admission in plan.admit:
