@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.host_rows import HostRows
 from engine.indices import to_device
-from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
+from engine.plan import INITIAL, Copy, Export, PrefillChunk, Put
 from engine.state import StatePool
 
 
@@ -29,27 +29,50 @@ class Places:
         self._host = HostRows(host_rows, pool.width + vocab_size, pool.device)
 
     def carry_out(self, moves: Sequence[Copy | Put]) -> None:
-        """One after the other, as far as one could tell: copies of a kind that do not touch each
-        other's rows are made at once."""
-        together = _Levels()
+        """One after the other, as far as one could tell: copies are made at once."""
+        together = _AtOnce()
         for move in moves:
             if isinstance(move, Copy):
                 together.add(move)
                 continue
-            self._copy_all(together)
-            together = _Levels()
+            self._copy(together)
+            together = _AtOnce()
             self._put(move)
-        self._copy_all(together)
+        self._copy(together)
 
-    def _copy_all(self, levels: _Levels) -> None:
-        for level in levels.levels:
-            for copies in level.values():
-                self._copy(copies)
-
-    def admit(self, admissions: Sequence[Admission]) -> None:
-        """Puts the state that each starts from in its slot."""
-        self._pool.reset([one.slot for one in admissions if one.source is None])
-        self.carry_out([Copy(one.source, one.slot) for one in admissions if one.source is not None])
+    def _copy(self, copies: _AtOnce) -> None:
+        """All are read before any is written."""
+        initial, slots = self._pool.initial_row, self._slots
+        here: list[tuple[int, int]] = []  # from and to the pool
+        inwards: list[tuple[int, int]] = []
+        outwards: list[tuple[int, int]] = []
+        through: list[tuple[int, int]] = []  # from and to main memory
+        for target, source in copies.origins.items():
+            if source == INITIAL:
+                source = initial
+            if source == target:
+                continue
+            if source >= 0:
+                (here if target >= 0 else outwards).append((source, target))
+            else:
+                (inwards if target >= 0 else through).append((source, target))
+        loaded = self._host.load([~source for source, _ in inwards]) if inwards else None
+        leaving = [self._host.load([~source for source, _ in through])] if through else []
+        if outwards:
+            leaving.append(self._gather([source for source, _ in outwards]))
+        if here:
+            self._pool.copy(*map(list, zip(*here, strict=True)))
+            kept = [(one, two) for one, two in here if slots <= one != initial and two >= slots]
+            if kept:
+                rows = to_device([one - slots for one, _ in kept], self._device)
+                self._put_logits(self._logits.index_select(0, rows), [two for _, two in kept])
+        if loaded is not None:
+            targets = [target for _, target in inwards]
+            self._pool.scatter(loaded[:, : self._pool.width], targets)
+            self._put_logits(loaded[:, self._pool.width :], targets)
+        if leaving:
+            states = leaving[0] if len(leaving) == 1 else torch.cat(leaving)
+            self._host.save(states, [~target for _, target in (*through, *outwards)])
 
     def logits_at(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
         """[n, vocab], what is kept at the chunks' sources; None without any."""
@@ -72,7 +95,7 @@ class Places:
         """Snapshots after a step; `rows` of `logits` [rows, vocab] by the keys of the copies that
         have them."""
         on_device = [copy for copy in copies if copy.target >= 0]
-        self._copy(on_device)
+        self._pool.copy([copy.source for copy in on_device], [copy.target for copy in on_device])
         with_logits = [copy for copy in on_device if copy.key >= 0]
         if with_logits:
             assert logits is not None
@@ -109,12 +132,13 @@ class Places:
     def _gather(self, sources: Sequence[int]) -> Tensor:
         """[n, width of a row of main memory]; of sequences' rows the logits are 0."""
         states = self._pool.gather(sources)
+        kept_rows = range(self._pool.initial_row - self._slots)
         rows = [source - self._slots for source in sources]
-        if all(row >= 0 for row in rows):
+        if all(row in kept_rows for row in rows):
             kept_logits = self._logits.index_select(0, to_device(rows, self._device))
             return torch.cat([states, kept_logits], dim=1)
         logits = torch.zeros(len(sources), self._logits.shape[1], device=self._device)
-        kept = [i for i, row in enumerate(rows) if row >= 0]
+        kept = [i for i, row in enumerate(rows) if row in kept_rows]
         if kept:
             there, row = to_device([kept, [rows[i] for i in kept]], self._device)
             logits[there] = self._logits[row]
@@ -123,38 +147,6 @@ class Places:
     @property
     def _host_width(self) -> int:
         return self._pool.width + self._logits.shape[1]
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        """All of one kind, none of which reads what another one writes."""
-        if not copies:
-            return
-        sources = [copy.source for copy in copies]
-        targets = [copy.target for copy in copies]
-        if targets[0] < 0:
-            if sources[0] == INITIAL:
-                states = torch.zeros(len(targets), self._host_width, device=self._device)
-                states[:, : self._pool.width] = self._pool.initial_row()
-            elif sources[0] < 0:
-                states = self._host.load([~source for source in sources])
-            else:
-                states = self._gather(sources)
-            self._host.save(states, [~target for target in targets])
-        elif sources[0] == INITIAL:
-            self._pool.reset(targets)
-        elif sources[0] < 0:
-            states = self._host.load([~source for source in sources])
-            self._pool.scatter(states[:, : self._pool.width], targets)
-            self._put_logits(states[:, self._pool.width :], targets)
-        else:
-            self._pool.copy(sources, targets)
-            kept = [
-                (source, target)
-                for source, target in zip(sources, targets, strict=True)
-                if source >= self._slots and target >= self._slots
-            ]
-            if kept:
-                rows = to_device([one - self._slots for one, _ in kept], self._device)
-                self._put_logits(self._logits.index_select(0, rows), [target for _, target in kept])
 
     def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
         """logits [n, vocab], for those of `targets` that have a place for them."""
@@ -177,28 +169,15 @@ class Places:
                 self._put_logits(state[:, self._pool.width :], [move.target])
 
 
-class _Levels:
-    """Copies in groups: what a copy reads or overwrites has been written, or read, by a group of an
-    earlier level. Where rows make room for each other one by one, these are two levels."""
+class _AtOnce:
+    """Copies made one after the other, as such that are made at once: for every place that they
+    write to, the one that held, before them all, what it holds in the end."""
 
     def __init__(self) -> None:
-        self.levels: list[dict[tuple[bool, bool, bool], list[Copy]]] = []  # by kind
-        self._read: dict[int, int] = {}  # by row: the last level that reads it
-        self._written: dict[int, int] = {}
+        self.origins: dict[int, int] = {}
 
     def add(self, copy: Copy) -> None:
-        source, target = copy.source, copy.target
-        level = 1 + max(
-            self._written.get(source, -1),
-            self._written.get(target, -1),
-            self._read.get(target, -1),
-        )
-        self._read[source] = max(level, self._read.get(source, -1))
-        self._written[target] = level
-        if level == len(self.levels):
-            self.levels.append({})
-        kind = source == INITIAL, source < 0, target < 0
-        self.levels[level].setdefault(kind, []).append(copy)
+        self.origins[copy.target] = self.origins.get(copy.source, copy.source)
 
 
 def exported(states: dict[int, Tensor]) -> dict[int, bytes]:

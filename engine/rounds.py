@@ -30,12 +30,6 @@ MANY_TOGETHER = 1 / 32  # of the rows
 # a round in which prompts are read has one step, so that their first tokens are not held back.
 PATIENT_ROWS = 64
 PATIENCE_SECONDS = 0.008
-# Requests that a plan admits at most while the device works beside the host: more would keep it
-# waiting for the host, now and, as they tend to end together, when they end. But all slots are to
-# be taken within a few rounds, and stay so: as many as end within a round, and some more.
-ADMITTED_AT_ONCE = 64
-ADMITTED_PART = 1 / 16  # of the slots
-ADMITTED_PER_END = 1.15
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 
 
@@ -77,14 +71,6 @@ class Rounds:
         """One that is due needs its slot no more in the plan that follows that round unseen."""
         assert self._batch is not None
         self._batch.hand_over(sequence)
-
-    def most_admitted(self, slots: int) -> int:
-        """How many requests a plan should admit at most, with so many slots in all."""
-        ending, batch = 0.0, self._batch
-        if batch is not None and len(batch) and self._step_seconds:
-            ending = slots * self._aim / (self._step_seconds * batch.mean_answer)
-        most = max(ADMITTED_PART * slots, ADMITTED_PER_END * ending)
-        return max(ADMITTED_AT_ONCE, int(most))
 
     def add(self, sequence: Sequence) -> None:
         """From the next plan on, it decodes; its last token is known."""

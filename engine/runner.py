@@ -28,8 +28,10 @@ from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
 from engine.places import Places, exported
 from engine.plan import (
+    INITIAL,
     MOST_STEPS,
     Admission,
+    Copy,
     DecodeRow,
     Plan,
     PrefillChunk,
@@ -207,7 +209,7 @@ class Runner:
         for key in plan.release:
             self._sampler.release(key)
             self._constraints.release(key)
-        self._places.carry_out(plan.before)
+        self._places.carry_out([*plan.before, *map(_start_of, plan.admit)])
         self._admit(plan.admit)
         begin = Mark(self._device)
         hidden, logits, drawings = self._read(plan)
@@ -260,7 +262,6 @@ class Runner:
                 self._sampler.admit(admission.key, admission.request)
                 self._constraints.admit(admission.key, admission.request.sampling)
         self._parameters.admit(admissions)
-        self._places.admit(admissions)
 
     def _read(self, plan: Plan) -> _Read:
         """Reads every chunk; the device draws for them where the host has no part in it. Chunks
@@ -358,6 +359,11 @@ class Runner:
 
 def _to_host(logprobs: Logprobs) -> Logprobs:
     return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
+
+
+def _start_of(one: Admission) -> Copy:
+    """Where its slot begins."""
+    return Copy(INITIAL if one.source is None else one.source, one.slot)
 
 
 def _rows_by_key(plan: Plan) -> dict[int, int]:

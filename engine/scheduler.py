@@ -22,6 +22,7 @@ import msgspec
 from engine.budget import PromptBudget
 from engine.errors import EngineError
 from engine.grammars import Grammars
+from engine.intake import Intake
 from engine.keeping import Keeper
 from engine.lives import Lives
 from engine.messages import (
@@ -84,7 +85,7 @@ class Scheduler(Lives):
             keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
         )
         self._on_loaded = on_loaded
-        self._overlaps = overlaps
+        self._intake = Intake(slots, overlaps)
         self._refusal: EngineError | None = None  # of everything new
         self._now = 0.0  # of the latest round's end
         self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
@@ -178,7 +179,7 @@ class Scheduler(Lives):
         self._readmit(plan)
         if ahead and self._waiting.ready:
             self._hand_over()
-        most = self._rounds.most_admitted(self._slots.count) if self._overlaps else sys.maxsize
+        most = self._intake.most(self._slots.free)
         waiting = min(self._waiting.ready, self._slots.free)
         if waiting >= most or self._prefilling or not self._rounds.patient:
             self._admit(plan, now, ahead, most)
@@ -313,6 +314,8 @@ class Scheduler(Lives):
             if not sequence.remaining:
                 self._read(plan, sequence, 0, now, plan.admit[-1].source)
         self._waiting.note_admitted(admitted, now)
+        if admitted:
+            self._intake.note(self._slots.free)
 
     def _next(self) -> Sequence | None:
         """The first that waits and whose grammar is compiled; has those before it compiled, while

@@ -19,7 +19,8 @@ from engine.models.cell import ModelState
 
 
 class StatePool:
-    """`rows` states of one model, all at the initial state.
+    """`rows` states of one model, all at the initial state, and one more that stays there: the row
+    `initial_row`, to be copied from.
 
     `initial` [layers, inner] is the hidden state before the first token (None: zeros).
     Raises ConfigError, naming max_slots, when the rows do not fit in the device's free memory.
@@ -32,47 +33,34 @@ class StatePool:
         device: torch.device,
         initial: Tensor | None = None,
     ) -> None:
-        self.bytes = rows * config.state_bytes
+        self.bytes = (rows + 1) * config.state_bytes
         self._refuse_if_too_large(config, rows, device)
-        layers, inner = config.n_layers, config.inner
-        self._initial = torch.zeros(layers, inner, device=device)
+        shape = config.n_layers, rows + 1
+        cell = torch.zeros(*shape, config.inner, device=device)
         if initial is not None:
-            self._initial.copy_(initial)
-        cell = self._initial.unsqueeze(1).repeat(1, rows, 1)  # [layers, rows, inner]
+            cell.copy_(initial.unsqueeze(1))
         conv = None
         if config.conv_kernel:
-            conv = torch.zeros(layers, rows, config.conv_kernel - 1, config.d_model, device=device)
+            conv = torch.zeros(*shape, config.conv_kernel - 1, config.d_model, device=device)
         self.state = ModelState(cell=cell, conv=conv)
-        self.rows = rows
+        self.rows = self.initial_row = rows
         self.device = device
 
     def _refuse_if_too_large(self, config: ModelConfig, rows: int, device: torch.device) -> None:
         free = available_memory(device)
         if self.bytes > free:
+            most = max(free // config.state_bytes - 1, 0)
             raise ConfigError(
                 f"the state of {rows} sequences ({config.state_bytes:,} bytes each) needs "
                 f"{self.bytes:,} bytes, and {device} has {free:,} free: "
-                f"max_slots + share_slots may be at most {free // config.state_bytes:,}",
+                f"max_slots + share_slots may be at most {most:,}",
                 param="max_slots",
             )
 
-    def _index(self, *several: Sequence[int]) -> Tensor:
-        """[n], or of several rows of numbers [several, n], on the device."""
-        for rows in several:
-            if rows and (min(rows) < 0 or max(rows) >= self.rows):
-                wrong = next(row for row in rows if not 0 <= row < self.rows)
-                raise IndexError(f"row {wrong} of a state pool of {self.rows}")
-        return to_device(several if len(several) > 1 else several[0], self.device)
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """Puts `rows` at the model's initial state."""
-        if not rows:
-            return
-        index = self._index(rows)
-        initial = self._initial.unsqueeze(1).expand(-1, len(rows), -1)
-        self.state.cell.index_copy_(1, index, initial)
-        if self.state.conv is not None:
-            self.state.conv.index_fill_(1, index, 0.0)
+    def _check(self, rows: Sequence[int], end: int) -> None:
+        if rows and (min(rows) < 0 or max(rows) >= end):
+            wrong = next(row for row in rows if not 0 <= row < end)
+            raise IndexError(f"row {wrong} of a state pool of {self.rows}")
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies row sources[i] over row targets[i]; every source is read before any is written."""
@@ -80,7 +68,9 @@ class StatePool:
             raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
         if not sources:
             return
-        source, target = self._index(sources, targets)
+        self._check(sources, self.rows + 1)
+        self._check(targets, self.rows)
+        source, target = to_device([sources, targets], self.device)
         for tensor in self._tensors():
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 
@@ -92,7 +82,8 @@ class StatePool:
     def gather(self, rows: Sequence[int]) -> Tensor:
         """[n, width]: each row's cell [layers, inner] and then its conv [layers, taps - 1,
         d_model]."""
-        index = self._index(rows)
+        self._check(rows, self.rows + 1)
+        index = to_device(rows, self.device)
         parts = [
             tensor.index_select(1, index).transpose(0, 1).flatten(1) for tensor in self._tensors()
         ]
@@ -100,19 +91,13 @@ class StatePool:
 
     def scatter(self, states: Tensor, rows: Sequence[int]) -> None:
         """Puts states [n, width], packed as `gather` does it, in their rows."""
-        index, start = self._index(rows), 0
+        self._check(rows, self.rows)
+        index, start = to_device(rows, self.device), 0
         for tensor in self._tensors():
             shape = tensor[:, 0].shape
             part = states[:, start : start + shape.numel()]
             tensor.index_copy_(1, index, part.reshape(len(rows), *shape).transpose(0, 1))
             start += shape.numel()
-
-    def initial_row(self) -> Tensor:
-        """[width]: the initial state, packed."""
-        parts = [self._initial.flatten()]
-        if self.state.conv is not None:
-            parts.append(torch.zeros(self.state.conv[:, 0].numel(), device=self.device))
-        return torch.cat(parts)
 
     def _tensors(self) -> list[Tensor]:
         conv = self.state.conv

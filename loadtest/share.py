@@ -5,9 +5,10 @@
         --prompt-length 64 --output-length 128 --peer
 
 The engine alone decodes in as many slots in this process; then a server of its own is kept full by
-a closed loop of requests whose answers are texts of a tokenizer of the model's size. With --peer
-PyTorch decodes 64 rows of the same model too (in a CUDA graph, or compiled with frozen weights),
-which is what other servers' figures can be set against.
+a closed loop of requests, of twice as many prompts as there are slots (--waiting), whose answers
+are texts of a tokenizer of the model's size. With --peer PyTorch decodes 64 rows of the same model
+too (in a CUDA graph, or compiled with frozen weights), which is what other servers' figures can be
+set against.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         settings["threads"] = args.threads
     at_once = -(-args.slots // args.batch)
     if not args.stream:
-        at_once += -(-at_once // 4)  # so that slots that come free find a prompt
+        at_once += -(-args.waiting * at_once // 100)
     asked = [
         *("--arrivals", "closed", "--max-concurrency", str(at_once)),
         *("--batch", str(args.batch), "--temperature", "0", "--timeout", "600"),
@@ -125,6 +126,13 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--slots", type=int, default=1024)
     options.add_argument("--batch", type=int, default=64, help="prompts per request")
     options.add_argument("--stream", action="store_true", help="an event per token")
+    options.add_argument(
+        "--waiting",
+        type=int,
+        default=100,
+        help="requests beyond those that fill the slots, in percent, without --stream: a slot that "
+        "comes free is to find a prompt though others of the same request are not answered yet",
+    )
     options.add_argument("--prompt-length", default="16", help=f"tokens: {LENGTHS}")
     options.add_argument("--output-length", default="128", help=f"tokens: {LENGTHS}")
     options.add_argument("--seconds", type=float, default=20.0)

@@ -21,7 +21,7 @@ def filled_pool(device: str, config: ModelConfig = CONFIG) -> StatePool:
     generator = torch.Generator().manual_seed(0)
     pool = StatePool(config, 6, torch.device(device), INITIAL)
     for tensor in tensors(pool):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        tensor[:, :6].copy_(torch.randn(tensor[:, :6].shape, generator=generator))
     return pool
 
 
@@ -33,22 +33,22 @@ def tensors(pool: StatePool) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_begins_at_the_initial_state(device: str) -> None:
     pool = StatePool(CONFIG, 2, torch.device(device), INITIAL)
-    assert torch.equal(pool.state.cell.cpu(), INITIAL.unsqueeze(1).expand(3, 2, 16))
-    assert pool.state.conv is not None and pool.state.conv.shape == (3, 2, 3, 8)
+    assert torch.equal(pool.state.cell.cpu(), INITIAL.unsqueeze(1).expand(3, 3, 16))
+    assert pool.state.conv is not None and pool.state.conv.shape == (3, 3, 3, 8)
     assert not pool.state.conv.any()
     assert pool.bytes == sum(tensor.nbytes for tensor in tensors(pool))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_reset_restores_the_initial_state_of_its_rows_alone(device: str) -> None:
+def test_the_initial_state_is_there_to_be_copied(device: str) -> None:
     pool = filled_pool(device)
     before = [tensor.clone() for tensor in tensors(pool)]
-    pool.reset([4, 1])
-    pool.reset([])
+    pool.copy([pool.initial_row] * 2, [4, 1])
     fresh = tensors(StatePool(CONFIG, 6, torch.device(device), INITIAL))
     for tensor, old, new in zip(tensors(pool), before, fresh, strict=True):
         assert torch.equal(tensor[:, [1, 4]], new[:, [1, 4]])
-        assert torch.equal(tensor[:, [0, 2, 3, 5]], old[:, [0, 2, 3, 5]])
+        assert torch.equal(tensor[:, [0, 2, 3, 5, 6]], old[:, [0, 2, 3, 5, 6]])
+    assert torch.equal(pool.gather([1]), pool.gather([pool.initial_row]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -58,16 +58,18 @@ def test_copies_read_every_source_before_they_write(device: str) -> None:
     pool.copy([0, 0, 5], [3, 5, 2])
     pool.copy([], [])
     for tensor, old in zip(tensors(pool), before, strict=True):
-        assert torch.equal(tensor, old[:, [0, 1, 5, 0, 4, 0]])
+        assert torch.equal(tensor, old[:, [0, 1, 5, 0, 4, 0, 6]])
 
 
-@pytest.mark.parametrize("row", [-1, 6])
+@pytest.mark.parametrize("row", [-1, 7])
 def test_rows_outside_of_the_pool_are_refused(row: int) -> None:
     pool = filled_pool("cpu")
     for misuse in (
-        lambda: pool.reset([0, row]),
         lambda: pool.copy([row], [0]),
         lambda: pool.copy([0], [row]),
+        lambda: pool.copy([0], [pool.initial_row]),
+        lambda: pool.gather([0, row]),
+        lambda: pool.scatter(torch.zeros(1, pool.width), [row]),
     ):
         with pytest.raises(IndexError, match="state pool of 6"):
             misuse()
@@ -78,7 +80,7 @@ def test_a_pool_that_does_not_fit_says_how_many_rows_would(
 ) -> None:
     room = CONFIG.state_bytes * 10
     monkeypatch.setattr(state_module, "available_memory", lambda device: room + 1)
-    StatePool(CONFIG, 10, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="at most 10") as caught:
-        StatePool(CONFIG, 11, torch.device("cpu"))
+    StatePool(CONFIG, 9, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="at most 9") as caught:
+        StatePool(CONFIG, 10, torch.device("cpu"))
     assert caught.value.param == "max_slots"

@@ -1,0 +1,34 @@
+"""Intake: how many requests a plan admits at most.
+
+While the device works beside the host, more than a few would keep it waiting for the host: now and,
+as they tend to end together, when they end. But all slots are to be taken within a few rounds, and
+to stay so: that is as many as have come free since others were admitted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+AT_ONCE = 64
+PART = 1 / 16  # of the slots
+MOST_PART = 1 / 8  # however many have come free
+
+
+class Intake:
+    """Of a scheduler with `slots` slots, whose rounds overlap with the host's work or do not."""
+
+    def __init__(self, slots: int, overlaps: bool) -> None:
+        self._slots = slots
+        self._overlaps = overlaps
+        self._left_free = 0  # when somebody was admitted last
+
+    def most(self, free: int) -> int:
+        """How many with so many free slots."""
+        if not self._overlaps:
+            return sys.maxsize
+        freed = min(free - self._left_free, int(MOST_PART * self._slots))
+        return max(AT_ONCE, int(PART * self._slots), freed)
+
+    def note(self, free: int) -> None:
+        """Some have been admitted, and left so many slots free."""
+        self._left_free = free

@@ -1,0 +1,26 @@
+"""Intake: few at once, but as many as come free."""
+
+from __future__ import annotations
+
+import sys
+
+from engine.intake import Intake
+
+
+def test_alone_the_device_takes_all() -> None:
+    assert Intake(10, overlaps=False).most(10) == sys.maxsize
+
+
+def test_slots_are_taken_a_part_at_a_time() -> None:
+    assert Intake(4096, overlaps=True).most(100) == 256
+    assert Intake(100, overlaps=True).most(100) == 64
+
+
+def test_what_comes_free_is_taken_again() -> None:
+    intake = Intake(1024, overlaps=True)
+    intake.note(10)  # slots that nobody has come for yet
+    assert intake.most(30) == 64
+    assert intake.most(110) == 100
+    intake.note(10)
+    assert intake.most(110) == 100
+    assert intake.most(1024) == 128
