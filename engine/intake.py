@@ -11,7 +11,7 @@ import sys
 
 AT_ONCE = 64
 PART = 1 / 16  # of the slots
-MOST_PART = 1 / 8  # however many have come free
+MOST_PART = 3 / 32  # however many have come free
 
 
 class Intake:

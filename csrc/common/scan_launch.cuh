@@ -2,6 +2,7 @@
 #pragma once
 
 #include "launch.cuh"
+#include "short.cuh"
 #include "step.cuh"
 #include "tile_kernel.cuh"
 
@@ -46,6 +47,23 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
                        stages);
 }
 
+// Which scans: sequences that have this many positions on average, and no more in all, since one
+// of them may have nearly all. Of fewer sequences tiles find their places without a search.
+constexpr int kShortLength = 16, kShortTokens = 2048, kManySequences = 32;
+
+inline bool are_short(const ScanArgs& args) {
+  const Layout& lay = args.layout;
+  return !lay.reverse && args.aligned_state && lay.sequences >= kManySequences &&
+         lay.tokens <= kShortLength * lay.sequences && lay.tokens <= kShortTokens;
+}
+
+template <template <class> class CellOf, class O, class T>
+void launch_short(const ScanArgs& args, O options, cudaStream_t stream) {
+  using Scan = ShortScan<CellOf, O, T>;
+  const Grid grid = {dim3(Scan::blocks(args.layout)), Scan::threads(args.layout)};
+  launch_early<&short_kernel<CellOf, O, T>>(grid, stream, "scan", args, options);
+}
+
 template <template <class> class CellOf, class T>
 void launch_scan(ScanArgs args, cudaStream_t stream) {
   using Cell = CellOf<float>;
@@ -72,6 +90,11 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
       if (step) return launch_step<CellOf, decltype(options), T>(args, options, stream);
     }
     if constexpr (sizeof(T) < 8) {  // float64 is for checking gradients
+      if constexpr (Cell::kPrevious < 0) {
+        if (are_short(args)) {
+          return launch_short<CellOf, decltype(options), T>(args, options, stream);
+        }
+      }
       if (args.aligned) return launch_tiles<CellOf, decltype(options), T, true>(args, stream);
     }
     launch_tiles<CellOf, decltype(options), T, false>(args, stream);

@@ -4,9 +4,11 @@
 // KEEP_INPUT is the input that decides how much is kept, ALL_TYPES asks for more than the two types
 // whose tiles differ most. The outputs and states of every schedule and number of blocks must be
 // equal in every bit, and so must those of a sequence alone and of one that is cut at a chunk's
-// end, with the state carried; the values must be those of a plain serial loop in doubles.
+// end, with the state carried; the values must be those of a plain serial loop in doubles. With
+// --short 1 all sequences together are left to csrc/common/short.cuh.
 #include "cases.h"
 
+#include "common/short.cuh"
 #include "common/tile_kernel.cuh"
 #include CELL_HEADER
 
@@ -16,7 +18,7 @@ namespace {
 struct Case {
   std::vector<int> lengths, slots;
   long channels, tail, extra_stride, shift;
-  bool reverse, packed, nan;
+  bool reverse, packed, nan, short_way;
   std::vector<int> blocks, seeds;
 };
 
@@ -170,8 +172,18 @@ class Driver {
     return result;
   }
 
-  static void start(ScanArgs args, int most_blocks) {
+  void start(ScanArgs args, int most_blocks) const {
     const Layout& lay = args.layout;
+    if constexpr (!kBackward && kAligned) {
+      if (case_.short_way && lay.sequences > 1) {  // a sequence alone goes by tiles
+        using Short = cuda::ShortScan<CellOf, cuda::UsualOptions, T>;
+        emulator::launch({"short scan", Short::blocks(lay), Short::threads(lay), 0, true, [=] {
+                            cuda::short_kernel<CellOf, cuda::UsualOptions, T>(args,
+                                                                              cuda::UsualOptions{});
+                          }});
+        return;
+      }
+    }
     const std::int64_t bytes = cuda::workspace_bytes(lay, sizeof(cuda::Word<V>));
     args.workspace =
         emulator::allocate("words", static_cast<std::size_t>(bytes), emulator::Use::write);
@@ -298,6 +310,7 @@ int main(int count, char** arguments) {
   given.shift = options.number("shift", 0);
   given.reverse = options.number("reverse", 0);
   given.nan = options.number("nan", 0);
+  given.short_way = options.number("short", 0);
   given.blocks = options.numbers("blocks", "1,2,7,50");
   given.seeds = options.numbers("seeds", "1");
   options.none_left();

@@ -45,6 +45,13 @@ SCANS = [
     for case in TWO_TYPES + (ALL_TYPES if cell == "mingru" else [])
 ]
 SCANS += [
+    (cell, f"{RAGGED} --type {dtype} --channels {channels} --short 1 --blocks 1 --seeds 13,14")
+    for cell in ("linear", "mingru", "minlstm")
+    for dtype, channels in (("f32", 132), ("bf16", 328))
+]
+SCANS += [
+    ("linear", f"{RAGGED} --type bf16 --channels 32 --nan 1 --short 1 --blocks 1 --seeds 15"),
+    ("mingru", f"{MANY} --type bf16 --channels 40 --short 1 --blocks 1 --seeds 16"),
     ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10,11,12"),
     ("mingru", f"{UNIFORM} --type f32 --channels 5 --reverse 1 --seeds 11"),
     ("mingru", f"{UNIFORM} --type bf16 --channels 24 --backward 1 --seeds 12"),

@@ -31,6 +31,7 @@ LENGTHS = {
     "ragged": [1, 300, 0, 128, 129, 64, 700],
     "one": [2300],
     "many": [7 * n % 5 * 40 for n in range(45)],
+    "short": [7 * n % 23 for n in range(45)],
 }
 # Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
 # gates (tests/csrc/test_choice.py proves it): alone and in parts; pairs; wide ones.

@@ -120,6 +120,39 @@ def test_neighbours_order_and_nan_in_free_slots(
             same_bits(state[s + 1], last)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("cell", CELL_NAMES)
+@pytest.mark.parametrize(("channels", "longest"), [(8, 16), (328, 40), (1152, 300), (37, 40)])
+def test_many_short_sequences(
+    device: str, dtype: torch.dtype, cell: str, channels: int, longest: int
+) -> None:
+    """Which a GPU scans without tiles have the bits that each has alone, by tiles; whether one of
+    them is long, or all are, or rows of no sequence follow."""
+    lengths = [(7 * s) % 23 for s in range(46)]
+    lengths[20] = longest
+    padding = {3, 44}
+    edges = [0, *itertools.accumulate(lengths)]
+    pre = exact(edges[-1] + 30, CELLS[cell] * channels, seed=12, scale=2.0).to(device, dtype)
+    pre[edges[-1] :] = float("nan")
+    start = exact(len(lengths), channels, seed=13).float().to(device)
+    start[0] = -0.0
+    state = start.clone()
+    slots = [-1 if s in padding else s for s in range(len(lengths))]
+    h = getattr(ops, f"{cell}_scan")(
+        pre, int32(*edges, device=device), state, int32(*slots, device=device)
+    )
+    assert not h[edges[-1] :].any()
+    for s, (begin, end) in enumerate(itertools.pairwise(edges)):
+        if s in padding:
+            assert not h[begin:end].any()
+            same_bits(state[s], start[s])
+            continue
+        wanted, last = _alone(cell, pre[begin:end], start[s])
+        same_bits(h[begin:end], wanted)
+        same_bits(state[s], last)
+
+
 @pytest.mark.parametrize("cell", CELL_NAMES)
 @pytest.mark.parametrize("channels", [1, 16, 37, 300])
 def test_thread_count(threads: Callable[[int], None], cell: str, channels: int) -> None:
