@@ -26,9 +26,12 @@ from engine.shares import Shares, Weights
 from engine.slots import SlotAllocator
 
 NOWHERE = 2**62  # a place: in no row
-# Of states that only the prefix cache holds, those that a plan moves to main memory at most: under
-# a load of new prompts, of which each leaves two, moving takes longer than what it may save.
-MOST_TO_HOST = 4
+# Of states that only the prefix cache holds, those that move to main memory for the sake of others:
+# so many for each plan, but a few plans' at once, which takes hardly longer. Under a load of new
+# prompts, of which each leaves two, more would cost more than they may save; and one that would
+# only take the place of another, as good as it, is not kept at all.
+MOVED_PER_PLAN = 4
+MOVED_AT_ONCE = 16
 
 
 class Kept(msgspec.Struct, eq=False):
@@ -55,6 +58,26 @@ class Kept(msgspec.Struct, eq=False):
         return self.node is not None and self.references == 1
 
 
+class _Allowance:
+    """Of moves: once it is used up, there are none until it is whole again."""
+
+    def __init__(self) -> None:
+        self.left = MOVED_AT_ONCE
+        self.used_up = False
+
+    def grow(self) -> None:
+        self.left = min(self.left + MOVED_PER_PLAN, MOVED_AT_ONCE)
+        self.used_up = self.used_up and self.left < MOVED_AT_ONCE
+
+    def spend(self) -> bool:
+        """Whether there is one more."""
+        self.used_up = self.used_up or not self.left
+        if self.used_up:
+            return False
+        self.left -= 1
+        return True
+
+
 class Tiers:
     """`forget` is told of a cached state that has to go, and releases it; the cache sets it."""
 
@@ -70,7 +93,7 @@ class Tiers:
         self._pinned = Weights()
         self.forget: Callable[[Kept], None] = lambda kept: None
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
-        self._to_host = 0  # of MOST_TO_HOST, in the plan being made
+        self._allowance = _Allowance()
         self._crowded = False  # since there was no row for the cache, nothing has come free
         self._late: list[int] = []  # those of them that nobody needs after it
         self.moves: list[Copy | Put] = []  # that the next plan has to begin with
@@ -86,7 +109,7 @@ class Tiers:
 
     def begin_plan(self) -> None:
         """What the plan before this one reads and writes is done by the time this one begins."""
-        self._to_host = 0
+        self._allowance.grow()
         self._crowded = False
         self._busy.clear()
         late, self._late = self._late, []
@@ -96,16 +119,18 @@ class Tiers:
     @property
     def crowded(self) -> bool:
         """For the cache alone there is no row just now."""
-        return self._crowded
+        return self._crowded or (
+            self._allowance.used_up and self._device.count > 0 and not self._device.free
+        )
 
     def put(self, kept: Kept, for_cache: bool = False) -> bool:
         """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
         It stands, for others to be moved, once `stand` says so. For the cache alone there may be
         none at times when many are looked for."""
-        if for_cache and self._crowded:
+        if for_cache and self.crowded:
             return False
-        place = self._device_row()
-        if place is None and for_cache and self._device.count and self._enough_on_host():
+        place = self._device_row(for_cache)
+        if place is None and for_cache and self._device.count and not self._allowance.spend():
             self._crowded = True
             return False
         if place is None:
@@ -245,15 +270,17 @@ class Tiers:
         tiers = (*self._on_device, *self._on_host, *self._fixed) if places else ()
         return [kept for kept in tiers if kept.place in places]
 
-    def _device_row(self) -> int | None:
+    def _device_row(self, for_cache: bool = False) -> int | None:
         if self._device.free:
             return self._device.take()
         for kept in self._on_device:
             if kept.place in self._busy:
                 continue
             row, only_cached = None, kept.only_cached
-            if not (only_cached and self._enough_on_host()):
+            if not only_cached or self._allowance.spend():
                 row = self._host_row()
+            elif for_cache:
+                return None
             if row is not None:
                 self.evictions["device"] += 1
                 self._move(kept, row)
@@ -276,11 +303,6 @@ class Tiers:
             self.rest(kept)
         else:
             self.forget(kept)
-
-    def _enough_on_host(self) -> bool:
-        """Whether a plan has moved as many as it may; counts the one that is about to be."""
-        self._to_host += 1
-        return self._to_host > MOST_TO_HOST
 
     def _host_row(self) -> int | None:
         if not self._host.count:

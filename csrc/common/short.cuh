@@ -59,9 +59,11 @@ struct ShortScan {
     Values carry;
 #pragma unroll
     for (int v = 0; v < kEach; ++v) carry[v] = state[v];
-    for (int first = 0; first < length; first += kScanChunk) {
+    int first = 0;
+    do {  // also of no positions, which makes -0 what tiles make it
       scan_chunk(args, options, in, out, first, length, coming, carry);
-    }
+      first += kScanChunk;
+    } while (first < length);
     if (args.last) {
       state.set(carry);
       state.store(static_cast<V*>(args.last) + slot * args.last_stride + channel);
