@@ -179,7 +179,9 @@ class DecodeState:
     def _copy_in(
         self, words: Tensor, sources: Sequence[int], size: int, targets: Sequence[int]
     ) -> None:
-        self._memory[self._places(targets, self._size)] = words[self._places(sources, size)]
+        both = np.stack([words_of(targets, self._size).ravel(), words_of(sources, size).ravel()])
+        there, here = to_device(both, self._device)
+        self._memory.index_copy_(0, there, words.index_select(0, here))
 
     def _places(self, rows: Sequence[int], size: int) -> Tensor:
         return to_device(words_of(rows, size), self._device)

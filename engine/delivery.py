@@ -14,7 +14,7 @@ import msgspec
 
 from engine.errors import EngineError
 from engine.holding import Holding
-from engine.messages import Finished, Request, TokenLogprobs
+from engine.messages import Finished, Request, TokenLogprobs, unpack_ids
 
 
 class Update(msgspec.Struct):
@@ -235,7 +235,8 @@ class Delivery:
             self.tell()
 
     def finish(self, finished: Finished) -> None:
-        self.update.tokens.extend(finished.tokens)
+        if finished.answer:
+            self.update.tokens.extend(unpack_ids(finished.answer))
         self.update.logprobs.extend(finished.logprobs)
         self.update.finished = finished
         if not self.told:

@@ -233,10 +233,15 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int  # how many of them were not read again
     completion_tokens: int
     timing: Timing = Timing()
-    tokens: list[int] = []  # when the request was not streamed
+    answer: bytes = b""  # its tokens, packed (pack_ids), when the request was not streamed
     logprobs: list[TokenLogprobs] = []  # likewise, where asked for
     state: StateInfo | None = None  # as it was kept
     snapshot: bytes = b""  # as a file, where asked for
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer's, when the request was not streamed."""
+        return unpack_ids(self.answer).tolist()
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -288,7 +288,7 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             completion_tokens=self.drawn,
             timing=Timing(started - self.arrived_at, prefill, decode),
-            tokens=[] if self.request.stream else self.tokens.tolist(),
+            answer=b"" if self.request.stream else self.tokens.tobytes(),
             logprobs=self.logprobs,
             state=state,
             snapshot=snapshot,

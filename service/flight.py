@@ -250,7 +250,7 @@ class Flight:
         """Times a request's tokens."""
         count = len(update.tokens)
         self.tokens_out += count
-        if update.finished is not None and update.finished.tokens:  # gathered in the engine
+        if update.finished is not None and update.finished.answer:  # gathered in the engine
             self._metrics.gathered(update.finished, self._before_engine)
             return
         last = self._latest[which]

@@ -195,11 +195,12 @@ class Bare:
         for index, answer in enumerate(answers):
             finished, texts = answer.finished, self._texts
             assert finished is not None
+            tokens = finished.tokens
             results.append(
                 {
                     "index": index,
-                    "text": "".join([texts[token][0] for token in finished.tokens]),
-                    "token_ids": finished.tokens,
+                    "text": "".join([texts[token][0] for token in tokens]),
+                    "token_ids": tokens,
                     "finish_reason": finished.reason,
                     "logprobs": None,
                 }

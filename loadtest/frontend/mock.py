@@ -25,6 +25,7 @@ from engine.messages import (
     Stats,
     StepEvents,
     Timing,
+    pack_ids,
 )
 from loadtest.frontend.board import Board
 
@@ -38,9 +39,9 @@ def token_of(step: int) -> int:
 
 
 @cache
-def _tokens_of(steps: int) -> list[int]:
-    """Those of the first steps; nobody changes them."""
-    return [token_of(step) for step in range(steps)]
+def _tokens_of(steps: int) -> bytes:
+    """Those of the first steps, packed."""
+    return pack_ids(token_of(step) for step in range(steps))
 
 
 class MockEngine:
@@ -91,10 +92,8 @@ class MockEngine:
         self._last[self._step + tokens].append(request.id)
         self._order = None
 
-    def _finish(
-        self, request: int, reason: FinishReason, count: int, tokens: list[int] | None = None
-    ) -> None:
-        self._ended.append(Finished(request, reason, 1, 0, count, TIMING, tokens or []))
+    def _finish(self, request: int, reason: FinishReason, count: int, answer: bytes = b"") -> None:
+        self._ended.append(Finished(request, reason, 1, 0, count, TIMING, answer))
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
         raise error

@@ -121,7 +121,7 @@ async def scripted(*first: FromEngine) -> AsyncIterator[tuple[EngineClient, Scri
 
 
 def finished(request: int, *tokens: int) -> Finished:
-    return Finished(request, "length", 1, 0, len(tokens), tokens=list(tokens))
+    return Finished(request, "length", 1, 0, len(tokens), answer=pack_ids(tokens))
 
 
 # Against an in-line engine.

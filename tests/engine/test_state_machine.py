@@ -142,7 +142,7 @@ def _solo_encoded(deterministic: bool, raw: bytes, device: str) -> Finished:
             for end in events.finished:
                 runner.run(Plan(release=[0]))
                 return Finished(
-                    0, "length", 0, 0, 0, tokens=end.tokens, logprobs=end.logprobs or scores
+                    0, "length", 0, 0, 0, answer=end.answer, logprobs=end.logprobs or scores
                 )
     raise AssertionError("a solo run failed")
 

@@ -1,0 +1,66 @@
+"""Tiers: who gives way to whom, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.tiers import MOVED_AT_ONCE, MOVED_PER_PLAN, NOWHERE, Kept, Tiers
+
+
+def cached(tiers: Tiers, count: int) -> Iterator[Kept]:
+    """So many new states of the prefix cache, as far as there is room for them."""
+    for _ in range(count):
+        kept = Kept(1, node=object())
+        if tiers.put(kept, for_cache=True):
+            yield tiers.hold(kept)
+
+
+def filled(device_rows: int, host_rows: int) -> Tiers:
+    """A device full of states that stand."""
+    tiers = Tiers(device_rows, 100, host_rows)
+    tiers.forget = lambda kept: tiers.release(kept)
+    for kept in list(cached(tiers, device_rows)):
+        tiers.stand(kept)
+    tiers.begin_plan()
+    return tiers
+
+
+def test_new_states_displace_others_only_as_fast_as_these_can_move() -> None:
+    tiers = filled(64, 1000)
+    assert len(list(cached(tiers, 64))) == MOVED_AT_ONCE
+    assert tiers.crowded and len(tiers.moves) == tiers.host_used == MOVED_AT_ONCE
+    for _ in range(MOVED_AT_ONCE // MOVED_PER_PLAN - 1):
+        tiers.begin_plan()
+        assert tiers.crowded and not list(cached(tiers, 64)), "not before they can move together"
+    tiers.begin_plan()
+    assert not tiers.crowded
+    assert len(list(cached(tiers, 64))) == MOVED_AT_ONCE
+
+
+def test_a_few_at_a_time_always_find_room() -> None:
+    tiers = filled(64, 1000)
+    for _ in range(50):
+        assert len(list(cached(tiers, MOVED_PER_PLAN))) == MOVED_PER_PLAN
+        tiers.begin_plan()
+
+
+def test_without_main_memory_they_are_forgotten_as_fast() -> None:
+    tiers = filled(64, 0)
+    assert len(list(cached(tiers, 64))) == MOVED_AT_ONCE
+    assert not tiers.moves and tiers.evictions["device"] == MOVED_AT_ONCE
+
+
+def test_a_row_that_comes_free_is_taken() -> None:
+    tiers = filled(64, 1000)
+    tenants = list(cached(tiers, 64))
+    assert tiers.crowded
+    tiers.release(tenants[0])
+    tiers.begin_plan()
+    assert not tiers.crowded and len(list(cached(tiers, 64))) == 1
+
+
+def test_who_has_a_name_coming_waits_for_no_allowance() -> None:
+    tiers = filled(64, 0)
+    list(cached(tiers, 64))
+    named = Kept(1)
+    assert tiers.crowded and tiers.put(named) and named.place != NOWHERE
