@@ -31,6 +31,11 @@ from engine.snapshot import Shape
 
 log = logging.getLogger(__name__)
 
+# How long messages are taken in, and how often looked for, while a round is awaited that the device
+# works on by itself. After that the host waits for it alone, and answers nobody: a device that
+# hangs is to be noticed.
+LOOK_SECONDS = 0.05
+NAP_SECONDS = 20e-6
 # Between looks for messages, while a grammar or a file is all that there is to wait for.
 GRAMMAR_SECONDS = 0.005
 
@@ -59,6 +64,9 @@ class PlanRunner(Protocol):
 
     def start(self, plan: Plan) -> Any:
         """Begins a round; `finish` takes what this returns."""
+
+    def is_done(self, pending: Any) -> bool:
+        """Whether `finish` need not wait."""
 
     def finish(self, pending: Any) -> StepResult:
         """Waits for the results of the oldest round begun."""
@@ -176,17 +184,17 @@ class Engine:
 
         `take_in` may `add` and `abort`; it raises nothing. It is called once the round is done, or
         has failed, so that nothing more is delivered of a request that was aborted meanwhile; where
-        the device works by itself, also before that: what has come by then is off the host's hands
-        when the device waits for it.
+        the device works by itself, also again and again before that: what has come by then is off
+        the host's hands when the device waits for it.
         """
         current, self._round = self._round or self._start(), None
         if current is None:
             self._await_grammar(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
-        if take_in is not None and self._runner.overlaps:
-            take_in()
         try:
+            if take_in is not None and self._runner.overlaps:
+                self._take_in_meanwhile(current, take_in)
             result = self._finish(current)
         except Exception as error:
             self._fail(current.plan, error)
@@ -233,6 +241,15 @@ class Engine:
             return _Round(plan, self._runner.start(plan), None)
         except Exception as error:
             return _Round(plan, None, error)
+
+    def _take_in_meanwhile(self, current: _Round, take_in: Callable[[], None]) -> None:
+        end = time.perf_counter() + LOOK_SECONDS
+        take_in()
+        while current.error is None and not self._runner.is_done(current.pending):
+            if time.perf_counter() > end:
+                return
+            time.sleep(NAP_SECONDS)
+            take_in()
 
     def _finish(self, current: _Round) -> StepResult:
         if current.error is not None:

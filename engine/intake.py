@@ -2,7 +2,8 @@
 
 While the device works beside the host, more than a few would keep it waiting for the host: now and,
 as they tend to end together, when they end. But all slots are to be taken within a few rounds, and
-to stay so: that is as many as have come free since others were admitted.
+to stay so: that is as many as have come free since others were admitted, and a part of those that
+were free before, or these would be for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 
 AT_ONCE = 64
 PART = 1 / 16  # of the slots
-MOST_PART = 3 / 32  # however many have come free
+LEFT_PART = 1 / 8  # of those that were left
+MOST_PART = 3 / 32  # of the slots, however many are free
 
 
 class Intake:
@@ -26,8 +28,8 @@ class Intake:
         """How many with so many free slots."""
         if not self._overlaps:
             return sys.maxsize
-        freed = min(free - self._left_free, int(MOST_PART * self._slots))
-        return max(AT_ONCE, int(PART * self._slots), freed)
+        due = free - self._left_free + int(LEFT_PART * self._left_free)
+        return max(AT_ONCE, int(PART * self._slots), min(due, int(MOST_PART * self._slots)))
 
     def note(self, free: int) -> None:
         """Some have been admitted, and left so many slots free."""

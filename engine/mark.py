@@ -22,6 +22,11 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether it need not be waited for."""
+        return self._event is None or self._event.query()
+
     def seconds_until(self, later: Mark) -> float:
         if self._event is not None and later._event is not None:
             milliseconds: float = self._event.elapsed_time(later._event)

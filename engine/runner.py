@@ -235,6 +235,10 @@ class Runner:
         results = self._fetch(_Results(draws, first, scores, exports))
         return Pending(plan, results, round, begin, middle, end, Mark(self._device))
 
+    def is_done(self, pending: Pending) -> bool:
+        """Whether `finish` need not wait for it."""
+        return pending.done.is_passed
+
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
         plan, (draws, first, scores, exports), round, begin, middle, end, done = pending

@@ -190,6 +190,9 @@ class FakeRunner:
         self.begun.append(self.failures.pop(0) if self.failures else result)
         return self.begun[-1]
 
+    def is_done(self, pending: StepResult | Exception) -> bool:
+        return True
+
     def finish(self, pending: StepResult | Exception) -> StepResult:
         oldest = self.begun.pop(0)
         assert pending is oldest, "rounds are finished in their order"

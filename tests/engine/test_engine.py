@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from typing import Any
 
 import pytest
 
+from engine import engine as engine_module
 from engine.engine import Engine
 from engine.messages import Failed, Finished, Request, SamplingParams, StepEvents, pack_ids
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities, recite
@@ -195,3 +197,51 @@ def test_the_last_word_tells_that_slots_are_free() -> None:
     assert told["c"].stats.slots_used == 0
     while engine.has_work:
         assert engine.step() == {}
+
+
+def test_messages_are_taken_in_while_a_round_is_awaited() -> None:
+    """For as long as that takes, and what comes then is in the plan that follows."""
+    runner = FakeRunner(slots=4, most_steps=4, overlaps=True)
+    engine = Engine(runner)
+    looks, since = 0, 0
+
+    def is_done(pending: Any) -> bool:
+        return looks - since > 5
+
+    def take_in() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 4:
+            engine.add("c", ask(2, b"b"))
+
+    runner.is_done = is_done  # type: ignore[method-assign]
+    engine.add("c", ask(1, b"a", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)))
+    engine.step(take_in)
+    assert looks == 7, "until it was done, and once after that"
+    since = looks
+    engine.step(take_in)
+    assert 2 in {request.id for request in runner.requests.values()}
+
+
+def test_a_device_that_hangs_is_awaited_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or nobody would notice."""
+    monkeypatch.setattr(engine_module, "LOOK_SECONDS", 0.01)
+    runner = FakeRunner(most_steps=4, overlaps=True)
+    runner.is_done = lambda pending: False  # type: ignore[method-assign, misc]
+    engine = Engine(runner)
+    engine.add("c", ask(1, b"a"))
+    while engine.has_work:
+        engine.step(lambda: None)
+
+
+def test_an_error_met_while_looking_fails_the_round() -> None:
+    runner = FakeRunner(most_steps=4, overlaps=True)
+    engine = Engine(runner)
+
+    def is_done(pending: Any) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    runner.is_done = is_done  # type: ignore[method-assign]
+    engine.add("c", ask(1, b"a"))
+    assert isinstance(ends_of(engine.step(lambda: None))["c", 1], Failed)
+    assert engine.broken
