@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.keeping import Keeper
 from engine.messages import Finished, FinishReason
 from engine.outbox import Outbox
 from engine.plan import Plan
-from engine.ranking import Ranking
 from engine.rounds import Rounds
 from engine.sequence import Sequence
 from engine.slots import SlotAllocator
@@ -32,7 +32,7 @@ class Lives:
         self._rebuilding: list[Sequence] = []  # those of them that no plan has admitted yet
         self._rounds = rounds  # the others that run
         self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
-        self._deadlines: Ranking[Sequence] = Ranking()
+        self._deadlines: Deadlines[Sequence] = Deadlines()
         self._released: list[int] = []  # keys to be released with the next plan
         self._next_key = 0
         self._outbox = Outbox()
@@ -77,7 +77,8 @@ class Lives:
         heir = self._keeper.rebuild(sequence, self._next_key, reason, now)
         self._next_key += 1
         heir.slot, sequence.over = sequence.slot, True
-        self._deadlines.discard(sequence)
+        if sequence.deadline is not None:
+            self._deadlines.discard(sequence, sequence.deadline)
         self._clients[sequence.client][sequence.request.id] = heir
         self._leave(sequence)
         self._prefilling[heir.key] = heir
@@ -113,7 +114,7 @@ class Lives:
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
         if sequence.deadline is not None:
-            self._deadlines.discard(sequence)
+            self._deadlines.discard(sequence, sequence.deadline)
         mine = self._clients[sequence.client]
         del mine[sequence.request.id]
         if not mine:

@@ -38,14 +38,6 @@ class Ranking(Generic[T]):
         """Takes an item out, if it is in."""
         self._ranks.pop(item, None)
 
-    def first_below(self, limit: Any) -> T | None:
-        """As `first`, of those of lower ranks than `limit`; what has left of the others costs
-        nothing."""
-        if not self._heap or self._heap[0][0] >= limit:
-            return None
-        found = self.first()
-        return found if found is not None and self._ranks[found] < limit else None
-
     def first(self) -> T | None:
         """The item of the least rank; None when there is none."""
         while self._heap:

@@ -114,7 +114,7 @@ class Scheduler(Lives):
         self._clients.setdefault(client, mine)[request.id] = sequence
         self._waiting.add(sequence, now)
         if sequence.deadline is not None:
-            self._deadlines.put(sequence, (sequence.deadline, sequence.key))
+            self._deadlines.put(sequence, sequence.deadline)
 
     def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
         """Reports a request that is not taken as failed."""
@@ -282,7 +282,7 @@ class Scheduler(Lives):
         for kept in self._keeper.collect():
             self._waiting.resume(kept)
             self._on_loaded(kept)
-        while (sequence := self._deadlines.first_below((now, sys.maxsize))) is not None:
+        for sequence in self._deadlines.overdue(now):
             self._finish(sequence, "timeout", now)
 
     def _admit(self, plan: Plan, now: float, ahead: bool, most: int) -> None:

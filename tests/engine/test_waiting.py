@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.arrivals import Arrivals
 from engine.config import QUEUE_PART, has_room, most_of_one
+from engine.deadlines import Deadlines
 from engine.messages import Request, SamplingParams, pack_ids
 from engine.pace import MEMORY_SECONDS, Pace
 from engine.ranking import SPARE, Ranking
@@ -350,13 +351,8 @@ def test_at_most_share_holds_for_a_third_owner_too() -> None:
 # What it stands on.
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 99)))),
-    st.integers(0, 99),
-)
-def test_a_ranking_tells_the_least_and_the_least_below_a_limit(
-    changes: list[tuple[int, int | None]], limit: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 99)))))
+def test_a_ranking_tells_the_least(changes: list[tuple[int, int | None]]) -> None:
     ranking: Ranking[int] = Ranking()
     expected: dict[int, tuple[int, int]] = {}
     for item, rank in changes:
@@ -368,8 +364,31 @@ def test_a_ranking_tells_the_least_and_the_least_below_a_limit(
             expected[item] = rank, item
         assert len(ranking) == len(expected)
         assert ranking.first() == min(expected, key=expected.__getitem__, default=None)
-        below = {item: rank for item, rank in expected.items() if rank < (limit,)}
-        assert ranking.first_below((limit,)) == min(below, key=below.__getitem__, default=None)
+
+
+A_TIME = st.one_of(st.none(), st.floats(0, 5), st.just(1e300))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), A_TIME, st.floats(0, 1))))
+def test_deadlines_tell_who_is_overdue(changes: list[tuple[int, float | None, float]]) -> None:
+    """While time passes, and deadlines come that are over already."""
+    deadlines: Deadlines[int] = Deadlines()
+    expected: dict[int, float] = {}
+    now = 0.0
+    for item, due, passes in changes:
+        if item in expected:
+            deadlines.discard(item, expected.pop(item))
+        if due is not None:
+            expected[item] = now + due - 1
+            deadlines.put(item, expected[item])
+        now += passes
+        overdue = [item for item, due in expected.items() if due <= now]
+        found = deadlines.overdue(now)
+        assert sorted(found) == sorted(overdue)
+        assert [expected[item] for item in found] == sorted(expected[item] for item in found)
+        if passes > 0.5:
+            for item in found:
+                deadlines.discard(item, expected.pop(item))
 
 
 @given(st.lists(st.integers(0, 12)))
