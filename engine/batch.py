@@ -34,13 +34,13 @@ class DecodeBatch:
         self._free: list[int] = []  # rows, as a heap
         self._ended: list[int] = []  # rows that the device has to end before the next round
         self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
-        self._ending: dict[int, dict[int, Sequence]] = {}  # the same by their last step, by row
-        self._settled = 0  # the step before which whoever was due has been looked at
         self.streamed = 0  # of them, of which each token is told
         self.known = 0  # of them, whose answers end with max_tokens
         self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
+        self._ending: dict[int, dict[int, Sequence]] = {}  # the alive by their last step, by row
         self._planned = 0  # steps
+        self._before_latest = 0  # those planned before the latest round
         # In the moment of the results:
         self._members: dict[int, Sequence] = {}  # by row
         self._coming: deque[Sequence] = deque()  # joined by plans whose results are not here
@@ -121,7 +121,7 @@ class DecodeBatch:
 
     def due(self) -> list[Sequence]:
         """Whose answers end with what is planned, if not before."""
-        steps = range(self._settled + 1, self._planned + 1)
+        steps = range(self._before_latest + 1, self._planned + 1)
         return [one for step in steps for one in self._ending.get(step, {}).values()]
 
     def hand_over(self, sequence: Sequence) -> None:
@@ -155,7 +155,7 @@ class DecodeBatch:
         if self.started:
             plan.leave, self._ended = self._ended, []
         self.started = True
-        self._settled = self._planned
+        self._before_latest = self._planned
         self._planned += steps
 
     # Results.
@@ -195,6 +195,7 @@ class DecodeBatch:
             ids = unpack_ids(drawn.tokens[first : first + drawn.ended[row] * ID_BYTES])
             delivered += end(sequence, ids)
             if not sequence.over:
+                assert not sequence.handed_over, "it has no slot to go on in"
                 self.spoiled = True
                 sequence.since = sys.maxsize  # there is nothing to bring up
                 self._stop_telling(sequence)

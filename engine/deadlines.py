@@ -15,7 +15,7 @@ class Deadlines(Generic[T]):
 
     def __init__(self) -> None:
         self._by_second: dict[int, dict[T, float]] = {}  # none is empty
-        self._first = 0  # there is none before
+        self._first = 0  # there is none before, if there is any
 
     def put(self, item: T, due: float) -> None:
         """Takes in an item that is not in."""
@@ -34,15 +34,13 @@ class Deadlines(Generic[T]):
 
     def overdue(self, now: float) -> list[T]:
         """Those whose time is over, the most overdue first; they stay in."""
+        if not self._by_second:
+            return []
         last, found = int(now), []
-        while self._by_second and self._first < last and self._first not in self._by_second:
+        while self._first < last and self._first not in self._by_second:
             self._first += 1
-        if self._first <= last:
-            for second in range(self._first, last + 1):
-                found += [
-                    (due, item)
-                    for item, due in self._by_second.get(second, {}).items()
-                    if due <= now
-                ]
+        for second in range(self._first, last + 1):
+            items = self._by_second.get(second, {}).items()
+            found += [(due, item) for item, due in items if due <= now]
         found.sort(key=lambda one: one[0])
         return [item for _, item in found]

@@ -3,7 +3,8 @@
 While the device works beside the host, more than a few would keep it waiting for the host: now and,
 as they tend to end together, when they end. But all slots are to be taken within a few rounds, and
 to stay so: that is as many as have come free since others were admitted, and a part of those that
-were free before, or these would be for ever.
+were free before, or these would be for ever; but no more than the host and the graphs of prompts
+are good for.
 """
 
 from __future__ import annotations

@@ -177,11 +177,11 @@ class Scheduler(Lives):
         plan = Plan()
         self._keeper.tiers.begin_plan()
         self._readmit(plan)
-        if ahead and self._waiting.ready:
-            self._hand_over()
-        most = self._intake.most(self._slots.free)
-        waiting = min(self._waiting.ready, self._slots.free)
+        free = self._slots.free + (len(self._due()) if ahead else 0)
+        most, waiting = self._intake.most(free), min(self._waiting.ready, free)
         if waiting >= most or self._prefilling or not self._rounds.patient:
+            if ahead:
+                self._hand_over(min(waiting, most) - self._slots.free)
             self._admit(plan, now, ahead, most)
         reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
         for sequence, length in self._budget.share(reading):

@@ -26,10 +26,11 @@ from engine.shares import Shares, Weights
 from engine.slots import SlotAllocator
 
 NOWHERE = 2**62  # a place: in no row
-# Of states that only the prefix cache holds, those that move to main memory for the sake of others:
-# so many for each plan, but a few plans' at once, which takes hardly longer. Under a load of new
-# prompts, of which each leaves two, more would cost more than they may save; and one that would
-# only take the place of another, as good as it, is not kept at all.
+# Of states that only the prefix cache holds, those that leave the device for the sake of others, for
+# main memory or, without that, for good: so many for each plan, but a few plans' at once, which
+# takes hardly longer. Under a load of new prompts, of which each leaves two, more would cost more
+# than they may save; and one that would only take the place of another, as good as it, is not kept
+# at all.
 MOVED_PER_PLAN = 4
 MOVED_AT_ONCE = 16
 
@@ -214,7 +215,7 @@ class Tiers:
         stands = kept.among is self._on_host or kept.among is self._fixed
         if stands and self._device.count and kept.place not in self._busy:
             self._busy.add(kept.place)  # it must not become the room for what makes room
-            row = self._device_row()
+            row = self._device_row(for_cache=True)  # forgets nothing for that
             self._busy.discard(kept.place)
             if row is not None:
                 self._move(kept, row)

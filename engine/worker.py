@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 EngineFactory: TypeAlias = Callable[[EngineConfig], Engine]
 LINGER_MS = 5000  # how long the last messages may take to leave
-MOST_AT_ONCE = 64  # messages: more would keep a device waiting that has work for a round
 GREETING_SECONDS = 30.0  # how long a failed load waits for a client to tell
 
 
@@ -67,22 +66,19 @@ class ZmqMailbox:
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
-        """What has come, as far as it is not too much for once; what cannot be decoded is logged
-        and dropped."""
+        """What has come; what cannot be decoded is logged and dropped."""
         if os.getppid() != self._parent:
             log.error("the parent process has died")
             yield b"", Shutdown()
             return
         if timeout and not self._socket.poll(int(timeout * 1000)):
             return
-        taken = 0
-        while taken < MOST_AT_ONCE:
+        while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             client, *messages = frames  # what a client sent in one turn comes together
-            taken += len(messages)
             for raw in messages:
                 message = self._decode(raw)
                 if message is not None:
