@@ -26,8 +26,8 @@ from engine.shares import Shares, Weights
 from engine.slots import SlotAllocator
 
 NOWHERE = 2**62  # a place: in no row
-# Of states that only the prefix cache holds, those that leave the device for the sake of others, for
-# main memory or, without that, for good: so many for each plan, but a few plans' at once, which
+# Of states that only the prefix cache holds, those that leave the device for the sake of others,
+# for main memory or, without that, for good: so many for each plan, but a few plans' at once, which
 # takes hardly longer. Under a load of new prompts, of which each leaves two, more would cost more
 # than they may save; and one that would only take the place of another, as good as it, is not kept
 # at all.
