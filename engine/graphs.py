@@ -21,8 +21,8 @@ _BUCKETS = (
 )
 
 # From 1,024 on, the kernels of a model of 1.3 billion weights take as long as their launches, 4 ms
-# on an H200; those of a smaller one do later. There padding tokens cost what others do: of the
-# prompts that begin together most often there are none.
+# on an H200; those of smaller ones from more on. Padding tokens cost there what others do: at most
+# 255 of them.
 _PROMPT_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
 # Padding sequences cost next to nothing but their row of logits. A scan finds its way among up to
 # 31 without searching.

@@ -132,13 +132,14 @@ class Rounds:
             part = PART_OF_ANSWER + (KNOWN_PART - PART_OF_ANSWER) * batch.known / len(batch)
             seconds = part * batch.mean_answer * self._step_seconds
             self._aim = min(max(seconds, QUIET_ROUND_SECONDS), LONG_ROUND_SECONDS)
-        fitting = min(round(self._aim / self._step_seconds), self._most_steps, batch.left())
+        fitting = round(self._aim / self._step_seconds)
+        fitting = max(1, min(fitting, self._most_steps, batch.left()))
         if self._aim > ROUND_SECONDS:
             together = batch.last_steps(fitting)
             step = max(together, key=lambda step: (together[step], step), default=0)
             if 2 * step > fitting and together[step] >= MANY_TOGETHER * batch.rows:
-                fitting = step
-        return max(1, fitting)
+                return step
+        return fitting
 
     def _is_timed(self, rows: int) -> bool:
         """A much larger batch than the one that was timed takes one step to be timed."""
