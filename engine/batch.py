@@ -131,9 +131,9 @@ class DecodeBatch:
 
     def last_steps(self, steps: int) -> dict[int, int]:
         """How many answers end with each of the `steps` steps that follow, at the latest."""
-        first = self._planned + 1
-        found = {step: len(self._ending.get(first + step, ())) for step in range(steps)}
-        return {step + 1: count for step, count in found.items() if count}
+        coming = range(1, steps + 1)
+        ending, planned = self._ending, self._planned
+        return {step: len(ending[planned + step]) for step in coming if planned + step in ending}
 
     def _stop_telling(self, sequence: Sequence) -> None:
         self._listed.pop(sequence.client, None)

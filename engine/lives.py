@@ -7,7 +7,7 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
@@ -99,9 +99,9 @@ class Lives:
         """Whose slots may go to others in the plan that follows the round under way."""
         return [one for one in self._rounds.due() if one.keeping is None and not one.over]
 
-    def _hand_over(self, most: int) -> None:
+    def _hand_over(self, due: Iterable[Sequence]) -> None:
         """They do, and what the round brings to those who had them is delivered all the same."""
-        for sequence in self._due()[: max(most, 0)]:
+        for sequence in due:
             self._keeper.hand_over(sequence)
             self._rounds.hand_over(sequence)
             self._slots.give_back(sequence.slot)

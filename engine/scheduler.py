@@ -164,24 +164,26 @@ class Scheduler(Lives):
         """What follows the one round under way, whatever that brings. Empty when nothing does, or
         when that cannot be said, because the host has a part in the draws of either."""
         self._look_around(now)
-        free = self._slots.free + len(self._due())
+        due = self._due()
+        free = self._slots.free + len(due)
         sequence = self._next() if free else None
         special = sequence is not None and sequence.needs_host
         if special or any(one.needs_host for one in self._prefilling.values()):
             return Plan()
         coming = sum(one.max_tokens > 1 for one in self._prefilling.values())
         coming += min(self._waiting.lasting, free)
-        return self._plan(now, ahead=True) if self._rounds.may_go_ahead(coming) else Plan()
+        return self._plan(now, due) if self._rounds.may_go_ahead(coming) else Plan()
 
-    def _plan(self, now: float, ahead: bool = False) -> Plan:
-        plan = Plan()
+    def _plan(self, now: float, due: list[Sequence] | None = None) -> Plan:
+        """`due`: whose slots may be handed over, where the plan follows a round unseen."""
+        plan, ahead = Plan(), due is not None
         self._keeper.tiers.begin_plan()
         self._readmit(plan)
-        free = self._slots.free + (len(self._due()) if ahead else 0)
+        free = self._slots.free + len(due or ())
         most, waiting = self._intake.most(free), min(self._waiting.ready, free)
         if waiting >= most or self._prefilling or not self._rounds.patient:
-            if ahead:
-                self._hand_over(min(waiting, most) - self._slots.free)
+            if due:
+                self._hand_over(due[: max(min(waiting, most) - self._slots.free, 0)])
             self._admit(plan, now, ahead, most)
         reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
         for sequence, length in self._budget.share(reading):
