@@ -5,25 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import START_SECONDS, Server
-from tests.service.process import children
+from tests.service.process import children, running_module
 
 KEY = "an-admin-key-of-the-tests"
 PROMPT: dict[str, Any] = {"prompts": ["ROMEO:"], "max_tokens": 24, "temperature": 0}
 
 
 def _engine(server: Server) -> int:
-    (pid,) = [
-        pid
-        for pid in children(server.process.pid)
-        if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    (pid,) = running_module(server.process.pid, "engine.worker")
     return pid
 
 

@@ -27,6 +27,8 @@ WORDS = [
     "then",
 ]
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz ,.\n"
+# Patterns of which all have to hold: nobody lives to see them compiled.
+ENDLESS_SCHEMA = {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(60)]}
 
 
 def save_bytes(folder: Path) -> int:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +112,15 @@ def children(pid: int) -> list[int]:
     if not path.exists():
         pytest.skip("needs /proc")
     return [int(child) for child in path.read_text().split()]
+
+
+def running_module(pid: int, module: str) -> list[int]:
+    """The processes that this one has started to run this module."""
+    return [child for child in children(pid) if module.encode() in _arguments(child)]
+
+
+def _arguments(pid: int) -> list[bytes]:
+    """What the process was started with; nothing of one that has ended meanwhile."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return []

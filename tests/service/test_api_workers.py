@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.harness import save_byte_tokenizer
-from tests.service.process import Process, children, serving
+from tests.service.process import Process, children, running_module, serving
 from tests.service.test_reload import later, reload
 from tests.service.test_restart import ENDLESS, SHORT, error_of, restarts, streaming, until
 
@@ -39,22 +39,12 @@ def several(
             yield process, client
 
 
-def by_kind(process: Process, kind: str) -> list[int]:
-    """Those of the server's processes that run this module."""
-    found = []
-    for pid in children(process.popen.pid):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if kind.encode() in command:
-            found.append(pid)
-    return found
-
-
 def api_processes(process: Process) -> list[int]:
-    return by_kind(process, "service.api_process")
+    return running_module(process.popen.pid, "service.api_process")
 
 
 def engine_process(process: Process) -> int:
-    (pid,) = by_kind(process, "engine.worker")
+    (pid,) = running_module(process.popen.pid, "engine.worker")
     return pid
 
 
@@ -292,12 +282,12 @@ def test_api_processes_that_die_during_a_reload_do_not_hold_it_up(tmp_path: Path
     with several(tmp_path, admin_key="k" * 32) as (process, client):
         (tmp_path / "two" / "slow").write_text("1.5")
         waiting = later(client, tmp_path / "two")
-        until(lambda: len(by_kind(process, "engine.worker")) == 2)
+        until(lambda: len(running_module(process.popen.pid, "engine.worker")) == 2)
         for pid in api_processes(process):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             waiting.result()
-        until(lambda: len(by_kind(process, "engine.worker")) == 1)
+        until(lambda: len(running_module(process.popen.pid, "engine.worker")) == 1)
         with clients(process) as others:
             for one in others:
                 until(lambda one=one: one.get("/ready").status_code == 200)

@@ -18,12 +18,12 @@ from engine.messages import Grammar, ModelInfo
 from service import grammars
 from service.grammars import GrammarCheck
 from tests.engine.fake import FakeRunner
-from tests.engine.texts import save_bytes, save_characters
+from tests.engine.texts import ENDLESS_SCHEMA, save_bytes, save_characters
 
 RIGHT, WRONG = Grammar("regex", "a+"), Grammar("regex", "(")
-_PARTS = [{"pattern": f"a.{{{i}}}b"} for i in range(60)]
-ENDLESS = Grammar("json", json.dumps({"type": "string", "allOf": _PARTS}))
+ENDLESS = Grammar("json", json.dumps(ENDLESS_SCHEMA))
 SECONDS = 0.4
+ENOUGH_MEMORY = 2**33  # a quick processor fills the default in less than those seconds
 
 
 @pytest.fixture
@@ -70,8 +70,9 @@ async def test_a_flood_of_one_owner_does_not_hold_up_another(
 
 
 async def test_endless_work_is_ended_and_the_next_grammar_is_compiled(
-    check: GrammarCheck, info: ModelInfo
+    check: GrammarCheck, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(grammars, "MEMORY", ENOUGH_MEMORY)
     endless, right, wrong = await asyncio.gather(
         check.check(ENDLESS, info), check.check(RIGHT, info), check.check(WRONG, info)
     )
