@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.direct import Connection
+from service.direct import FIRST
 from service.errors import ApiError, respond
 from service.scope import CONNECTION, header
 
 DISCARDED = 64 * 2**20  # bytes at most
 DISCARD_SECONDS = 10.0  # at most
+MOST_DIGITS = 18  # of a length that anybody means
 
 
 class BodyLimit:
@@ -37,9 +38,14 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received = 0
         own = self._others.get(scope["path"])
         most = self.max_bytes if own is None else own()
+        announced = header(scope, b"content-length") or ""
+        is_known = announced.isdecimal()
+        is_large = is_known and (len(announced) > MOST_DIGITS or int(announced) > most)
+        if is_known and not is_large and CONNECTION in scope:
+            return await self.app(scope, receive, send)  # httptools lets no more of it come
+        received = 0
 
         async def counted() -> Message:
             nonlocal received
@@ -50,26 +56,20 @@ class BodyLimit:
             return message
 
         async def send_then_discard(message: Message) -> None:
-            last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if last and received > most:
-                await self._end(message, scope, receive, send)
+            has_body = FIRST in message or message["type"] == "http.response.body"
+            if has_body and not message.get("more_body", False) and received > most:
+                await self._end(message, receive, send)
             else:
                 await send(message)
 
-        announced = header(scope, b"content-length") or ""
-        if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
+        if is_large:
             received = most + 1
             return await respond(scope, _error(most))(scope, receive, send_then_discard)
-        if announced.isdigit() and CONNECTION in scope:  # httptools lets no more of it come
-            return await self.app(scope, receive, send)
         await self.app(scope, counted, send_then_discard)
 
-    async def _end(self, message: Message, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _end(self, message: Message, receive: Receive, send: Send) -> None:
         """Sends the last message of an answer, but reads the body's rest before it is the last."""
-        await send({**message, "more_body": True})
-        connection: Connection | None = scope.get(CONNECTION)
-        if connection is not None:
-            connection.flush()  # a client may wait for it before it sends more
+        await send({**message, "more_body": True})  # a client may wait for it before it sends more
         left = DISCARDED
         try:
             async with asyncio.timeout(DISCARD_SECONDS):

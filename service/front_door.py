@@ -45,7 +45,7 @@ class FrontDoor(FastAPI):
         return super().build_middleware_stack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connect(scope, send)
+        send = connect(scope, send)
         try:
             await self._way(scope)(scope, receive, send)
         finally:

@@ -15,25 +15,34 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from service.direct import GatheringTransport
 from service.heads import BoundedHeads
 
 LOOKS = 4  # at every connection, within the time that it may stall
 
 
-class MeteredTransport(GatheringTransport):
+class MeteredTransport:
     """A transport, and how much of what was written to it the client's side has taken."""
 
     def __init__(self, transport: asyncio.Transport, now: float) -> None:
-        super().__init__(transport)
+        self._transport = transport
+        self._write = transport.write
+        self.is_closing = transport.is_closing  # asked for each request
+        self._written = 0  # bytes
         self._taken = 0  # bytes of what was written, at the latest look
         self._moved = now  # when that last changed, or there was nothing to take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._write(data)
 
     def cut_if_stalled(self, now: float, timeout: float) -> bool:
         """Aborts where something waits and nothing has been taken for `timeout` seconds; whether
         that was so."""
         waiting = self._transport.get_write_buffer_size()
-        taken = self.written - waiting
+        taken = self._written - waiting
         if not waiting or taken != self._taken:
             self._taken, self._moved = taken, now
         elif now - self._moved >= timeout:

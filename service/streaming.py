@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
-from service.direct import Connection, Write, gathered
+from service.direct import Connection, Write, begin
 from service.errors import ApiError, from_engine
 from service.flight import Flight
 from service.scope import CONNECTION, ERROR_CODE, OUTCOME
@@ -132,15 +132,12 @@ class EventStream(Response):
             try:
                 async for chunk in chunks:
                     over = chunk.endswith(DONE)
-                    body = {"type": "http.response.body", "body": chunk, "more_body": not over}
                     if started:
+                        body = {"type": "http.response.body", "body": chunk, "more_body": not over}
                         await write(body)
                         continue
                     started = True
-                    start = {"type": "http.response.start", "status": 200}
-                    with gathered(connection):
-                        await send({**start, "headers": self.raw_headers})
-                        await write(body)
+                    await begin(scope, send, 200, self.raw_headers, chunk, more=not over)
                     if connection is not None and (direct := connection.writer()) is not None:
                         chunks.write_through(direct)
             except Exception as error:

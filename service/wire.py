@@ -10,8 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.direct import Connection, gathered
-from service.scope import CONNECTION
+from service.direct import begin
 
 # Numbers that are not finite become null: JSON has no word for them.
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
@@ -40,16 +39,7 @@ class JSONResponse(Response):
         super().__init__(encode(content), status_code, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection | None = scope.get(CONNECTION)
-        start = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        body = {"type": "http.response.body", "body": self.body}
-        with gathered(connection):
-            await send(start)
-            await send(body)
+        await begin(scope, send, self.status_code, self.raw_headers, bytes(self.body))
 
 
 async def render(tokens: int, work: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from service.body_limit import DISCARD_SECONDS
-from service.direct import Connection, GatheringTransport, Write, connect, gathered
+from service.direct import Connection, Write, begin, connect
 from service.scope import CONNECTION, PROTOCOL
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
@@ -86,21 +86,29 @@ class Wire:
 def connection_on(wire: Wire, **cycle: Any) -> tuple[Connection, Any]:
     """A request's connection, and what uvicorn knows of it."""
     known = {
-        "transport": GatheringTransport(cast("asyncio.Transport", wire)),
+        "transport": wire,
+        "scope": {"method": "POST"},
+        "default_headers": [(b"date", b"now")],
+        "access_log": False,
+        "keep_alive": True,
+        "response_started": False,
         "chunked_encoding": True,
         "disconnected": False,
         "response_complete": False,
         "more_body": False,
+        "message_event": asyncio.Event(),
         "flow": SimpleNamespace(write_paused=False, resume_reading=lambda: None),
+        "sent": [],  # by uvicorn's own `send`
+        "over": [],
     }
     seen = SimpleNamespace(**(known | cycle))
     protocol = SimpleNamespace(on_lost=None, lost=False)
     seen.protocol = protocol
 
+    seen.on_response = lambda: seen.over.append(True)
+
     async def send(message: Any) -> None:
-        seen.transport.write(message.get("body", b"head"))
-        if message.get("last"):
-            seen.transport.close()
+        seen.sent.append(message)
 
     return Connection(cast("Any", protocol), seen, send), seen
 
@@ -129,24 +137,92 @@ def test_only_a_chunked_answer_is_written_directly() -> None:
     assert connection.writer() is None
 
 
+JSON = [(b"content-type", b"application/json"), (b"content-length", b"4")]
+
+
 async def test_an_answer_leaves_in_one_piece_before_its_connection_is_closed() -> None:
     wire = Wire()
-    connection, _ = connection_on(wire)
-    with gathered(connection):
-        await connection.send({})
-        await connection.send({"body": b", body", "last": True})
-    assert (wire.written, wire.closed_after) == ([b"head, body"], 1)
-    await connection.send({"body": b"at once"})
-    assert wire.written[1:] == [b"at once"]
+    connection, seen = connection_on(wire, keep_alive=False)
+    scope = {CONNECTION: connection}
+    await begin(scope, connection.send, 200, JSON, b"body")
+    assert wire.written == [
+        b"HTTP/1.1 200 OK\r\ndate: now\r\ncontent-type: application/json\r\n"
+        b"content-length: 4\r\nconnection: close\r\n\r\nbody"
+    ]
+    assert wire.closed_after == 1
+    assert seen.response_complete and seen.message_event.is_set() and seen.over == [True]
 
 
-async def test_a_head_leaves_though_its_body_fails() -> None:
+async def test_a_stream_begins_in_one_piece() -> None:
     wire = Wire()
-    connection, _ = connection_on(wire)
-    with pytest.raises(TypeError), gathered(connection):
-        await connection.send({})
-        await connection.send({"body": None})
-    assert wire.written == [b"head"]
+    connection, seen = connection_on(wire)
+    await begin({CONNECTION: connection}, connection.send, 200, [], b"first", more=True)
+    assert wire.written == [
+        b"HTTP/1.1 200 OK\r\ndate: now\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n"
+    ]
+    assert seen.response_started and not seen.response_complete and not seen.over
+    assert connection.writer() is not None
+    await connection.send({"type": "http.response.body", "body": b"next"})
+    assert seen.sent == [{"type": "http.response.body", "body": b"next"}]
+
+
+@pytest.mark.parametrize("known", [{"access_log": True}, {"scope": {"method": "HEAD"}}])
+async def test_what_uvicorn_has_to_know_goes_by_it(known: dict[str, Any]) -> None:
+    wire = Wire()
+    connection, seen = connection_on(wire, **known)
+    await begin({CONNECTION: connection}, connection.send, 200, JSON, b"body")
+    head, body = seen.sent
+    assert head == {"type": "http.response.start", "status": 200, "headers": JSON}
+    assert body == {"type": "http.response.body", "body": b"body", "more_body": False}
+    assert not wire.written
+
+
+async def test_another_server_gets_head_and_body() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await begin({}, send, 503, JSON, b"body")
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 503 and sent[1]["body"] == b"body"
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ([(b"x-request-id", b"a\r\nset-cookie: b")], "line break"),
+        ([(b"content-length", b"3")], "content-length"),
+        ([(b"content-length", b"5")], "content-length"),
+    ],
+)
+async def test_a_head_that_is_none_is_not_written(
+    headers: list[tuple[bytes, bytes]], reason: str
+) -> None:
+    wire = Wire()
+    connection, seen = connection_on(wire)
+    with pytest.raises(ValueError, match=reason):
+        await begin({CONNECTION: connection}, connection.send, 200, headers, b"body")
+    assert not wire.written and not seen.response_started
+
+
+async def test_an_answer_waits_for_its_client_and_not_for_one_that_has_left() -> None:
+    wire = Wire()
+    connection, seen = connection_on(wire)
+    seen.flow.write_paused = True
+    drained = asyncio.Event()
+    seen.flow.drain = drained.wait
+    sending = asyncio.create_task(
+        begin({CONNECTION: connection}, connection.send, 200, JSON, b"body")
+    )
+    await asyncio.sleep(0)
+    assert not wire.written
+    drained.set()
+    await sending
+    assert len(wire.written) == 1
+    connection, seen = connection_on(wire, disconnected=True)
+    await begin({CONNECTION: connection}, connection.send, 200, JSON, b"body")
+    assert len(wire.written) == 1
 
 
 async def test_who_watches_is_told_that_the_client_left() -> None:
@@ -177,7 +253,7 @@ def test_another_server_gives_no_connection() -> None:
     async def send(message: Any) -> None: ...
 
     for scope in ({}, {PROTOCOL: object()}):
-        connect(scope, send)
+        assert connect(scope, send) is send
         assert CONNECTION not in scope and PROTOCOL not in scope
 
 
@@ -229,3 +305,18 @@ def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
     usages = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"] for answer in answers]
     assert [usage["prompt_tokens"] for usage in usages] == [len(prompt) for prompt in PROMPTS]
     assert [usage["completion_tokens"] for usage in usages] == [9] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_wraps_an_answer_adds_to_a_head_that_brings_its_body(
+    tmp_path: Path, stream: bool
+) -> None:
+    runner = fake_runner(save_byte_tokenizer(tmp_path))
+    with listening(runner, cors_origin=["https://page"]) as (url, _):
+        body = {"prompts": ["a"], "max_tokens": 3, "stream": stream}
+        headers = {"origin": "https://page", "x-request-id": "mine"}
+        answer = httpx.post(f"{url}/v1/generate", json=body, headers=headers)
+    assert answer.status_code == 200 and "gen-mine" in answer.text
+    assert answer.headers["access-control-allow-origin"] == "https://page"
+    assert answer.headers["x-request-id"] == "mine" and "date" in answer.headers
+    assert ("content-length" in answer.headers) is not stream
