@@ -35,7 +35,7 @@ class Update(msgspec.Struct):
         return not (self.tokens or self.scores or self.finished)
 
 
-# Takes the news of deliveries that it can deal with at once; returns the others.
+# Takes the news of deliveries that it can deal with at once; returns the others, untaken.
 Tap = Callable[[list["Delivery"]], list["Delivery"]]
 
 
@@ -44,11 +44,19 @@ class Taps:
 
     def __init__(self) -> None:
         self._inboxes: list[Inbox] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """That of those who read the inboxes. To ask for it takes Python 3.11 a system call."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def add(self, inbox: Inbox) -> None:
         """Its tap is asked, which is not going to be yet."""
         if not self._inboxes:
-            asyncio.get_running_loop().call_soon(self._ask)
+            self.loop.call_soon(self._ask)
         self._inboxes.append(inbox)
 
     def _ask(self) -> None:
@@ -80,16 +88,14 @@ class Inbox:
         self.tap = None
 
     async def next(self) -> list[Delivery]:
-        """All deliveries with news, of which `take` and `error` tell; waits for the first one."""
+        """All deliveries with news, each of which is to be taken; waits for the first one."""
         while not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._taps.loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         news, self._news = self._news, []
-        for delivery in news:
-            delivery.told = False
         return news
 
     def put(self, delivery: Delivery) -> None:
@@ -112,16 +118,12 @@ class Inbox:
         if waiter is None or waiter.done() or self.tap is None:
             return  # the task sees to it
         news, self._news = self._news, []
-        for delivery in news:
-            delivery.told = False
         try:
             left = self.tap(news)
         except Exception as error:
             waiter.set_exception(error)
             return
         if left:
-            for delivery in left:
-                delivery.told = True
             self._news += left
             waiter.set_result(None)
 
@@ -158,7 +160,7 @@ class Delivery:
         self.which = which
         self.error: EngineError | None = None  # after all that `take` gives
         self.update = Update()  # what has come since it was last taken
-        self.told = False  # the reader knows that there is news
+        self.told = False  # the reader knows that there is news, which it has not taken
         self._wants_logprobs = request.sampling.logprobs is not None
         self._inbox = inbox
         self._over = False  # the update with `finished` has been read
@@ -167,7 +169,7 @@ class Delivery:
     def take(self) -> Update:
         """All that has come since the last call, which may be nothing."""
         update, self.update = self.update, Update()
-        self._begun, self._released = True, False
+        self._begun, self._released, self.told = True, False, False
         return update
 
     @property

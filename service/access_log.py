@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -50,9 +51,14 @@ class AccessLog:
 
 def timestamp() -> str:
     """Now, in UTC, to the millisecond."""
-    seconds = time.time()
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+    milliseconds = time.time_ns() // 1_000_000
+    return f"{_whole(milliseconds // 1000)}.{milliseconds % 1000:03d}Z"
+
+
+@lru_cache(maxsize=2)
+def _whole(seconds: int) -> str:
+    """Of which there are many lines."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def _as_text(line: Exchange) -> bytes:

@@ -85,6 +85,9 @@ class Answer:
         self._over: FinishReason | None = None  # by the rule or a stop string
         self._awaits_state = False  # the answer is at its end, but for what is kept of it
         self._keeps = keeps
+        # What may have to be kept in part is counted in `take`.
+        in_part = bool(ends) or rule is not None or self._given is not None
+        self._takes_plain = None if in_part else self._plain
         self.finished: Finished | None = None  # the engine's last word
         self.prompt_tokens = len(prompt)
         self.completion_tokens = 0
@@ -149,13 +152,9 @@ class Answer:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
         can belong to a stop string. Else takes nothing and returns False. For requests without
         log-probabilities, whose pieces are all that such a token's text is."""
-        plain = self._plain
-        if plain is None or self._holds or self._ends or self.finish_reason is not None:
+        plain, stop = self._takes_plain, self._stop
+        if plain is None or self.finish_reason is not None or self._holds:
             return False
-        # What may have to be kept in part is counted in `take`.
-        if self._rule is not None or self._given is not None:
-            return False
-        stop = self._stop
         if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
             return False
         # `_decoded`, which is there for log-probabilities, stays as it is.

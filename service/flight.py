@@ -12,7 +12,7 @@ from typing import Any
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError
 from engine.messages import FinishReason, Request, StateInfo, StateReply
-from service.direct import Write
+from service.direct import Writer
 from service.metrics import Metrics
 from service.places import Places
 from service.traces import Trace
@@ -186,13 +186,15 @@ class Flight:
         self._cut = True
         self.abort()
 
-    def tap(self, render: Callable[[int, list[int]], bytes | None], write: Write) -> None:
+    def tap(self, render: Callable[[int, list[int]], bytes | None], writer: Writer) -> None:
         """From now on tokens that come while `arrivals` waits, and are no more than tokens, are
         rendered and written at once where `render`, which is told their request's position, has
         something for them. All else comes by `arrivals`."""
 
+        is_open, write = writer
+
         def take(news: list[Delivery]) -> list[Delivery]:
-            if not write(b""):
+            if not is_open():
                 return news
             now = time.perf_counter()
             left, rendered = [], []
@@ -200,10 +202,12 @@ class Flight:
                 update = delivery.update
                 tokens = update.tokens
                 if tokens and not (update.scores or update.finished or delivery.error):
-                    events = render(delivery.which, tokens)
+                    which = delivery.which
+                    events = render(which, tokens)
                     if events is not None:
                         rendered.append(events)
-                        self._observe(delivery.take(), delivery.which, now)
+                        delivery.take()
+                        self._observe(len(tokens), which, now)
                         continue
                 left.append(delivery)
             if rendered:
@@ -223,14 +227,18 @@ class Flight:
             now = time.perf_counter()
             for delivery in news:
                 update = delivery.take()
-                if update.tokens:
-                    self._observe(update, delivery.which, now)
-                if update.tokens or update.scores or update.finished:
+                finished = update.finished
+                if finished is not None and finished.answer:  # gathered in the engine
+                    self.tokens_out += len(update.tokens)
+                    self._metrics.gathered(finished, self._before_engine)
+                elif update.tokens:
+                    self._observe(len(update.tokens), delivery.which, now)
+                if update.tokens or update.scores or finished is not None:
                     batch.append((delivery.which, update))
-                if update.finished is not None:
+                if finished is not None:
                     self._open.discard(delivery.id)
                     if self.trace is not None:
-                        self.trace.ended(update.finished)
+                        self.trace.ended(finished)
                     left -= 1
                 elif delivery.error is not None:
                     self._open.discard(delivery.id)
@@ -246,13 +254,9 @@ class Flight:
             error.param = self.keep_field or field
         return error
 
-    def _observe(self, update: Update, which: int, now: float) -> None:
-        """Times a request's tokens."""
-        count = len(update.tokens)
+    def _observe(self, count: int, which: int, now: float) -> None:
+        """Times so many tokens of a request, which came just now."""
         self.tokens_out += count
-        if update.finished is not None and update.finished.answer:  # gathered in the engine
-            self._metrics.gathered(update.finished, self._before_engine)
-            return
         last = self._latest[which]
         if last is None:
             self._metrics.first_token(now - self._arrived)

@@ -197,7 +197,7 @@ def stream(
 
     _submit(flight, tasks, stream=True)
     chunks = event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))
-    return Chunks(chunks, lambda write: flight.tap(render_tokens, write))
+    return Chunks(chunks, lambda writer: flight.tap(render_tokens, writer))
 
 
 async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:

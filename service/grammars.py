@@ -168,7 +168,7 @@ def _look_away(done: asyncio.Task[str | None]) -> None:
         done.exception()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestCheck:
     """`GrammarCheck.check` on behalf of a request, whose body has been read."""
 

@@ -7,6 +7,7 @@ other systems, bounds the size itself.)
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -30,19 +31,19 @@ class BoundedHeads(WatchedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         if TELLS_HEADS:
-            self._awaited_since = asyncio.get_running_loop().time()
+            self._awaited_since = self.loop.time()
         super().connection_made(transport)
 
     def on_message_begin(self) -> None:
         """The first byte of a request has come."""
         self._head_bytes = 0
-        self._awaited_since = asyncio.get_running_loop().time()
+        self._awaited_since = self.loop.time()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The head has come, perhaps in a single read, which may be larger than what is allowed."""
         self._awaited_since = None
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         if size > MOST_HEAD_BYTES:
             self._refuse()
         if not self._refused:

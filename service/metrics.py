@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from engine.errors import BY_CODE
 from engine.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
 from service.samples import RestartsCollector, Snapshot
-from service.tally import Tally
+from service.tally import Counts, Tally
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (
@@ -42,7 +42,7 @@ class Metrics:
     def __init__(self, load: Callable[[], Stats], restarts: Callable[[], int]) -> None:
         """What the gauges tell is asked of `load` and `restarts`."""
         self.registry = CollectorRegistry()
-        self._tallies: list[Tally] = []  # of all histograms
+        self._tallies: list[Tally | Counts] = []  # of all histograms, and of what counts requests
         self._first_tokens = self._histogram(
             "time_to_first_token_seconds",
             "From an HTTP request's arrival until its first token; "
@@ -134,9 +134,9 @@ class Metrics:
         )
         self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
         self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
-        # Labels are looked up in a table that costs a tenth of the library's; they are few.
-        self._of_http, self._of_requests = cache(self._http.labels), cache(self._requests.labels)
-        self._of_success = cache(self._success.labels)
+        self._http_counts = self._counts(self._http)
+        self._request_counts = self._counts(self._requests)
+        self._success_counts = self._counts(self._success)
         self._gauges(load)
         self._begin()
         self.registry.register(RestartsCollector(restarts))
@@ -147,8 +147,14 @@ class Metrics:
         )
 
     def _tally(self, histogram: Histogram) -> Tally:
-        self._tallies.append(Tally(histogram))
-        return self._tallies[-1]
+        tally = Tally(histogram)
+        self._tallies.append(tally)
+        return tally
+
+    def _counts(self, counter: Counter) -> Counts:
+        counts = Counts(counter)
+        self._tallies.append(counts)
+        return counts
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"minserve_{name}", text, labels, registry=self.registry)
@@ -230,7 +236,7 @@ class Metrics:
             self._prefill_step.observe(stats.prefill_seconds)
             self._prompt_tokens.inc(stats.prefill_tokens)
         if stats.decode_steps:
-            self._decode_step.observe(stats.decode_seconds, stats.decode_steps)
+            self._decode_step.observe_times(stats.decode_seconds, stats.decode_steps)
         if stats.decode_tokens:  # a prompt's step draws the answer's first one
             self._answer_tokens.inc(stats.decode_tokens)
         if stats.prefix_queries_tokens:
@@ -247,7 +253,7 @@ class Metrics:
 
     def _finished(self, finished: Finished) -> None:
         timing = finished.timing
-        self._of_success(finished.reason).inc()
+        self._success_counts.of(finished.reason).value += 1
         self._prompt_lengths.observe(finished.prompt_tokens)
         if finished.completion_tokens or finished.reason != "length":  # not a score
             self._answer_lengths.observe(finished.completion_tokens)
@@ -300,11 +306,11 @@ class Metrics:
     ) -> None:
         """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
         for what is no work for the model, `error` the code of the error that answered it."""
-        self._of_http(method, path, str(status)).inc()
+        self._http_counts.of(method, path, str(status)).value += 1
         if outcome is None:
             return
         endpoint = path.removeprefix("/v1/")  # "chat/completions" is none of "completions"
-        self._of_requests(endpoint, outcome).inc()
+        self._request_counts.of(endpoint, outcome).value += 1
         if error is not None:
             self._errors.labels(code=error).inc()
         if outcome == "ok" and endpoint == "score":

@@ -40,6 +40,7 @@ class Places:
         self._most_tokens = most_tokens
         self._clock = clock
         self._reserved: Counter[str] = Counter()  # by owner: spoken for, not sent yet
+        self._all_reserved = 0  # the sum of these
         self._turn = 0.0  # when the latest one that was refused may find room
 
     def check(self, requests: int, owner: str) -> None:
@@ -55,7 +56,7 @@ class Places:
                 f"at most {capacity}{whose}; send fewer at a time",
                 code="too_many_prompts",
             )
-        taken = self._client.in_flight + self._reserved.total()
+        taken = self._client.in_flight + self._all_reserved
         excess = taken + requests - slots
         if excess <= 0:  # they wait for nobody's end
             return
@@ -83,7 +84,7 @@ class Places:
         """Raises QueueFull where requests of so many prompt tokens, which have their places, are
         too many for the queue just now."""
         taken, own = self._client.waiting_tokens, self._client.queued.of(owner)[1]
-        waiting = self._client.in_flight + self._reserved.total() - self._slots()
+        waiting = self._client.in_flight + self._all_reserved - self._slots()
         if waiting <= 0 or not tokens:
             return
         if requests == 1 and not taken:  # the first that waits may have any length
@@ -105,10 +106,12 @@ class Places:
         """Takes places out of what others may have. Raises as `check`."""
         self.check(requests, owner)
         self._reserved[owner] += requests
+        self._all_reserved += requests
 
     def release(self, requests: int, owner: str) -> None:
         """Gives reserved places back: the requests have been sent, or never will be."""
         self._reserved[owner] -= requests
+        self._all_reserved -= requests
         if not self._reserved[owner]:
             del self._reserved[owner]
 

@@ -16,12 +16,13 @@ CONNECTION = "minserve.connection"  # service.direct.Connection, where the serve
 OUTCOME = "minserve.outcome"  # where the status cannot tell it, and of all that has ended
 STATUS = "minserve.status"  # of what has ended
 TRACE = "minserve.trace"  # service.traces.Trace, where traces are taken
+_BY_NAME = "minserve.headers"  # the headers, once somebody has asked for one
 
 
 def header(scope: Scope, name: bytes) -> str | None:
     """A request's header, the first one of this lower-case name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            found: bytes = value
-            return found.decode("latin-1")
-    return None
+    by_name: dict[bytes, bytes] | None = scope.get(_BY_NAME)
+    if by_name is None:
+        by_name = scope[_BY_NAME] = dict(reversed(scope["headers"]))
+    value = by_name.get(name)
+    return None if value is None else value.decode("latin-1")

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
-from service.direct import Connection, Write, begin
+from service.direct import Connection, Writer, begin
 from service.errors import ApiError, from_engine
 from service.flight import Flight
 from service.scope import CONNECTION, ERROR_CODE, OUTCOME
@@ -89,7 +89,7 @@ class Chunks:
     """Chunks of events, of which some may be written without being asked for here."""
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], write_through: Callable[[Write], None]
+        self, chunks: AsyncGenerator[bytes], write_through: Callable[[Writer], None]
     ) -> None:
         """`write_through` is called once, when the first chunk has been written."""
         self._chunks = chunks

@@ -7,7 +7,7 @@ several tokens that came together are one join.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,22 +57,20 @@ def parts_of(tokenizer: Tokenizer | None, *, ids: bool) -> Parts | None:
 class Template:
     """`content` is an event's, with HOLE in the place of what a token's part stands for."""
 
-    __slots__ = ("_before", "_behind", "_between", "_parts")
+    __slots__ = ("_before", "_behind", "_between", "_part", "_parts")
 
     def __init__(self, content: dict[str, Any], parts: Parts) -> None:
         self._before, hole, self._behind = event(content).partition(_HOLE)
         assert hole, "the template has no hole"
         self._between = self._behind + self._before
         self._parts = parts
+        self._part = parts.__getitem__
 
     def events(self, tokens: Sequence[int], interval: int = 1) -> bytes:
         """Events of up to `interval` tokens each, of which there is at least one. All are plain, as
         PlainTexts has it."""
-        parts = self._parts
+        told: Iterable[bytes] = map(self._part, tokens)
         if interval > 1:
             groups = range(0, len(tokens), interval)
-            told = [parts.of_group(tokens[i : i + interval]) for i in groups]
-            return self._before + self._between.join(told) + self._behind
-        if len(tokens) == 1:
-            return self._before + parts[tokens[0]] + self._behind
-        return self._before + self._between.join([parts[token] for token in tokens]) + self._behind
+            told = [self._parts.of_group(tokens[i : i + interval]) for i in groups]
+        return b"%b%b%b" % (self._before, self._between.join(told), self._behind)

@@ -38,16 +38,10 @@ from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
-PER_PROMPT = tuple(
-    name
-    for name in GenerateRequest.model_fields
-    if name not in ("prompts", "model", "stream", "stream_interval")
-)
-STRUCTURED = tuple(name for name in PER_PROMPT if name in FIELDS)
+PER_PROMPT = GenerateRequest.model_fields.keys() - {"prompts", "model", "stream", "stream_interval"}
+STRUCTURED = PER_PROMPT.intersection(FIELDS)
 LISTS = ("stop", "stop_token_ids", "cache_points")  # parameters that are lists: see PerPromptList
-SAMPLING = tuple(
-    name for name in PER_PROMPT if name not in ("stop", "timeout", "priority", *STRUCTURED, *STATES)
-)
+SAMPLING = PER_PROMPT - {"stop", "timeout", "priority", *STRUCTURED, *STATES}
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse, streams=True))
@@ -93,18 +87,20 @@ async def _tasks(
 ) -> list[Task]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     count = len(body.prompts)
-    given = body.model_fields_set
-    asked = [name for name in PER_PROMPT if name in given and getattr(body, name) is not None]
-    columns = {name: _column(body, name) for name in asked}
+    given = sorted(PER_PROMPT & body.model_fields_set)
+    columns = {
+        name: _column(value, name, count)
+        for name in given
+        if (value := getattr(body, name)) is not None
+    }
     nothing: list[Any] = [None] * count
     stops = await read_stops(columns.get("stop", nothing), settings, tokenizer)
     timeouts, priorities = columns.get("timeout", nothing), columns.get("priority", nothing)
     sessions = [one for one in columns.get("session_id", nothing) if one is not None]
     if len(set(sessions)) < len(sessions):
         raise invalid("session_id", "names one session for several prompts; allowed: one turn each")
-    sampling = [name for name in SAMPLING if name in columns]
-    states = [name for name in STATES if name in columns]
-    structured = [name for name in STRUCTURED if name in columns]
+    asked = columns.keys()
+    sampling, states, structured = SAMPLING & asked, asked & STATES, STRUCTURED & asked
     grammars: list[Grammar | None] = nothing
     if structured:
         fields = [{name: columns[name][i] for name in structured} for i in range(count)]
@@ -151,13 +147,11 @@ def _path(body: GenerateRequest, field: str, i: int) -> str:
     return f"{field}[{i}]" if each else field
 
 
-def _column(body: GenerateRequest, name: str) -> list[Any]:
+def _column(value: Any, name: str, prompts: int) -> list[Any]:
     """A parameter's value for each prompt."""
-    value, prompts = getattr(body, name), len(body.prompts)
-    each = isinstance(value, list)
-    if each and name in LISTS:
-        each = any(item is None or isinstance(item, list) for item in value)
-    if not each:
+    if not isinstance(value, list):
+        return [value] * prompts
+    if name in LISTS and not any(item is None or isinstance(item, list) for item in value):
         return [value] * prompts
     if len(value) != prompts:
         raise invalid(name, f"has {len(value)} values for {prompts} prompts")

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from service.body_limit import DISCARD_SECONDS
-from service.direct import Connection, Write, begin, connect
+from service.direct import Connection, Writer, begin, connect
 from service.scope import CONNECTION, PROTOCOL
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
@@ -31,15 +31,15 @@ def test_a_stream_is_what_its_plain_answer_is(
     written = []
     writer = Connection.writer
 
-    def counting(connection: Connection) -> Write:
-        write = writer(connection)
+    def counting(connection: Connection) -> Writer | None:
+        own = writer(connection)
+        assert own is not None
 
-        def count(data: bytes) -> bool:
-            went = write is not None and write(data)
-            written.append(went and len(data))
-            return went
+        def count(data: bytes) -> None:
+            own.write(data)
+            written.append(len(data))
 
-        return count
+        return Writer(own.is_open, count)
 
     monkeypatch.setattr(Connection, "writer", counting)
     body = {"prompts": PROMPTS, "max_tokens": 60, "temperature": 0, "stop": ["tu", "never"]}
@@ -117,9 +117,9 @@ def connection_on(wire: Wire, **cycle: Any) -> tuple[Connection, Any]:
 def test_nothing_is_written_where_that_would_have_to_wait_or_is_pointless(what: str) -> None:
     wire = Wire()
     connection, seen = connection_on(wire)
-    write = connection.writer()
-    assert write is not None
-    assert write(b"ten bytes!") and write(b"")
+    writer = connection.writer()
+    assert writer is not None and writer.is_open()
+    writer.write(b"ten bytes!")
     assert wire.written == [b"a\r\nten bytes!\r\n"]
     match what:
         case "paused":
@@ -128,8 +128,7 @@ def test_nothing_is_written_where_that_would_have_to_wait_or_is_pointless(what: 
             seen.disconnected = True
         case "over":
             seen.response_complete = True
-    assert not write(b"more")
-    assert len(wire.written) == 1
+    assert not writer.is_open()
 
 
 def test_only_a_chunked_answer_is_written_directly() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from engine.client import Delivery, Inbox, Update
 from engine.errors import EngineDead
@@ -18,7 +18,7 @@ from engine.training.tokenizer import byte_level_tokenizer
 from service.answer import Answer, Piece, grouped
 from service.generation import Outcome, Task, stream
 from service.stop import StopMatcher, StopStrings
-from service.tally import Tally
+from service.tally import MOST_SEEN, Counts, Tally
 from service.template import HOLE, Template, parts_of
 from service.tokenizer import Tokenizer
 from service.wire import event
@@ -131,16 +131,21 @@ def test_texts_that_a_matcher_passes_need_not_be_fed(texts: list[str], stops: li
     assert fed.flush() == spared.flush()
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5, 1.0, 1.5, 100.0])
-def test_a_tally_feeds_its_histogram_as_observations_do(value: float) -> None:
+@pytest.mark.parametrize(
+    "values", [[0.0], [0.5] * 3, [1.0], [1.5], [100.0], [9.0, 0.25, 2.0, 0.5] * MOST_SEEN]
+)
+def test_a_tally_feeds_its_histogram_as_observations_do(values: list[float]) -> None:
     registry = CollectorRegistry()
     direct = Histogram("direct", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
     tallied = Histogram("tallied", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
     tally = Tally(tallied)
     for _ in range(2):  # a flush counts nothing twice
-        for _ in range(3):
+        for value in values:
             direct.observe(value)
             tally.observe(value)
+        for _ in range(2):
+            direct.observe(1.25)
+        tally.observe_times(1.25, 2)
         tally.flush()
 
     def samples(histogram: Histogram) -> list[tuple[str, dict[str, str], float]]:
@@ -150,6 +155,19 @@ def test_a_tally_feeds_its_histogram_as_observations_do(value: float) -> None:
         return [sample for sample in found if f"_{sample[0]}" in kinds]
 
     assert samples(direct) == samples(tallied) and samples(direct)
+
+
+def test_counts_feed_their_counter() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("counted", "x", ["kind"], registry=registry)
+    counts = Counts(counter)
+    for so_far in (1, 2):  # a flush counts nothing twice
+        counts.of("a").value += 1
+        counts.of("b").value += 2
+        counts.flush()
+        counts.flush()
+        assert registry.get_sample_value("counted_total", {"kind": "a"}) == so_far
+        assert registry.get_sample_value("counted_total", {"kind": "b"}) == 2 * so_far
 
 
 async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:
