@@ -27,16 +27,18 @@ except ImportError:  # httptools is not there
 # As in an http.response.body, "more_body" says whether that was all.
 FIRST = "minserve.first"
 
+LAST_CHUNK = b"0\r\n\r\n"
 _as_line = b"%b: %b\r\n".__mod__  # of a header, its name and value
 
 
 class Writer(NamedTuple):
-    """Writes in the middle of a stream."""
+    """Writes the rest of a stream that has begun."""
 
-    # False where a part of the body would have to wait for the client, or is pointless: `send` then
-    # knows what to do. Between two turns of the event loop that does not change.
+    # False where a part would have to wait for the client, or is pointless: `send` then knows what
+    # to do. Between two turns of the event loop that does not change.
     is_open: Callable[[], bool]
-    write: Callable[[bytes], None]  # a part of the body, which is not empty
+    write: Callable[[bytes], None]
+    end: Callable[[bytes], None]  # with the last part
 
 
 class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -101,7 +103,7 @@ class Connection:
         length, left = by_name.get(b"content-length"), 0
         if length is None:
             lines += b"transfer-encoding: chunked\r\n"
-            body = b"%x\r\n%b\r\n%b" % (len(body), body, b"" if more else b"0\r\n\r\n")
+            body = _chunk(body) + (b"" if more else LAST_CHUNK)
         else:
             left = int(length) - len(body)
             if left < 0 or (left and not more):
@@ -110,11 +112,16 @@ class Connection:
         cycle.chunked_encoding, cycle.expected_content_length = length is None, left
         cycle.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[message["status"]], lines, body))
         if not more:
-            cycle.response_complete = True
-            cycle.message_event.set()
-            if not cycle.keep_alive:
-                cycle.transport.close()
-            cycle.on_response()
+            self._end()
+
+    def _end(self) -> None:
+        """The whole answer has been written."""
+        cycle = self._cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
 
     @property
     def has_body(self) -> bool:
@@ -153,9 +160,18 @@ class Connection:
             return not (flow.write_paused or cycle.disconnected or cycle.response_complete)
 
         def write_chunk(data: bytes) -> None:
-            write(b"%x\r\n%b\r\n" % (len(data), data))
+            write(_chunk(data))
 
-        return Writer(is_open, write_chunk)
+        def end(data: bytes) -> None:
+            write(_chunk(data) + LAST_CHUNK)
+            self._end()
+
+        return Writer(is_open, write_chunk, end)
+
+
+def _chunk(data: bytes) -> bytes:
+    """As a body without a length has it, where an empty chunk is the last one."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 def _parted(message: Message) -> Iterable[Message]:
@@ -175,7 +191,7 @@ async def begin(
     more: bool = False,
 ) -> None:
     """Sends an answer's head with the first part of its body, in one piece where the server can;
-    without `more` that is all of it. A body that is not empty."""
+    without `more` that is all of it."""
     message = {"type": "http.response.start", "status": status, "headers": headers}
     message |= {FIRST: body, "more_body": more}
     if CONNECTION in scope:

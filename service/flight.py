@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -53,6 +53,7 @@ class Flight:
         self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
         self._inbox = Inbox(client.taps)
         self._deliveries: list[Delivery] = []
+        self._unread = 0  # requests whose end nobody has read
         self._latest: list[float | None] = []  # when tokens of each came last
         self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
         self._arrived = arrived
@@ -149,6 +150,7 @@ class Flight:
         )
         place = len(self._deliveries)
         self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
+        self._unread += 1
         self._latest.append(None)
         self._chosen.append(request.keep is not None and bool(request.keep.id))
         if self.trace is not None:
@@ -191,7 +193,7 @@ class Flight:
         rendered and written at once where `render`, which is told their request's position, has
         something for them. All else comes by `arrivals`."""
 
-        is_open, write = writer
+        is_open, write = writer.is_open, writer.write
 
         def take(news: list[Delivery]) -> list[Delivery]:
             if not is_open():
@@ -216,13 +218,16 @@ class Flight:
 
         self._inbox.tap = take
 
-    async def arrivals(self) -> AsyncIterator[list[Arrival]]:
+    def arrivals(self) -> AsyncIterator[list[Arrival]]:
         """All that arrives, several requests' updates at once where they came together, until
         every request has ended. What comes of a request before it is looked at again is merged
         into one update."""
-        left = len(self._deliveries)
-        while left:
-            batch: list[Arrival] = []
+        return _Arrivals(self._arrived_next)
+
+    async def _arrived_next(self) -> list[Arrival]:
+        """The next of them; nothing where all requests have ended."""
+        batch: list[Arrival] = []
+        while self._unread and not batch:
             news = await self._inbox.next()
             now = time.perf_counter()
             for delivery in news:
@@ -239,13 +244,12 @@ class Flight:
                     self._open.discard(delivery.id)
                     if self.trace is not None:
                         self.trace.ended(finished)
-                    left -= 1
+                    self._unread -= 1
                 elif delivery.error is not None:
                     self._open.discard(delivery.id)
-                    left -= 1
+                    self._unread -= 1
                     batch.append((delivery.which, self._named(delivery.error, delivery.which)))
-            if batch:
-                yield batch
+        return batch
 
     def _named(self, error: EngineError, which: int) -> EngineError:
         """An error with the name that the client knows its parameter by."""
@@ -263,3 +267,19 @@ class Flight:
         else:
             self._metrics.next_tokens(now - last, count)
         self._latest[which] = now
+
+
+class _Arrivals:
+    """An iterator of what `read` gives until that is nothing. The event loop keeps books of its own
+    of every asynchronous generator, which this is therefore none of."""
+
+    def __init__(self, read: Callable[[], Awaitable[list[Arrival]]]) -> None:
+        self._read = read
+
+    def __aiter__(self) -> _Arrivals:
+        return self
+
+    async def __anext__(self) -> list[Arrival]:
+        if batch := await self._read():
+            return batch
+        raise StopAsyncIteration

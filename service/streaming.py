@@ -127,19 +127,22 @@ class EventStream(Response):
         started = over = False
         connection: Connection | None = scope.get(CONNECTION)
         write = send if connection is None else connection.send
+        writer: Writer | None = None
         # A generator that is not run to its end keeps its engine requests until it is closed.
         async with aclosing(self._chunks) as chunks:
             try:
                 async for chunk in chunks:
                     over = chunk.endswith(DONE)
-                    if started:
+                    if not started:
+                        started = True
+                        await begin(scope, send, 200, self.raw_headers, chunk, more=not over)
+                        if connection is not None and (writer := connection.writer()) is not None:
+                            chunks.write_through(writer)
+                    elif writer is not None and writer.is_open():
+                        (writer.end if over else writer.write)(chunk)
+                    else:
                         body = {"type": "http.response.body", "body": chunk, "more_body": not over}
                         await write(body)
-                        continue
-                    started = True
-                    await begin(scope, send, 200, self.raw_headers, chunk, more=not over)
-                    if connection is not None and (direct := connection.writer()) is not None:
-                        chunks.write_through(direct)
             except Exception as error:
                 if not started:
                     raise

@@ -39,7 +39,7 @@ def test_a_stream_is_what_its_plain_answer_is(
             own.write(data)
             written.append(len(data))
 
-        return Writer(own.is_open, count)
+        return Writer(own.is_open, count, own.end)
 
     monkeypatch.setattr(Connection, "writer", counting)
     body = {"prompts": PROMPTS, "max_tokens": 60, "temperature": 0, "stop": ["tu", "never"]}
@@ -119,8 +119,9 @@ def test_nothing_is_written_where_that_would_have_to_wait_or_is_pointless(what: 
     connection, seen = connection_on(wire)
     writer = connection.writer()
     assert writer is not None and writer.is_open()
+    writer.write(b"")  # an empty chunk would end the answer
     writer.write(b"ten bytes!")
-    assert wire.written == [b"a\r\nten bytes!\r\n"]
+    assert b"".join(wire.written) == b"a\r\nten bytes!\r\n" and not seen.over
     match what:
         case "paused":
             seen.flow.write_paused = True
@@ -129,6 +130,16 @@ def test_nothing_is_written_where_that_would_have_to_wait_or_is_pointless(what: 
         case "over":
             seen.response_complete = True
     assert not writer.is_open()
+
+
+def test_the_last_part_ends_the_answer() -> None:
+    wire = Wire()
+    connection, seen = connection_on(wire, keep_alive=False)
+    writer = connection.writer()
+    assert writer is not None
+    writer.end(b"last")
+    assert (wire.written, wire.closed_after) == ([b"4\r\nlast\r\n0\r\n\r\n"], 1)
+    assert seen.response_complete and seen.over == [True] and not writer.is_open()
 
 
 def test_only_a_chunked_answer_is_written_directly() -> None:
