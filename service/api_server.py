@@ -120,6 +120,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         access_log=settings.log_level == "debug",
         lifespan="on",
         server_header=False,
+        proxy_headers=False,  # FrontDoor has to do with them where they matter
         timeout_graceful_shutdown=LAST_FRAMES,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,

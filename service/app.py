@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from engine.client import EngineClient
 from engine.errors import EngineError
@@ -17,7 +18,7 @@ from service.access_log import AccessLog
 from service.admission import ReadyRoute
 from service.body_limit import BodyLimit
 from service.engines import Engines, OneEngine
-from service.front_door import FrontDoor
+from service.front_door import TRUSTED_PROXIES, FrontDoor
 from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
@@ -126,4 +127,5 @@ def create_app(
     app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=TRUSTED_PROXIES)  # spans tell them
     return app

@@ -170,18 +170,15 @@ def install(app: FastAPI) -> None:
         told = ApiError(error.status_code, message, code=code, headers=headers)
         return respond(request.scope, told)
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        request_id = request.scope.get(REQUEST_ID, "none")
-        logger.error("unexpected error in request %s", request_id, exc_info=error)
-        # Nothing that wraps the application sees this answer.
-        headers = {"x-request-id": request_id}
-        told = ApiError(500, "internal error", type=SERVER, headers=headers)
-        return respond(request.scope, told)
-
     app.add_exception_handler(EngineError, engine_error)
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unexpected)
+
+
+def unexpected(scope: Scope, error: Exception) -> Response:
+    """The answer to a request in which something went wrong that is no error of its own."""
+    logger.error("unexpected error in request %s", scope[REQUEST_ID], exc_info=error)
+    return respond(scope, ApiError(500, "internal error", type=SERVER))
 
 
 def methods_of(request: Request) -> set[str]:

@@ -8,11 +8,12 @@ a POST to such a path goes through the middleware that was added, and then strai
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, cast
 
 from fastapi import FastAPI
-from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from engine.errors import EngineError
 from service.admission import ReadyRoute
@@ -20,6 +21,8 @@ from service.direct import connect
 from service.errors import ApiError, forget, from_engine, respond
 from service.scope import CONNECTION, FLIGHT, RUNTIME
 
+# Whose x-forwarded-proto and x-forwarded-for are believed: the variable is uvicorn's.
+TRUSTED_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
 BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
 
 
@@ -41,8 +44,10 @@ class FrontDoor(FastAPI):
         app: ASGIApp = self._to_route
         for middleware, arguments, options in reversed(self.user_middleware):
             app = middleware(app, *arguments, **options)
-        self._short = ServerErrorMiddleware(app, handler=self.exception_handlers[Exception])
-        return super().build_middleware_stack()
+        self._short = app
+        # Only redirects tell a client its own scheme.
+        longer: Any = super().build_middleware_stack()
+        return cast("ASGIApp", ProxyHeadersMiddleware(longer, TRUSTED_PROXIES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = connect(scope, send)

@@ -9,7 +9,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.access_log import AccessLog, Exchange, timestamp
-from service.errors import SERVER, forget
+from service.errors import forget, unexpected
 from service.flight import Flight
 from service.metrics import ENDPOINTS, Metrics
 from service.scope import (
@@ -27,6 +27,7 @@ from service.streaming import ClientGone
 GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {f"/v1/{endpoint}" for endpoint in ENDPOINTS}
+FAILED = 500
 CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
@@ -43,7 +44,7 @@ class Account:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status = 500
+        status = 0  # until the answer begins
         scope[ARRIVED] = start = time.perf_counter()
         given = header(scope, b"x-request-id")
         # Ids tell requests apart and are no secrets, so they need not come from the kernel.
@@ -64,11 +65,13 @@ class Account:
         except ClientGone as error:
             status = CLIENT_CLOSED
             forget(error)
-        except Exception:  # which is answered outside of all this
-            scope[ERROR_CODE] = SERVER
+        except Exception as error:
+            answer = unexpected(scope, error)
+            if not status:
+                await answer(scope, receive, send_and_note)
             raise
         finally:
-            self._add(scope, status, time.perf_counter() - start)
+            self._add(scope, status or FAILED, time.perf_counter() - start)
 
     def _add(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"

@@ -47,6 +47,10 @@ class Places:
         """Raises QueueFull where so many more of an owner find no room just now, and ApiError 400
         for more than ever could."""
         slots = self._slots()
+        taken = self._client.in_flight + self._all_reserved
+        excess = taken + requests - slots
+        if excess <= 0:  # they wait for nobody's end
+            return
         capacity = slots + most_of_one(self._most, owner)
         if requests > capacity:
             whose = " of one key" if owner else ""
@@ -56,10 +60,6 @@ class Places:
                 f"at most {capacity}{whose}; send fewer at a time",
                 code="too_many_prompts",
             )
-        taken = self._client.in_flight + self._all_reserved
-        excess = taken + requests - slots
-        if excess <= 0:  # they wait for nobody's end
-            return
         queued = max(taken - slots, 0)
         own = min(self._client.queued.of(owner)[0] + self._reserved[owner], queued)
         more = excess - queued

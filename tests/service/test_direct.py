@@ -330,3 +330,11 @@ def test_what_wraps_an_answer_adds_to_a_head_that_brings_its_body(
     assert answer.headers["access-control-allow-origin"] == "https://page"
     assert answer.headers["x-request-id"] == "mine" and "date" in answer.headers
     assert ("content-length" in answer.headers) is not stream
+
+
+def test_a_proxy_tells_redirects_the_scheme(tmp_path: Path) -> None:
+    with listening(fake_runner(save_byte_tokenizer(tmp_path))) as (url, _):
+        for headers, scheme in (({}, "http"), ({"x-forwarded-proto": "https"}, "https")):
+            answer = httpx.post(f"{url}/v1/generate/", headers=headers)
+            assert answer.status_code == 307
+            assert answer.headers["location"].startswith(f"{scheme}://")
