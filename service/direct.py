@@ -20,11 +20,12 @@ from service.scope import CONNECTION, PROTOCOL
 
 try:
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
-except ImportError:  # httptools is not there
+except ImportError:  # httptools is not there, as on other systems than Linux
     RequestResponseCycle = None  # type: ignore[assignment, misc]
 
 # In an http.response.start: the first part of the body, which leaves in one piece with the head.
-# As in an http.response.body, "more_body" says whether that was all.
+# As in an http.response.body, "more_body" says whether that was all. Such a message is for requests
+# in whose scope it stands too: what wraps their answers does not wait for a body of its own.
 FIRST = "minserve.first"
 
 LAST_CHUNK = b"0\r\n\r\n"
@@ -35,7 +36,7 @@ class Writer(NamedTuple):
     """Writes the rest of a stream that has begun."""
 
     # False where a part would have to wait for the client, or is pointless: `send` then knows what
-    # to do. Between two turns of the event loop that does not change.
+    # to do. Within a turn of the event loop nothing but a write changes that.
     is_open: Callable[[], bool]
     write: Callable[[bytes], None]
     end: Callable[[bytes], None]  # with the last part
@@ -72,7 +73,7 @@ class Connection:
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """The server's own, which takes FIRST too. What wraps it looks at the start of an answer
+        """The server's own, which takes FIRST too. What wraps it looks at the start of a stream
         only, so that the rest can go straight to it."""
         if FIRST not in message:
             return await self._send(message)
@@ -81,15 +82,17 @@ class Connection:
             await cycle.flow.drain()
         if cycle.disconnected:
             return
-        if cycle.access_log or cycle.scope["method"] == "HEAD":  # uvicorn has to know of it
+        # uvicorn has to know of some, and refuses a second answer.
+        if cycle.access_log or cycle.response_started or cycle.scope["method"] == "HEAD":
             for part in _parted(message):
                 await self._send(part)
         else:
             self._begin(message, message[FIRST], message["more_body"])
 
     def _begin(self, message: Message, body: bytes, more: bool) -> None:
-        """Writes head and first part of an answer as uvicorn does in two pieces, the first of
-        which costs it several times what this does."""
+        """Writes head and first part of an answer that has a body. uvicorn's two pieces cost
+        several times as much; what it looks for in headers that nobody here sends (a coding of the
+        transfer, other words than close in `connection`) is left out."""
         cycle = self._cycle
         headers = [*cycle.default_headers, *message["headers"]]
         lines = b"".join(map(_as_line, headers))
@@ -194,7 +197,7 @@ async def begin(
     without `more` that is all of it."""
     message = {"type": "http.response.start", "status": status, "headers": headers}
     message |= {FIRST: body, "more_body": more}
-    if CONNECTION in scope:
+    if FIRST in scope:
         return await send(message)
     for part in _parted(message):
         await send(part)

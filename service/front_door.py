@@ -17,7 +17,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from engine.errors import EngineError
 from service.admission import ReadyRoute
-from service.direct import connect
+from service.direct import FIRST, connect
 from service.errors import ApiError, forget, from_engine, respond
 from service.scope import CONNECTION, FLIGHT, RUNTIME
 
@@ -68,6 +68,8 @@ class FrontDoor(FastAPI):
         ):
             return super().__call__
         scope["app"] = self
+        if CONNECTION in scope:
+            scope[FIRST] = True
         return self._short
 
     async def _to_route(self, scope: Scope, receive: Receive, send: Send) -> None:

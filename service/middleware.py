@@ -53,12 +53,14 @@ class Account:
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            begins = message["type"] == "http.response.start"
+            if begins:
                 headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
                 headers.append((b"x-request-id", request_id.encode()))
                 message = {**message, "headers": headers}
             await send(message)
+            if begins:
+                status = message["status"]
 
         try:
             await self.app(scope, receive, send_and_note)

@@ -134,8 +134,8 @@ class EventStream(Response):
                 async for chunk in chunks:
                     over = chunk.endswith(DONE)
                     if not started:
-                        started = True
                         await begin(scope, send, 200, self.raw_headers, chunk, more=not over)
+                        started = True
                         if connection is not None and (writer := connection.writer()) is not None:
                             chunks.write_through(writer)
                     elif writer is not None and writer.is_open():

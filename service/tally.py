@@ -1,8 +1,8 @@
 """Tallies: observations and counts on their way to the library's series, added up until somebody
 looks.
 
-A histogram of the library takes a lock for each observation and looks for its bucket in Python, and
-so does a counter; streams bring hundreds of thousands a second, and a request ends with ten.
+A histogram of the library takes locks for each observation and looks for its bucket in Python, and
+a counter takes a lock; streams bring hundreds of thousands a second, and a request ends with ten.
 """
 
 from __future__ import annotations

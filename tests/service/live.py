@@ -63,6 +63,7 @@ def _config(app: FastAPI, keep_alive: int) -> uvicorn.Config:
         http=MeteredProtocol,
         lifespan="off",
         log_config=None,
+        access_log=False,  # as the server has it: with one, answers go another way
         timeout_graceful_shutdown=5,
         timeout_keep_alive=keep_alive,
     )

@@ -16,32 +16,38 @@ import httpx
 import pytest
 
 from service.body_limit import DISCARD_SECONDS
-from service.direct import Connection, Writer, begin, connect
+from service.direct import FIRST, Connection, Writer, begin, connect
+from service.flight import Flight
 from service.scope import CONNECTION, PROTOCOL
+from service.wire import JSONResponse
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 
 PROMPTS = ["a", "ka", "xyz"]
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(("interval", "is_open"), [(1, True), (4, True), (1, False)])
 def test_a_stream_is_what_its_plain_answer_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int, is_open: bool
 ) -> None:
+    """Also where its client never reads quickly enough to be written to at once."""
     written = []
-    writer = Connection.writer
+    tap, writer_of = Flight.tap, Connection.writer
 
-    def counting(connection: Connection) -> Writer | None:
-        own = writer(connection)
-        assert own is not None
-
+    def counting(flight: Flight, render: Any, writer: Writer) -> None:
         def count(data: bytes) -> None:
-            own.write(data)
+            writer.write(data)
             written.append(len(data))
 
-        return Writer(own.is_open, count, own.end)
+        tap(flight, render, writer._replace(write=count))
 
-    monkeypatch.setattr(Connection, "writer", counting)
+    def shut(connection: Connection) -> Writer | None:
+        writer = writer_of(connection)
+        return writer and writer._replace(is_open=lambda: False)
+
+    monkeypatch.setattr(Flight, "tap", counting)
+    if not is_open:
+        monkeypatch.setattr(Connection, "writer", shut)
     body = {"prompts": PROMPTS, "max_tokens": 60, "temperature": 0, "stop": ["tu", "never"]}
     runner = fake_runner(save_byte_tokenizer(tmp_path), step_seconds=0.002)
     with listening(runner) as (url, _):
@@ -60,7 +66,7 @@ def test_a_stream_is_what_its_plain_answer_is(
         result["usage"].pop("prompt_tokens_details")
         own[-1]["usage"].pop("prompt_tokens_details", None)
         assert own[-1]["usage"] == result["usage"]
-    assert sum(written) > 0, "nothing was written directly"
+    assert (sum(written) > 0) is is_open, "what was written without waking the task"
     gaps = next(
         float(line.split()[1])
         for line in lines.splitlines()
@@ -153,7 +159,7 @@ JSON = [(b"content-type", b"application/json"), (b"content-length", b"4")]
 async def test_an_answer_leaves_in_one_piece_before_its_connection_is_closed() -> None:
     wire = Wire()
     connection, seen = connection_on(wire, keep_alive=False)
-    scope = {CONNECTION: connection}
+    scope = {FIRST: True}
     await begin(scope, connection.send, 200, JSON, b"body")
     assert wire.written == [
         b"HTTP/1.1 200 OK\r\ndate: now\r\ncontent-type: application/json\r\n"
@@ -166,7 +172,7 @@ async def test_an_answer_leaves_in_one_piece_before_its_connection_is_closed() -
 async def test_a_stream_begins_in_one_piece() -> None:
     wire = Wire()
     connection, seen = connection_on(wire)
-    await begin({CONNECTION: connection}, connection.send, 200, [], b"first", more=True)
+    await begin({FIRST: True}, connection.send, 200, [], b"first", more=True)
     assert wire.written == [
         b"HTTP/1.1 200 OK\r\ndate: now\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n"
     ]
@@ -176,15 +182,48 @@ async def test_a_stream_begins_in_one_piece() -> None:
     assert seen.sent == [{"type": "http.response.body", "body": b"next"}]
 
 
-@pytest.mark.parametrize("known", [{"access_log": True}, {"scope": {"method": "HEAD"}}])
+@pytest.mark.parametrize(
+    "known",
+    [{"access_log": True}, {"scope": {"method": "HEAD"}}, {"response_started": True}],
+)
 async def test_what_uvicorn_has_to_know_goes_by_it(known: dict[str, Any]) -> None:
     wire = Wire()
     connection, seen = connection_on(wire, **known)
-    await begin({CONNECTION: connection}, connection.send, 200, JSON, b"body")
+    await begin({FIRST: True}, connection.send, 200, JSON, b"body")
     head, body = seen.sent
     assert head == {"type": "http.response.start", "status": 200, "headers": JSON}
     assert body == {"type": "http.response.body", "body": b"body", "more_body": False}
     assert not wire.written
+
+
+def test_an_answer_closes_a_connection_whose_client_asks_for_it(tmp_path: Path) -> None:
+    with listening(fake_runner(save_byte_tokenizer(tmp_path))) as (url, _):
+        for stream in (False, True):
+            body = json.dumps({"prompts": ["a"], "max_tokens": 2, "stream": stream}).encode()
+            with socket.create_connection(address(url), timeout=3) as client:
+                client.sendall(
+                    b"POST /v1/generate HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
+                    b"content-length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                came = b"".join(iter(partial(client.recv, 65536), b""))  # well within the 3 s
+            assert came.startswith(b"HTTP/1.1 200 OK\r\n") and b"connection: close" in came
+
+
+def test_what_waits_for_a_body_of_its_own_gets_one(tmp_path: Path) -> None:
+    """FastAPI's own telemetry does, on its way."""
+    seen: list[Any] = []
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def note(message: Any) -> None:
+            seen.append(message["type"])
+            await send(message)
+
+        await JSONResponse({})(scope, receive, note)
+
+    with listening(fake_runner(save_byte_tokenizer(tmp_path))) as (url, service):
+        service.app.mount("/watched", watched)
+        assert httpx.get(f"{url}/watched/").status_code == 200
+    assert seen == ["http.response.start", "http.response.body"]
 
 
 async def test_another_server_gets_head_and_body() -> None:
@@ -212,7 +251,7 @@ async def test_a_head_that_is_none_is_not_written(
     wire = Wire()
     connection, seen = connection_on(wire)
     with pytest.raises(ValueError, match=reason):
-        await begin({CONNECTION: connection}, connection.send, 200, headers, b"body")
+        await begin({FIRST: True}, connection.send, 200, headers, b"body")
     assert not wire.written and not seen.response_started
 
 
@@ -222,16 +261,14 @@ async def test_an_answer_waits_for_its_client_and_not_for_one_that_has_left() ->
     seen.flow.write_paused = True
     drained = asyncio.Event()
     seen.flow.drain = drained.wait
-    sending = asyncio.create_task(
-        begin({CONNECTION: connection}, connection.send, 200, JSON, b"body")
-    )
+    sending = asyncio.create_task(begin({FIRST: True}, connection.send, 200, JSON, b"body"))
     await asyncio.sleep(0)
     assert not wire.written
     drained.set()
     await sending
     assert len(wire.written) == 1
     connection, seen = connection_on(wire, disconnected=True)
-    await begin({CONNECTION: connection}, connection.send, 200, JSON, b"body")
+    await begin({FIRST: True}, connection.send, 200, JSON, b"body")
     assert len(wire.written) == 1
 
 
