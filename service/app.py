@@ -18,7 +18,7 @@ from service.access_log import AccessLog
 from service.admission import ReadyRoute
 from service.body_limit import BodyLimit
 from service.engines import Engines, OneEngine
-from service.front_door import TRUSTED_PROXIES, FrontDoor
+from service.front_door import FrontDoor
 from service.grammars import GrammarCheck
 from service.lifecycle import Lifecycle
 from service.line_writer import LineWriter
@@ -37,7 +37,7 @@ from service.routes import (
     states,
     tokenize,
 )
-from service.settings import Settings
+from service.settings import TRUSTED_PROXIES, Settings
 from service.traces import TraceRequests
 
 STDOUT = 1

@@ -8,7 +8,6 @@ a POST to such a path goes through the middleware that was added, and then strai
 
 from __future__ import annotations
 
-import os
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -20,9 +19,8 @@ from service.admission import ReadyRoute
 from service.direct import FIRST, connect
 from service.errors import ApiError, forget, from_engine, respond
 from service.scope import CONNECTION, FLIGHT, RUNTIME
+from service.settings import TRUSTED_PROXIES
 
-# Whose x-forwarded-proto and x-forwarded-for are believed: the variable is uvicorn's.
-TRUSTED_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
 BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,8 @@ def _split(value: Any) -> Any:
 
 
 MOST_GRAMMAR_BYTES = 2**20  # that the engine takes
+# Whose x-forwarded-proto and x-forwarded-for are believed; the variable is uvicorn's.
+TRUSTED_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
 
 
 class Settings(BaseSettings):
