@@ -30,6 +30,28 @@ struct Place {
   }
 };
 
+// What the sums of a token are multiplied by: its norm's division, or nothing. Sums of squares are
+// added up in their order, kAhead of them on their way at a time.
+template <int kAhead>
+__device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t token) {
+  if (!args.squares) return 1.0f;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < args.square_blocks; first += kAhead) {
+    float next[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int block = first + i;
+      next[i] = block < args.square_blocks && token < args.tokens
+                    ? args.squares[block * args.tokens + token]
+                    : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) sum += next[i];
+  }
+  return rsqrtf(sum / args.width + args.eps);
+}
+
 // What is read for a quad before its sums are looked at: the state, or the residual stream.
 template <class T, bool kStepping>
 struct Before {

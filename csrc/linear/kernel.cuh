@@ -131,16 +131,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     __syncwarp();
   } else if (warp == S::kComputing / 32 + 1) {
     wait_for_previous_kernel();
+#pragma unroll 1
     for (int n = lane; n < share; n += 32) {
       const std::int64_t token = first_token + part * share + n;
-      float sum = 0.0f;
-      if (args.squares && token < args.tokens) {
-#pragma unroll 16
-        for (int block = 0; block < args.square_blocks; ++block) {
-          sum += args.squares[block * args.tokens + token];
-        }
-      }
-      scale[n] = args.squares ? rsqrtf(sum / args.width + args.eps) : 1.0f;
+      scale[n] = norm_scale<4>(args, token);  // few registers: others share the multiprocessor
       if (S::kStepping) slots[n] = token < args.tokens ? args.slots[token] : -1;
     }
     __syncwarp();

@@ -32,9 +32,10 @@ struct WideShape {
   static_assert(kResident == 1 || kResident == 3, "a third of the shared memory");
   static_assert(kTokens % (16 * kParts) == 0, "whole squares");
   static constexpr int kComputing = kGroups * kGroupThreads;
-  // A warp feeds the ring and one prepares. Two more make a warpgroup of them, which can give its
-  // registers to those that multiply.
+  // A warp feeds the ring and one prepares. Two more help, for a warpgroup can give its registers
+  // to those that multiply.
   static constexpr bool kGiving = kResident == 1;
+  static constexpr int kPreparing = kGiving ? 3 : 1;  // warps
   static constexpr int kThreads = kComputing + (kGiving ? kGroupThreads : 64);
   static constexpr int kFewRegisters = kGroups == 3 ? 56 : 40;
   static constexpr int kManyRegisters = kGroups == 3 ? 152 : 232;
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       init_barrier(empty[i], S::kComputing / 32);
     }
     for (int i = 0; i < 2; ++i) {
-      init_barrier(ready[i], 32);
+      init_barrier(ready[i], 32 * S::kPreparing);
       init_barrier(taken[i], S::kComputing / 32);
     }
     init_barrier(received, 1);
@@ -251,34 +252,31 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         }
       }
       __syncwarp();
-    } else if (warp == S::kComputing / 32 + 1) {
-      // What the finishing of a tile needs of its tokens.
+    } else if (const int helper = warp - S::kComputing / 32 - 1; helper < S::kPreparing) {
+      // What the finishing of a tile needs of its tokens: 32 for each of these warps in turn. One
+      // alone has not done with sums of squares when a tile of a thousand inputs is multiplied.
       wait_for_previous_kernel();
       for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
         int channel, first_token;
         find(tile, channel, first_token);
         const int half = turn % 2;
         if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
-        for (int n = lane; n < S::kFinish; n += 32) {
-          const std::int64_t token = first_token + part * S::kFinish + n;
-          float sum = 0.0f;
-          if (args.squares && token < args.tokens) {
-#pragma unroll 16
-            for (int block = 0; block < args.square_blocks; ++block) {
-              sum += args.squares[block * args.tokens + token];
-            }
+        for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
+          const std::int64_t token = first_token + part * S::kFinish + from + lane;
+          scale[half][from + lane] = norm_scale<S::kGiving ? 16 : 4>(args, token);
+          if (S::kStepping) {
+            slots[half][from + lane] = token < args.tokens ? args.slots[token] : -1;
           }
-          scale[half][n] = args.squares ? rsqrtf(sum / args.width + args.eps) : 1.0f;
-          if (S::kStepping) slots[half][n] = token < args.tokens ? args.slots[token] : -1;
         }
         arrive(ready[half]);
-        if (S::kStepping) {
-          __syncwarp();
-          constexpr int kLines = S::kChannels * 4 / 128;
-          for (int n = lane; n < S::kFinish * kLines; n += 32) {
-            const int slot = slots[half][n / kLines];
-            if (slot >= 0 && slot < args.num_slots && channel + n % kLines * 32 < args.channels) {
-              prefetch_to_l2(args.state + slot * args.state_stride + channel + n % kLines * 32);
+        if (!S::kStepping) continue;
+        __syncwarp();
+        constexpr int kLines = S::kChannels * 4 / 128;
+        for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
+          for (int n = lane; n < 32 * kLines; n += 32) {
+            const int slot = slots[half][from + n / kLines], line = n % kLines * 32;
+            if (slot >= 0 && slot < args.num_slots && channel + line < args.channels) {
+              prefetch_to_l2(args.state + slot * args.state_stride + channel + line);
             }
           }
         }

@@ -105,8 +105,8 @@ def test_linear_step(tokens: int, gates: int, options: tuple[bool, bool]) -> Non
             x, squares, EPS, weight, bias, pool, slots, *options
         )
         # Pre-activations are rounded before the gates.
-        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
-        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.05)
+        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.05)
         untouched = [row for row in range(rows) if row not in slots.tolist()]
         assert torch.equal(state[untouched], pool[untouched])
         assert not h[slots < 0].any()

@@ -76,8 +76,8 @@ def test_linear_step(shape: Shape, dtype: torch.dtype) -> None:
             x, squares, EPS, weight, bias, pool, slots, *options
         )
         # Pre-activations are rounded before the gates.
-        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.03)
-        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.05)
+        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.05)
         assert torch.equal(state[~named], pool[~named])
         assert not h[slots < 0].any()
 
