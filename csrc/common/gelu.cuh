@@ -1,4 +1,4 @@
-// The exact GELU.
+// The exact GELU, to a fifteenth of what rounding to bfloat16 takes.
 #pragma once
 
 #include "device.cuh"
@@ -6,17 +6,18 @@
 namespace minserve {
 namespace cuda {
 
-// y Phi(y). erf of |x| = |y| / sqrt(2) as 1 - (a_1 t + ... + a_5 t^5) e^(-x^2), t = 1 / (1 + p
-// |x|), absolute error 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+// y Phi(y) = max(y, 0) - |y| Phi(-|y|), the last as a power of two: its logarithm is nearly a
+// parabola. The polynomial is the minimax fit of log2 Phi(-a) over [0, 6], by Lawson's algorithm;
+// Phi is within 1.3e-4 of itself up to 4.2 and 5e-4 up to 5, the result within 1.9e-5. Beyond, the
+// polynomial falls for good.
 __device__ __forceinline__ float gelu(float y) {
-  const float x = fabsf(y) * 0.70710678f;
-  const float t = fast_reciprocal(fmaf(0.3275911f, x, 1.0f));
-  float sum = fmaf(1.061405429f, t, -1.453152027f);
-  sum = fmaf(sum, t, 1.421413741f);
-  sum = fmaf(sum, t, -0.284496736f);
-  sum = fmaf(sum, t, 0.254829592f);
-  const float tail = sum * t * fast_exp2(x * x * -1.44269504f);  // 1 - erf(x)
-  return y * (y < 0.0f ? 0.5f * tail : 1.0f - 0.5f * tail);
+  const float a = fabsf(y);
+  float power = fmaf(-2.8654136e-4f, a, 5.4825582e-3f);
+  power = fmaf(power, a, -4.7027521e-2f);
+  power = fmaf(power, a, -0.4658266f);
+  power = fmaf(power, a, -1.1483513f);
+  power = fmaf(power, a, -1.0001827f);
+  return fmaf(-a, fast_exp2(power), fmaxf(y, 0.0f));
 }
 
 }  // namespace cuda

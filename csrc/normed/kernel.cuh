@@ -90,10 +90,11 @@ __global__ void __launch_bounds__(kMostThreads)
     for (int n = 0; n < kHeld; ++n) {
       const std::int64_t channel = at + n * eights_stride();
       if (channel >= args.channels) break;
-      divide(args.bias ? args.bias + channel : nullptr, scale, held[n]);
+      Eight bias;
+      if (args.bias) bias.load(args.bias + channel);
       float out[kEight];
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) out[i] = gelu(held[n][i]);
+      for (int i = 0; i < kEight; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[i]));
       held[n].set(out);
       held[n].store(y + channel);
     }
