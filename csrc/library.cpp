@@ -136,6 +136,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
       "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
       "Tensor");
+  // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
+  m.def("product_algorithms(Tensor x, Tensor weight, Tensor out) -> Tensor");
+  // out = x weight^T, or out += it, in one of these ways
+  m.def(
+      "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False) -> ()");
   // the copy engine's description of a weight, to 128 bytes on the CPU
   m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
   // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits
@@ -167,6 +172,8 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
   m.impl("normed_gelu_", TORCH_BOX(&minserve::normed_gelu));
   m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));
+  m.impl("product_algorithms", TORCH_BOX(&minserve::product_algorithms));
+  m.impl("product_", TORCH_BOX(&minserve::product));
   m.impl("whole_step_map", TORCH_BOX(&minserve::whole_step_map));
   m.impl("whole_step", TORCH_BOX(&minserve::whole_step));
 #endif
