@@ -1,4 +1,4 @@
-"""ServingModel: the four things that the engine asks of a model, and who does them quickest.
+"""ServingModel: the five things that the engine asks of a model, and who does them quickest.
 
 LM says what the model computes, and its own methods compute it. An implementation that fuses or
 prepacks for one kind of device takes its weights from an LM and has these same methods.
@@ -9,6 +9,7 @@ HopperLM on request. The libraries that LM's own methods call do not.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -24,9 +25,15 @@ from engine.models.whole_step import Head, WholeStep, runs_kernels
 
 
 class ServingModel(Protocol):
-    """Reads tokens into `state`, in place. No method waits for the device, looks at indices on the
-    host or changes a row whose slot is negative, so `prefill`, `step` and `logits` can be captured
-    in a CUDA graph on a GPU."""
+    """Reads tokens into `state`, in place. No method but `prepare` waits for the device, looks at
+    indices on the host or changes a row whose slot is negative, so `prefill`, `step` and `logits`
+    can be captured in a CUDA graph on a GPU."""
+
+    def prepare(
+        self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
+    ) -> None:
+        """Chooses kernels for steps of so many rows, prompts of so many tokens and so many rows of
+        `logits`, before any is captured. Calls of other sizes are served as well."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
@@ -52,9 +59,18 @@ class PlainModel:
 
     def __init__(self, model: LM) -> None:
         self._model = model
-        self._reader = ProductsLM(model) if products.supports(model) else model
+        self._products = ProductsLM(model) if products.supports(model) else None
+        self._reader: LM | ProductsLM = self._products or model
         whole = runs_kernels(model) and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, Head.of(model)) if whole else None
+
+    def prepare(
+        self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
+    ) -> None:
+        if self._products is not None:
+            fewest = 0 if self._whole is None else self._whole.rows
+            many = {rows for rows in steps if rows > fewest}
+            self._products.tune(sorted(many.union(prompts)), sorted(many.union(logits)))
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
@@ -65,10 +81,10 @@ class PlainModel:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._model.config.vocab_size]
-        return self._model.logits(self._reader.step(tokens, state, slots))
+        return self._reader.logits(self._reader.step(tokens, state, slots))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
+        return self._reader.logits(hidden)
 
     def initial_state_rows(self) -> Tensor:
         return self._model.initial_state_rows()

@@ -6,14 +6,16 @@ MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who w
 stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
 one ahead of it has ended.
 
-That is quickest up to a few hundred tokens, and with convolutions for any number of sequences; more
-are read with products of the library (products.py).
+That is quickest up to some hundred tokens, and with convolutions for any number of sequences; more
+are read with products of the library (products.py). Where one begins to be quicker than the other
+is measured for the sizes that graphs are made for (`prepare`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -23,6 +25,7 @@ from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
 from engine.models.products import ProductsLM
+from engine.models.tuned import quickest_of
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
@@ -31,16 +34,21 @@ from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
 # Steps of more rows and prompts of more tokens are read with products of the library: its large
-# tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200.
+# tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200; what
+# `prepare` measures counts before it.
 _MOST_ROWS = 192
 _MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
 _SMALL = 4_000_000
+# Of so few tokens the library was never quicker.
+_FEWEST_OF_THE_LIBRARY = 32
 _MOST_TOKENS = 192
 _MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
 
+# tokens, state, slots, whether by the library -> what is computed
+_Read = Callable[[Tensor, ModelState, Tensor, bool], Tensor]
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
 
@@ -78,13 +86,58 @@ class HopperLM:
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
         self._most_rows, self._most_tokens = _where_the_library_begins(model)
+        # Where both ways were tried: whether the library's was quicker.
+        self._steps_by_library: dict[int, bool] = {}
+        self._prompts_by_library: dict[int, bool] = {}
+
+    def prepare(
+        self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
+    ) -> None:
+        """As ServingModel.prepare."""
+        if self._products is None:
+            return
+        fewest = max(_FEWEST_OF_THE_LIBRARY, self._whole.rows if self._whole is not None else 0)
+        many = {rows for rows in steps if rows > fewest}
+        long = {tokens for tokens in prompts if tokens > _FEWEST_OF_THE_LIBRARY}
+        self._products.tune(sorted(many | long), sorted(many.union(logits)))
+        for rows in many:
+            self._steps_by_library[rows] = self._is_quicker_by_library(self._step, rows)
+        for tokens in long:
+            self._prompts_by_library[tokens] = self._is_quicker_by_library(self._one_prompt, tokens)
+
+    @torch.no_grad()
+    def _is_quicker_by_library(self, read: _Read, count: int) -> bool:
+        """Tokens of padding, which have no state, are read both ways."""
+        tokens = torch.zeros(count, dtype=torch.int32, device=self._model.norm.weight.device)
+        state, slots = self._model.new_state(1), torch.full_like(tokens, -1)
+        ways = [partial(read, tokens, state, slots, by_library) for by_library in (False, True)]
+        return quickest_of(ways) == 1
+
+    def _one_prompt(
+        self, tokens: Tensor, state: ModelState, slots: Tensor, by_library: bool
+    ) -> Tensor:
+        # Made on the device: nothing may wait for it while others are timed.
+        bounds = torch.arange(2, dtype=torch.int32, device=tokens.device) * len(tokens)
+        return self._prefill(tokens, bounds, state, slots[:1], by_library)
 
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
         """As LM.prefill."""
-        if self._products is not None and len(tokens) > self._most_tokens:
+        count = len(tokens)
+        by_library = self._prompts_by_library.get(count, count > self._most_tokens)
+        return self._prefill(tokens, cu_seqlens, state, slots, by_library)
+
+    def _prefill(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        state: ModelState,
+        slots: Tensor,
+        by_library: bool,
+    ) -> Tensor:
+        if self._products is not None and by_library:
             return self._products.prefill(tokens, cu_seqlens, state, slots)
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
@@ -104,9 +157,9 @@ class HopperLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As LM.logits."""
-        if self._fixed_order:
+        if self._products is None:
             return self._head_of(hidden, None)
-        return self._model.logits(hidden)
+        return self._products.logits(hidden)
 
     def initial_state_rows(self) -> Tensor:
         """As LM.initial_state_rows."""
@@ -118,8 +171,13 @@ class HopperLM:
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
-        if self._products is not None and len(tokens) > self._most_rows:
-            return self._model.logits(self._products.step(tokens, state, slots))
+        rows = len(tokens)
+        by_library = self._steps_by_library.get(rows, rows > self._most_rows)
+        return self._step(tokens, state, slots, by_library)
+
+    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, by_library: bool) -> Tensor:
+        if self._products is not None and by_library:
+            return self._products.logits(self._products.step(tokens, state, slots))
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import cast
 
 import torch
@@ -221,6 +221,11 @@ class PackedLM:
     def weight_bytes(self) -> int:
         """Bytes of the packed weights, all of which a step reads (but for an untied embedding)."""
         return self._weights.numel()
+
+    def prepare(
+        self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
+    ) -> None:
+        """As ServingModel.prepare: there is nothing to choose."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor

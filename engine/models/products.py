@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
+from engine.models.tuned import TunedProducts
 from engine.ops import library
 from engine.ops.normed import normed_gelu_, normed_step_
 
@@ -50,6 +51,9 @@ class ProductsLM:
         self._model = model
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
+        self._products = TunedProducts()
+        head = model.embedding if model.head is None else model.head
+        self._head = cast("nn.Linear", head).weight
         for layer in self._layers:
             _move_weight(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
             if layer.mlp is not None:
@@ -59,22 +63,46 @@ class ProductsLM:
         torch.cuda.empty_cache()  # of the matrices that were replaced
 
     @torch.no_grad()
+    def tune(self, tokens: Iterable[int], logits: Iterable[int]) -> None:
+        """Looks for the quickest products of so many tokens, and of so many rows of logits. Waits
+        for the device."""
+        for count in tokens:
+            for module in ("cell.gates", "mlp.up"):
+                self._products.tune(self._weights(module), count)
+            for module in ("cell.out", "mlp.down"):
+                self._products.tune(self._weights(module), count, add=True)
+        for count in logits:
+            self._products.tune([self._head], count, single=True)
+        torch.cuda.empty_cache()  # of what was multiplied
+
+    def _weights(self, module: str) -> list[Tensor]:
+        """Of this module of all layers, where they have it."""
+        if module.startswith("mlp") and not self._model.config.mlp_hidden:
+            return []
+        return [cast("nn.Linear", layer.get_submodule(module)).weight for layer in self._layers]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As LM.logits."""
+        logits, bias = self._products.single(hidden, self._head), self._model.head_bias
+        return logits if bias is None else logits + bias
+
+    @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """As LM.step: hidden states [batch, d_model]."""
-        config = self._model.config
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
             return conv.step(x, state.conv[index], slots)
 
         def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
-            gates, out = layer.cell.gates, cast("nn.Linear", layer.cell.out)
+            config, gates = self._model.config, layer.cell.gates
             return normed_step_(
                 x,
                 self._eps,
-                torch.mm(x, gates.weight.t()),
+                self._products.product(x, gates.weight),
                 gates.bias,
-                out.bias,
+                cast("nn.Linear", layer.cell.out).bias,
                 state.cell[index],
                 slots,
                 config.candidate == "linear",
@@ -95,7 +123,12 @@ class ProductsLM:
 
         def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
             cell: Cell = layer.cell
-            h = cell.recur(cell.gates(layer.cell_norm(x)), state.cell[index], cu_seqlens, slots)
+            normed, gates = layer.cell_norm(x), cell.gates
+            if gates.bias is None:
+                pre = self._products.product(normed, gates.weight)
+            else:
+                pre = gates(normed)
+            h = cell.recur(pre, state.cell[index], cu_seqlens, slots)
             bias = cast("nn.Linear", cell.out).bias
             if bias is not None:
                 x += bias
@@ -109,12 +142,12 @@ class ProductsLM:
             if layer.conv is not None:
                 x += convolve(index, layer.conv, x)
             h = recur(index, layer, x)
-            x.addmm_(h, cast("nn.Linear", layer.cell.out).weight.t())
+            self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
             if layer.mlp is not None:
                 up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
-                y = torch.mm(x, up.weight.t())
+                y = self._products.product(x, up.weight)
                 normed_gelu_(x, self._eps, y, up.bias, down.bias)
-                x.addmm_(y, down.weight.t())
+                self._products.add_(x, y, down.weight)
         hidden: Tensor = self._model.norm(x)
         return hidden
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.config import SCAN_CHUNK, ModelConfig
+from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM, supports
 from engine.models.lm import LM
@@ -17,6 +19,8 @@ from engine.ops import library
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
+
+Prepare = Callable[[HopperLM, Sequence[int]], None]
 
 _BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
 CONFIGS = {
@@ -55,14 +59,29 @@ def copied(state: ModelState) -> ModelState:
     return ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
 
 
+@pytest.fixture(params=["unprepared", "chain", "library"])
+def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Has sizes read as they are without measurements, or all in the one way or the other."""
+
+    def apply(quick: HopperLM, sizes: Sequence[int]) -> None:
+        if request.param == "unprepared":
+            return
+        monkeypatch.setattr(hopper, "quickest_of", lambda ways: int(request.param == "library"))
+        quick.prepare(sizes, sizes, sizes)
+
+    return apply
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_steps_as_the_model_does(name: str) -> None:
+def test_steps_as_the_model_does(name: str, prepare: Prepare) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
     assert supports(model)
     exact = exact_of(model)  # before weights move
     quick = HopperLM(model)
-    for batch in (1, 5, 8, 16, 40, 100, 300, 600):
+    batches = (1, 5, 8, 16, 40, 100, 300, 600)
+    prepare(quick, batches)
+    for batch in batches:
         ours, theirs, reference = (model.new_state(batch + 2) for _ in range(3))
         slots = torch.randperm(batch + 2)[:batch].to("cuda", torch.int32)
         if batch > 1:
@@ -82,12 +101,14 @@ def test_steps_as_the_model_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_reads_prompts_as_the_model_does(name: str) -> None:
+def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
     exact = exact_of(model)  # before weights move
     quick = HopperLM(model)
-    for lengths in ([1], [3, 0, 40, 1], [130, 7], [600, 900]):
+    prompts = ([1], [3, 0, 40, 1], [130, 7], [600, 900])
+    prepare(quick, [sum(lengths) for lengths in prompts])
+    for lengths in prompts:
         cu_seqlens = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
         rows = len(lengths) + 2
         slots = torch.randperm(rows)[: len(lengths)].to("cuda", torch.int32)
@@ -102,6 +123,15 @@ def test_reads_prompts_as_the_model_does(name: str) -> None:
             assert relative_error(got, right) < 2 * relative_error(plain, right) + 2e-3
         allowed = 2 * relative_error(theirs.cell, reference.cell) + 2e-3
         assert relative_error(ours.cell, reference.cell) < allowed
+
+
+def test_what_is_prepared_is_measured() -> None:
+    """Both ways run, and one of them is taken."""
+    model = build(CONFIGS["medium"], torch.bfloat16)
+    quick = HopperLM(model)
+    quick.prepare([1, 64, 512], [16, 512], [4])
+    assert set(quick._steps_by_library) == {64, 512}
+    assert set(quick._prompts_by_library) == {512}
 
 
 def test_a_prompt_and_its_steps_agree() -> None:

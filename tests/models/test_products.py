@@ -22,8 +22,9 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("tuning", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_reads_and_steps_as_the_model_did(name: str) -> None:
+def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
     config = CASES[name]
     model = build(config, torch.bfloat16)
     exact = exact_of(model)  # of the weights as they were
@@ -33,12 +34,14 @@ def test_reads_and_steps_as_the_model_did(name: str) -> None:
     assert all(bool((layer.cell_norm.weight == 1).all()) for layer in model.layers)
     lengths = [130, 0, 7, 40, 1]
     rows = len(lengths) + 2
+    if tuning:
+        quick.tune([len(lengths), sum(lengths) + 3], [len(lengths), sum(lengths) + 3])
     cu_seqlens = int32([0, *torch.tensor(lengths).cumsum(0).tolist()], "cuda")
     slots = torch.randperm(rows)[: len(lengths)].to("cuda", torch.int32)
     ours, theirs, reference = (model.new_state(rows) for _ in range(3))
     tokens = torch.randint(0, config.vocab_size, (sum(lengths),), device="cuda", dtype=torch.int32)
     padding = int32([0, 0, 0], "cuda")  # beyond the last sequence
-    got = model.logits(quick.prefill(torch.cat([tokens, padding]), cu_seqlens, ours, slots))
+    got = quick.logits(quick.prefill(torch.cat([tokens, padding]), cu_seqlens, ours, slots))
     right = exact.logits(exact.prefill(tokens, cu_seqlens, reference, slots))
     usual = plain.logits(plain.prefill(tokens, cu_seqlens, theirs, slots))
     allowed = 2 * relative_error(usual, right) + 2e-3
@@ -47,7 +50,7 @@ def test_reads_and_steps_as_the_model_did(name: str) -> None:
     live = slots >= 0
     for _ in range(3):
         one = torch.randint(0, config.vocab_size, (len(slots),), device="cuda", dtype=torch.int32)
-        got = model.logits(quick.step(one, ours, slots))
+        got = quick.logits(quick.step(one, ours, slots))
         right = exact.logits(exact.step(one, reference, slots))
         usual = plain.logits(plain.step(one, theirs, slots))
         allowed = 2 * relative_error(usual[live], right[live]) + 2e-3
