@@ -48,9 +48,13 @@ def read_bandwidth(device: torch.device) -> float:
     return 4 * count / best
 
 
-def gemm_sequence(model: LM, rows: int, head_rows: int, device: torch.device) -> float:
+def gemm_sequence(
+    model: LM, rows: int, head_rows: int, device: torch.device, seconds: float = 0.15
+) -> float:
     """Seconds of all matrix products of `model` for `rows` tokens, and the head's for `head_rows`
-    of them: a decode step has as many, a prompt has one."""
+    of them: a decode step has as many, a prompt has one. On a GPU they are repeated for `seconds`,
+    as long as what is set beside them: a busy GPU soon takes more power than it may, and slows
+    down."""
     dtype = model.embedding.weight.dtype
     matrices = layer_matrices(model)
     inputs = {
@@ -63,7 +67,9 @@ def gemm_sequence(model: LM, rows: int, head_rows: int, device: torch.device) ->
         packed = [_packed(matrix, rows) for matrix in matrices]
         sequences.append([*packed, _packed(head_matrix(model), head_rows)])
     operands = [*(inputs[matrix.shape[1]] for matrix in matrices), last]
-    return min(_seconds([partial(_run, linears, operands)], device) for linears in sequences)
+    return min(
+        _seconds([partial(_run, linears, operands)], device, seconds) for linears in sequences
+    )
 
 
 def _run(linears: list[Linear], operands: list[Tensor]) -> Tensor:
@@ -97,9 +103,10 @@ def _packed(matrix: Tensor, rows: int) -> Linear:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
 
 
-def _seconds(calls: list[Call], device: torch.device) -> float:
+def _seconds(calls: list[Call], device: torch.device, seconds: float | None = None) -> float:
     if device.type == "cuda":
-        return graph_seconds_per_call(calls, device, repeat=10, budget=0.5).seconds
+        repeat = 10 if seconds is None else 1000
+        return graph_seconds_per_call(calls, device, repeat=repeat, budget=seconds or 0.5).seconds
     once = seconds_per_call(calls, device, repeat=1, warm=1)
     repeat = max(2, min(20, int(0.5 / once)))
     return min(once, seconds_per_call(calls, device, repeat=repeat, warm=0))

@@ -125,7 +125,7 @@ def measure(
     if known is not None:
         _take_over(figures, known)
     elif "gemm" in asked.parts:
-        _bare_gemms(rows, figures, model, device)
+        _bare_gemms(rows, figures, model, device, asked.seconds)
     if "peer" in asked.parts:
         try:
             figures.agreement = _agreement(figures, runner, model)
@@ -180,14 +180,18 @@ def _prompt(rows: _Rows, row: Prefill, runner: Runner, asked: Asked) -> None:
         row.next_step = median(steps)
 
 
-def _bare_gemms(rows: _Rows, figures: ModelFigures, model: LM, device: torch.device) -> None:
+def _bare_gemms(
+    rows: _Rows, figures: ModelFigures, model: LM, device: torch.device, seconds: float
+) -> None:
     for row in figures.decode:
         batch = row.batch
-        rows.fill(row, "gemm", functools.partial(gemm_sequence, model, batch, batch, device))
+        rows.fill(
+            row, "gemm", functools.partial(gemm_sequence, model, batch, batch, device, seconds)
+        )
 
     @functools.cache
     def piece(tokens: int) -> float:
-        return gemm_sequence(model, tokens, 1, device)
+        return gemm_sequence(model, tokens, 1, device, seconds)
 
     def prompt_seconds(tokens: int) -> float:
         whole, rest = divmod(tokens, figures.step_tokens)
