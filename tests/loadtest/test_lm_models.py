@@ -113,7 +113,7 @@ def test_the_bare_sequence_does_the_products_of_a_step(monkeypatch: pytest.Monke
     model = random_model(config, CPU, torch.float32)
     counted: list[int] = []
 
-    def count(calls: list[Call], device: torch.device) -> float:
+    def count(calls: list[Call], device: torch.device, seconds: float) -> float:
         with FlopCounterMode(display=False) as counter:
             calls[0]()
         counted.append(counter.get_total_flops())
