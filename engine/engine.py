@@ -282,7 +282,8 @@ class _Round:
 
 
 def _variant(info: ModelInfo) -> str:
-    """What decides over the bits of states."""
+    """What decides over the numbers of states; on a GPU their last bits also differ by what else
+    was read with them, unless it is deterministic."""
     parts = info.fingerprint, info.dtype, info.quantization, info.device_name, info.deterministic
     return "|".join(map(str, parts))
 

@@ -165,7 +165,7 @@ class Runner:
             by_chunks = prompt_buckets(most_tokens, slots)
             # Long prompts are read in pieces of `most_tokens`, without a graph.
             sizes = {most_tokens}.union(*by_chunks.values())
-            self._model.prepare(buckets(slots), sizes, by_chunks)
+            self._model.prepare(buckets(slots), sizes, list(by_chunks))
             self._prompts.capture(most_tokens, slots, vocab_size, pool)
             self._decoding.capture(buckets(slots), pool)
             self._logits_step.capture(buckets(slots), vocab_size, pool)

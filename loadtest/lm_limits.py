@@ -52,9 +52,9 @@ def gemm_sequence(
     model: LM, rows: int, head_rows: int, device: torch.device, seconds: float = 0.15
 ) -> float:
     """Seconds of all matrix products of `model` for `rows` tokens, and the head's for `head_rows`
-    of them: a decode step has as many, a prompt has one. On a GPU they are repeated for `seconds`,
-    as long as what is set beside them: a busy GPU soon takes more power than it may, and slows
-    down."""
+    of them: a decode step has as many, a prompt has one. On a GPU they are repeated for about
+    `seconds`, as long as what is set beside them: a busy GPU soon takes more power than it may, and
+    slows down."""
     dtype = model.embedding.weight.dtype
     matrices = layer_matrices(model)
     inputs = {
@@ -105,8 +105,8 @@ def _packed(matrix: Tensor, rows: int) -> Linear:
 
 def _seconds(calls: list[Call], device: torch.device, seconds: float | None = None) -> float:
     if device.type == "cuda":
-        repeat = 10 if seconds is None else 1000
-        return graph_seconds_per_call(calls, device, repeat=repeat, budget=seconds or 0.5).seconds
+        repeat, budget = (10, 0.5) if seconds is None else (1000, seconds)
+        return graph_seconds_per_call(calls, device, repeat=repeat, budget=budget).seconds
     once = seconds_per_call(calls, device, repeat=1, warm=1)
     repeat = max(2, min(20, int(0.5 / once)))
     return min(once, seconds_per_call(calls, device, repeat=repeat, warm=0))

@@ -30,7 +30,7 @@ struct WideShape {
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
   static_assert(kParts == 1 || kHalved, "a block sends half of its sums");
   static_assert(kResident == 1 || kResident == 3, "a third of the shared memory");
-  static_assert(kTokens % (16 * kParts) == 0, "whole squares");
+  static_assert(kTokens % (32 * kParts) == 0, "whole squares, and a token for each lane");
   static constexpr int kComputing = kGroups * kGroupThreads;
   // A warp feeds the ring and one prepares. Two more help, for a warpgroup can give its registers
   // to those that multiply.
@@ -252,7 +252,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         }
       }
       __syncwarp();
-    } else if (const int helper = warp - S::kComputing / 32 - 1; helper < S::kPreparing) {
+    } else {
+      const int helper = warp - S::kComputing / 32 - 1;
       // What the finishing of a tile needs of its tokens: 32 for each of these warps in turn. One
       // alone has not done with sums of squares when a tile of a thousand inputs is multiplied.
       wait_for_previous_kernel();
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
           }
         }
         arrive(ready[half]);
-        if (!S::kStepping) continue;
+        if constexpr (!S::kStepping) continue;
         __syncwarp();
         constexpr int kLines = S::kChannels * 4 / 128;
         for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
@@ -281,8 +282,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
           }
         }
       }
-    } else {
-      wait_for_previous_kernel();
     }
     if (S::kHalved) {
       __syncwarp();

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace minserve {
 
@@ -30,6 +31,7 @@ class BlasLt {
   };
 
   // Names of the interface, as numbers.
+  static constexpr int kNotSupported = 15;                 // CUBLAS_STATUS_NOT_SUPPORTED
   static constexpr int kComputeFloat = 68;                 // CUBLAS_COMPUTE_32F
   static constexpr int kFloat = 0, kHalf = 2, kBf16 = 14;  // cudaDataType
   static constexpr int kTransposeA = 3;                    // CUBLASLT_MATMUL_DESC_TRANSA

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -128,7 +129,8 @@ Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& o
     int got = 0;
     const int status = lt.propose(handle(device), all.operation, all.a, all.b, all.d, all.d,
                                   preference, kProposals, proposals.data(), &got);
-    for (int n = 0; status == 0 && n < got; ++n) {
+    if (status != BlasLt::kNotSupported) BlasLt::check(status, "cublasLtMatmulAlgoGetHeuristic");
+    for (int n = 0; n < got; ++n) {
       if (proposals[n].state != 0) continue;
       BlasAlgorithm algorithm = proposals[n].algorithm;
       found.push_back(algorithm);
@@ -139,7 +141,7 @@ Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& o
                            sizeof BlasLt::kNoCluster) == 0 &&
           lt.check_algorithm(handle(device), all.operation, all.a, all.b, all.d, all.d, &algorithm,
                              &checked) == 0 &&
-          checked.workspace == 0) {
+          checked.workspace == 0 && std::memcmp(&algorithm, &found.back(), sizeof algorithm) != 0) {
         found.push_back(algorithm);
       }
     }

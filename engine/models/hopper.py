@@ -6,15 +6,16 @@ MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who w
 stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
 one ahead of it has ended.
 
-That is quickest up to some hundred tokens, and with convolutions for any number of sequences; more
-are read with products of the library (products.py). Where one begins to be quicker than the other
-is measured for the sizes that graphs are made for (`prepare`).
+That is quickest up to a hundred tokens or some hundred; more are read with products of the library
+(products.py). Where one begins to be quicker than the other is measured for the sizes that graphs
+are made for (`prepare`), and other sizes go the way of the nearest of them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -68,10 +69,10 @@ def supports(model: LM) -> bool:
 
 
 class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Many tokens (but steps of models
-    with convolutions) and the logits of prompts are products of the library, which sums them in an
-    order that the number of rows has a part in. With `deterministic` nothing is: a row's bits
-    depend on that row alone.
+    """A ServingModel of `model`, which `supports` says yes to. Many tokens and the logits of
+    prompts are products of the library, which sums them in an order that the number of rows has a
+    part in, and what was measured at start. With `deterministic` nothing is: a row's bits depend on
+    that row alone.
 
     Gives the model other weights as ProductsLM does, unless `deterministic`."""
 
@@ -100,16 +101,25 @@ class HopperLM:
         many = {rows for rows in steps if rows > fewest}
         long = {tokens for tokens in prompts if tokens > _FEWEST_OF_THE_LIBRARY}
         self._products.tune(sorted(many | long), sorted(many.union(logits)))
-        for rows in many:
-            self._steps_by_library[rows] = self._is_quicker_by_library(self._step, rows)
-        for tokens in long:
-            self._prompts_by_library[tokens] = self._is_quicker_by_library(self._one_prompt, tokens)
+        for found, read, sizes in (
+            (self._steps_by_library, self._step, many),
+            (self._prompts_by_library, self._one_prompt, long),
+        ):
+            for size in sorted(sizes):
+                with suppress(torch.OutOfMemoryError):  # then its neighbours' answers have to do
+                    found[size] = self._is_quicker_by_library(read, size)
+        torch.cuda.empty_cache()  # graphs take their memory from elsewhere
 
     @torch.no_grad()
     def _is_quicker_by_library(self, read: _Read, count: int) -> bool:
-        """Tokens of padding, which have no state, are read both ways."""
-        tokens = torch.zeros(count, dtype=torch.int32, device=self._model.norm.weight.device)
-        state, slots = self._model.new_state(1), torch.full_like(tokens, -1)
+        """Reads random tokens both ways, of as many sequences or of one."""
+        device = self._model.norm.weight.device
+        random = torch.Generator(device).manual_seed(0)
+        tokens = torch.randint(
+            self._vocabulary, (count,), dtype=torch.int32, device=device, generator=random
+        )
+        state = self._model.new_state(count if read == self._step else 1)
+        slots = torch.arange(count, dtype=torch.int32, device=device)
         ways = [partial(read, tokens, state, slots, by_library) for by_library in (False, True)]
         return quickest_of(ways) == 1
 
@@ -126,7 +136,7 @@ class HopperLM:
     ) -> Tensor:
         """As LM.prefill."""
         count = len(tokens)
-        by_library = self._prompts_by_library.get(count, count > self._most_tokens)
+        by_library = _nearest(self._prompts_by_library, count, count > self._most_tokens)
         return self._prefill(tokens, cu_seqlens, state, slots, by_library)
 
     def _prefill(
@@ -172,7 +182,7 @@ class HopperLM:
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         rows = len(tokens)
-        by_library = self._steps_by_library.get(rows, rows > self._most_rows)
+        by_library = _nearest(self._steps_by_library, rows, rows > self._most_rows)
         return self._step(tokens, state, slots, by_library)
 
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, by_library: bool) -> Tensor:
@@ -247,6 +257,13 @@ class HopperLM:
             return self._model.norm.weight
         following = self._layers[index + 1]
         return None if following.conv is not None else following.cell_norm.weight
+
+
+def _nearest(found: dict[int, bool], size: int, otherwise: bool) -> bool:
+    """What was found for this size, or for the one that is nearest to it."""
+    if not found or size <= _FEWEST_OF_THE_LIBRARY:
+        return otherwise
+    return found[min(found, key=lambda other: abs(other - size))]
 
 
 def _where_the_library_begins(model: LM) -> tuple[int, int]:

@@ -1,10 +1,10 @@
 """TunedProducts: matrix products by the quickest of the library's algorithms, found by timing them;
 and how anything else is timed so.
 
-The library guesses which of its kernels, tiles and clusters of blocks suits a product. Its first
-guess, which torch takes, needs up to a third more time than the best of those that it names. So
-they are timed once for each shape that graphs are made for, with the model's own weights, one after
-another as a step reads them. Products of other shapes are torch's.
+The library chooses its kernel, tile and cluster of blocks for a product by a rule, which needs up
+to a third more time than the best of what it has. So torch's call and the algorithms that the
+library names are timed once for each shape that graphs are made for, with the model's own weights,
+one after another as a step reads them. Products of other shapes are torch's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from torch import Tensor
 
 from engine.ops.product import product_, product_algorithms
 
-_MOST_WEIGHTS = (
-    6  # that are read in turn; of one alone the cache would have what a step has to read
-)
 _ROUNDS = 3  # the best of which counts
+_MOST_WEIGHTS = 24  # in a round: what is given to a device at once has a limit
 _ALIKE = 1.01  # times that are no further apart tell nothing
 # The device is held up while all that is timed is given to it, or the host's pace would be timed:
-# clocks for each second that this takes, and some more.
+# clocks for each second that this takes, more than a GPU has in one.
 _CLOCKS = 3e9
 
 
@@ -43,7 +41,7 @@ class TunedProducts:
     """x weight^T of tensors on a GPU in bfloat16 or float16."""
 
     def __init__(self) -> None:
-        self._chosen: dict[_Shape, Tensor] = {}
+        self._chosen: dict[_Shape, Tensor | None] = {}  # None: torch's call is as quick
 
     def tune(
         self, weights: Sequence[Tensor], tokens: int, *, add: bool = False, single: bool = False
@@ -52,23 +50,30 @@ class TunedProducts:
         shape. Waits for the device."""
         if not weights:
             return
-        first, weights = weights[0], weights[:_MOST_WEIGHTS]
+        first = weights[0]
         shape = _Shape(tokens, len(first), first.shape[1], add, single)
         if shape in self._chosen or not _fits(shape, first):
             return
-        x = torch.randn(tokens, shape.inputs, dtype=first.dtype, device=first.device)
-        out = torch.zeros(
-            tokens, shape.rows, dtype=torch.float32 if single else first.dtype, device=first.device
+        weights = weights[: _enough(first)]
+        dtype = torch.float32 if single else first.dtype
+        random = torch.Generator(first.device).manual_seed(0)
+        x = torch.randn(
+            tokens, shape.inputs, dtype=first.dtype, device=first.device, generator=random
         )
+        out = torch.zeros(tokens, shape.rows, dtype=dtype, device=first.device)
 
-        def multiply(algorithm: Tensor) -> None:
+        def by_torch() -> None:
+            for weight in weights:
+                _torchs(shape, out, x, weight)
+
+        def by(algorithm: Tensor) -> None:
             for weight in weights:
                 product_(out, x, weight, algorithm, add=add)
 
-        algorithms = list(product_algorithms(x, first, out))
-        quickest = quickest_of([partial(multiply, one) for one in algorithms])
-        if quickest is not None:
-            self._chosen[shape] = algorithms[quickest]
+        found = product_algorithms(x, first, out)
+        algorithms = [one for one in found if _works(partial(by, one))]
+        quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
+        self._chosen[shape] = algorithms[quickest - 1] if quickest > 0 else None
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [tokens, inputs], weight [rows, inputs] -> [tokens, rows]."""
@@ -103,10 +108,12 @@ class TunedProducts:
         return self._chosen.get(shape)
 
 
-def quickest_of(runs: Sequence[Callable[[], object]]) -> int | None:
-    """Which of them keeps the device busy for the shortest time; None where none runs."""
+def quickest_of(runs: Sequence[Callable[[], object]]) -> int:
+    """Which of them keeps the device busy for the shortest time; of those that are alike the first,
+    so that noise has less of a part in it. Raises what they raise."""
     times = _times(runs)
-    return _first_of_the_best(times) if any(map(math.isfinite, times)) else None
+    best = min(times)
+    return next(index for index, time in enumerate(times) if time <= best * _ALIKE)
 
 
 def _fits(shape: _Shape, weight: Tensor) -> bool:
@@ -115,42 +122,51 @@ def _fits(shape: _Shape, weight: Tensor) -> bool:
     return not (shape.inputs * weight.element_size() % 16 or shape.rows * bytes_out % 16)
 
 
-def _first_of_the_best(times: Sequence[float]) -> int:
-    """Of those that are alike the library's favourite, so that it is the same one next time."""
-    best = min(times)
-    return next(index for index, time in enumerate(times) if time <= best * _ALIKE)
+def _enough(weight: Tensor) -> int:
+    """How many weights of this size no cache has all of: those of a step come from memory."""
+    cache: int = torch.cuda.get_device_properties(weight.device).L2_cache_size
+    return min(_MOST_WEIGHTS, 1 + 2 * cache // weight.nbytes)
+
+
+def _torchs(shape: _Shape, out: Tensor, x: Tensor, weight: Tensor) -> None:
+    if shape.add:
+        out.addmm_(x, weight.t())
+    elif shape.single:
+        torch.mm(x, weight.t(), out_dtype=torch.float32)
+    else:
+        torch.mm(x, weight.t())
+
+
+def _works(run: Callable[[], object]) -> bool:
+    """Whether an algorithm that the library names runs; it does not promise that."""
+    try:
+        run()
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # no memory, or a device in error
+            raise
+        return False
+    return True
 
 
 def _times(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Milliseconds that each keeps the device busy; infinite where it fails."""
-    works = [_works(run) for run in runs]
+    """Milliseconds that each keeps the device busy."""
+    for run in runs:
+        run()  # loads its kernels
     start = perf_counter()
-    for run, one in zip(runs, works, strict=True):
-        if one:
-            run()
+    for run in runs:
+        run()
     held_up = perf_counter() - start
     times = [math.inf] * len(runs)
     for _ in range(_ROUNDS):
         torch.cuda._sleep(int(held_up * _CLOCKS))
         marks = [_mark()]
-        for run, one in zip(runs, works, strict=True):
-            if one:
-                run()
+        for run in runs:
+            run()
             marks.append(_mark())
         marks[-1].synchronize()
         for index, (begin, end) in enumerate(pairwise(marks)):
-            if works[index]:
-                times[index] = min(times[index], begin.elapsed_time(end))
+            times[index] = min(times[index], begin.elapsed_time(end))
     return times
-
-
-def _works(run: Callable[[], object]) -> bool:
-    """Runs it, which loads its kernels."""
-    try:
-        run()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _mark() -> torch.cuda.Event:

@@ -1,7 +1,7 @@
 """product_algorithms and product_: matrix products of torch's library by an algorithm of choice.
 
-torch asks cuBLASLt for its first proposal and takes it. What the others are, and one of them by
-itself, cannot be had from torch's own operators.
+torch leaves the choice to cuBLAS. What the algorithms of its sibling cuBLASLt are for a product,
+and one of them by itself, cannot be had from torch's own operators.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 
 def product_algorithms(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """The ways in which cuBLASLt can compute `product_(out, x, weight, ...)`, its first choice
-    first: int64 [n, 8] on the CPU, a row each, in the library's own words. They need no workspace.
-    None where torch has loaded no cuBLASLt, and of no tokens.
+    first: int64 [n, 8] on the CPU, a row each, in the library's own words: up to eight proposals
+    that need no workspace, and each without a cluster of blocks. None where torch has loaded no
+    cuBLASLt or that has none for such a product, and of no tokens.
 
     Args:
         x: [tokens, inputs], bfloat16 or float16.

@@ -126,7 +126,7 @@ def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
 
 
 def test_what_is_prepared_is_measured() -> None:
-    """Both ways run, and one of them is taken."""
+    """Both ways run, or it would raise; other sizes go the way of the nearest."""
     model = build(CONFIGS["medium"], torch.bfloat16)
     quick = HopperLM(model)
     quick.prepare([1, 64, 512], [16, 512], [4])

@@ -2,29 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from engine.models import tuned
 from engine.models.tuned import TunedProducts
 
 
+def choosing(times: list[float], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(tuned, "_times", lambda runs: times)
+    return tuned.quickest_of([])
+
+
 @pytest.mark.parametrize(
-    ("times", "chosen"),
-    [([3.0, 2.0, 1.0], 2), ([1.005, 1.0], 0), ([1.0, 0.9], 1), ([float("inf"), 5.0], 1)],
+    ("times", "chosen"), [([3.0, 2.0, 1.0], 2), ([1.005, 1.0], 0), ([1.0, 0.9], 1)]
 )
-def test_the_quickest_is_chosen_and_of_equals_the_first(times: list[float], chosen: int) -> None:
-    assert tuned._first_of_the_best(times) == chosen
+def test_the_quickest_is_chosen_and_of_equals_the_first(
+    times: list[float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choosing(times, monkeypatch) == chosen
+
+
+class Library:
+    """Stands for cuBLASLt on the CPU: three algorithms, of which the second does not run, and how
+    often each was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, quickest: int) -> None:
+        self.calls = [0, 0, 0]
+        monkeypatch.setattr(tuned, "product_algorithms", lambda *_: torch.arange(3).unsqueeze(1))
+        monkeypatch.setattr(tuned, "product_", self.product_)
+        monkeypatch.setattr(tuned, "_enough", lambda weight: 6)
+        monkeypatch.setattr(tuned, "quickest_of", self.quickest_of)
+        self.quickest, self.timed = quickest, 0
+
+    def product_(
+        self, out: Tensor, x: Tensor, weight: Tensor, algorithm: Tensor, *, add: bool = False
+    ) -> None:
+        self.calls[int(algorithm)] += 1
+        if int(algorithm) == 1:
+            raise RuntimeError("not with these shapes")
+        product = x.float() @ weight.float().t()
+        out.copy_(product + out.float() if add else product)
+
+    def quickest_of(self, runs: list[Callable[[], object]]) -> int:
+        self.timed = len(runs)
+        for run in runs[1:]:  # the first is torch's, some of whose forms no CPU has
+            run()
+        return self.quickest
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("quickest", [0, 1, 2])
+def test_products_go_the_way_that_was_quickest(
+    quickest: int, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(monkeypatch, quickest)
+    weights = list(torch.randn(3, 16, 8).bfloat16())
+    products = TunedProducts()
+    products.tune(weights, 5, add=add)
+    assert library.timed == 3  # torch's call, and the two that run
+    before = library.calls.copy()
+    assert before[0] == before[2] == 6 and before[1] == 1
+    products.tune(weights, 5, add=add)
+    assert library.calls == before  # it is known
+    for tokens in (5, 4):
+        x, out = torch.randn(tokens, 8).bfloat16(), torch.ones(tokens, 16).bfloat16()
+        expected = x.float() @ weights[0].float().t() + (1 if add else 0)
+        if add:
+            products.add_(out, x, weights[0])
+        else:
+            out = products.product(x, weights[0])
+        torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+    asked = [now - then for now, then in zip(library.calls, before, strict=True)]
+    assert asked == {0: [0, 0, 0], 1: [1, 0, 0], 2: [0, 0, 1]}[quickest]
+
+
+@pytest.mark.parametrize(("rows", "single"), [(66, False), (66, True), (36, False)])
+def test_rows_that_do_not_fit_are_left_to_torch(
+    rows: int, single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(monkeypatch, 1)
+    TunedProducts().tune([torch.randn(rows, 8).bfloat16()], 5, single=single)
+    assert library.timed == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_only_what_an_algorithm_says_itself_is_passed_over(error: type[Exception]) -> None:
+    def fails() -> None:
+        raise error("no")
+
+    with pytest.raises(error):
+        tuned._works(fails)
 
 
 @pytest.mark.gpu
-def test_one_that_fails_is_not_timed() -> None:
-    def fails() -> None:
-        raise RuntimeError("no")
-
-    x = torch.ones(256, 256, device="cuda")
-    times = tuned._times([fails, lambda: x.mul_(1), fails])
-    assert times[0] == times[2] == float("inf") and 0 < times[1] < 1000
+def test_times() -> None:
+    x = torch.ones(2048, 2048, device="cuda")
+    short, long = tuned._times([lambda: x.mul_(1), lambda: [x.mul_(1) for _ in range(20)]])
+    assert 0 < short < long < 1000
 
 
 @pytest.mark.gpu
