@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.http import main
+from loadtest.http import client, main
+from loadtest.http.client import Report
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
 
@@ -54,6 +56,29 @@ def test_every_kind_of_request_is_counted(
     streams = "score" not in options and "--no-stream" not in options
     assert ("ttft" in summary["latency_ms"]) == streams
     assert set(summary["latency_ms"]["e2e"]) == {"mean", "p50", "p90", "p99", "p99.9"}
+
+
+def test_old_records_are_not_looked_through_while_a_run_lasts(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, old = gc.get_threshold(), gc.get_stats()[2]["collections"]
+    seen: list[int] = []
+
+    async def driven(*given: Any) -> Report:
+        begun = gc.get_stats()[2]["collections"]
+        kept: list[list[int]] = [
+            [] for _ in range(1_000_000)
+        ]  # what would have the oldest looked at, several times
+        seen.append(gc.get_stats()[2]["collections"] - begun)
+        del kept
+        return await drive(*given)
+
+    drive = client._drive
+    monkeypatch.setattr(client, "_drive", driven)
+    summary = _run(tmp_path, url, *COMMON)
+    assert summary["outcomes"] == {"ok": 12} and seen == [0]
+    assert gc.get_threshold() == before and gc.get_stats()[2]["collections"] > old
+    assert gc.get_freeze_count() == 0
 
 
 def test_several_processes_share_the_work(tmp_path: Path, url: str) -> None:
