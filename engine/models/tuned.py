@@ -41,7 +41,7 @@ class TunedProducts:
     """x weight^T of tensors on a GPU in bfloat16 or float16."""
 
     def __init__(self) -> None:
-        self._chosen: dict[_Shape, Tensor | None] = {}  # None: torch's call is as quick
+        self._chosen: dict[_Shape, Tensor | None] = {}  # None: torch's own call
 
     def tune(
         self, weights: Sequence[Tensor], tokens: int, *, add: bool = False, single: bool = False
@@ -64,16 +64,21 @@ class TunedProducts:
 
         def by_torch() -> None:
             for weight in weights:
-                _torchs(shape, out, x, weight)
+                if add:
+                    self.add_(out, x, weight)
+                else:
+                    (self.single if single else self.product)(x, weight)
 
         def by(algorithm: Tensor) -> None:
             for weight in weights:
                 product_(out, x, weight, algorithm, add=add)
 
+        self._chosen[shape] = None
         found = product_algorithms(x, first, out)
         algorithms = [one for one in found if _works(partial(by, one))]
         quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
-        self._chosen[shape] = algorithms[quickest - 1] if quickest > 0 else None
+        if quickest > 0:
+            self._chosen[shape] = algorithms[quickest - 1]
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [tokens, inputs], weight [rows, inputs] -> [tokens, rows]."""
@@ -126,15 +131,6 @@ def _enough(weight: Tensor) -> int:
     """How many weights of this size no cache has all of: those of a step come from memory."""
     cache: int = torch.cuda.get_device_properties(weight.device).L2_cache_size
     return min(_MOST_WEIGHTS, 1 + 2 * cache // weight.nbytes)
-
-
-def _torchs(shape: _Shape, out: Tensor, x: Tensor, weight: Tensor) -> None:
-    if shape.add:
-        out.addmm_(x, weight.t())
-    elif shape.single:
-        torch.mm(x, weight.t(), out_dtype=torch.float32)
-    else:
-        torch.mm(x, weight.t())
 
 
 def _works(run: Callable[[], object]) -> bool:
