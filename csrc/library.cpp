@@ -149,6 +149,12 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
       "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
       "bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+  // the same of some hundred sequences and a small model: weights as engine/ops/cluster_step.py packs
+  // them, plan the addresses of what results are added to
+  m.def(
+      "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "
+      "Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, int gates, "
+      "float eps, bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build
@@ -176,6 +182,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("product_", TORCH_BOX(&minserve::product));
   m.impl("whole_step_map", TORCH_BOX(&minserve::whole_step_map));
   m.impl("whole_step", TORCH_BOX(&minserve::whole_step));
+  m.impl("cluster_step", TORCH_BOX(&minserve::cluster_step));
 #endif
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {

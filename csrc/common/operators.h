@@ -74,6 +74,11 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
                   std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
                   bool normalize_gates);
+Tensor cluster_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
+                    const Tensor& table, const MaybeTensor& head_bias, const Tensor& plan,
+                    const Tensor& cell, const MaybeTensor& conv, std::int64_t hidden,
+                    std::int64_t vocabulary, std::int64_t gates, double eps, bool linear_candidate,
+                    bool normalize_gates);
 #endif
 
 }  // namespace minserve

@@ -42,6 +42,18 @@ __device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned pa
       : "memory");
 }
 
+__device__ __forceinline__ bool barrier_passed(std::uint64_t& barrier, unsigned parity) {
+  unsigned passed;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(passed)
+      : "r"(shared_address(&barrier)), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+
 // --- the copy engine
 
 // A box of `map` whose first element is at (column, row), to shared memory; `barrier` counts bytes.
@@ -51,6 +63,15 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int c
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+      : "memory");
+}
+// Neighbouring bytes, a multiple of 16 from addresses that are, to shared memory.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, unsigned bytes,
+                                           std::uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
 }
 // From shared memory to a box of `map`; what lies outside the matrix is left out.

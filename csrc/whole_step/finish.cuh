@@ -5,6 +5,7 @@
 #include "../common/channels.cuh"
 #include "../linear/epilogue.cuh"
 #include "exchange.cuh"
+#include "pairs.cuh"
 #include "weights.cuh"
 
 namespace minserve {
@@ -14,13 +15,6 @@ namespace whole {
 // Whether results of products, and rows of an 8-bit table, have a scale.
 template <WeightType kType>
 constexpr bool kScaled = kType != WeightType::bf16;
-
-__device__ __forceinline__ float2 numbers(unsigned pair) {
-  return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
-}
-__device__ __forceinline__ float2 load_pair(const void* p, std::int64_t at) {
-  return numbers(*reinterpret_cast<const unsigned*>(static_cast<const bf16*>(p) + at));
-}
 
 __device__ __forceinline__ float2 load_floats(const float* p) {
   return *reinterpret_cast<const float2*>(p);
@@ -49,42 +43,6 @@ __device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]
     even.x += a.x, even.y += a.y, odd.x += b.x, odd.y += b.y;
   }
   return {even.x + odd.x, even.y + odd.y};
-}
-
-// A convolution's step for a pair of channels, whose newest input is x; its inputs before move on.
-__device__ __forceinline__ float2 convolve(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                           int channel, int slot, float2 x) {
-  const auto* taps = static_cast<const bf16*>(phase.taps) + channel * args.taps;
-  float2 y = phase.taps_bias ? load_pair(phase.taps_bias, channel) : make_float2(0.0f, 0.0f);
-  float* row = args.conv + phase.layer * args.conv_layer_stride +
-               max(slot, 0) * args.conv_slot_stride + channel;
-  float2 inputs[kMostTaps];
-#pragma unroll
-  for (int k = 0; k < kMostTaps; ++k) {
-    inputs[k] = x;
-    if (k + 1 < args.taps) {
-      inputs[k] = *reinterpret_cast<const float2*>(row + k * args.conv_tap_stride);
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kMostTaps; ++k) {
-    if (k >= args.taps) continue;
-    y.x = fmadd(to_lane(taps[k]), inputs[k].x, y.x);
-    y.y = fmadd(to_lane(taps[args.taps + k]), inputs[k].y, y.y);
-    if (k > 0 && slot >= 0) {
-      *reinterpret_cast<float2*>(row + (k - 1) * args.conv_tap_stride) = inputs[k];
-    }
-  }
-  return slot < 0 ? make_float2(0.0f, 0.0f) : y;
-}
-
-// The recurrence's step of one channel, from the products of its gates, rounded as pre-activations
-// in memory are.
-template <template <class> class CellOf, class Options>
-__device__ __forceinline__ float stepped(const Options& options,
-                                         const float (&in)[CellOf<float>::kInputs], float before) {
-  const Affine<float> step = CellOf<float>::affine(options, in);
-  return fmadd(step.a, before, step.b);
 }
 
 // What a lane's pair of a unit needs besides the sums.
@@ -195,7 +153,15 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         continue;
       } else {
         if (kind == PhaseKind::residual) x = numbers(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
-        out = convolved ? convolve(args, phase, channel, state_slot, x) : x;
+        out = x;
+        if (convolved) {
+          float* inputs = args.conv + phase.layer * args.conv_layer_stride +
+                          max(state_slot, 0) * args.conv_slot_stride + channel;
+          Convolution<kMostTaps> convolution;
+          convolution.load(phase.taps, phase.taps_bias, args.taps, channel, inputs,
+                           args.conv_tap_stride);
+          out = convolution.step(x, state_slot >= 0);
+        }
       }
       if (real) {
         store_word(to + unit * kLine + lane * 4, rounded(out.x, out.y, bf16{}));

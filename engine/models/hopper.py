@@ -1,5 +1,6 @@
 """HopperLM: the decode step of an LM as a chain of linear maps, each with its neighbours folded in,
-or, for a few sequences, as one kernel (whole_step.py).
+or as one kernel: for a few sequences (whole_step.py), or some hundred of a small model
+(cluster_step.py).
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
 MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
@@ -7,22 +8,25 @@ stream also writes what the next norm needs of it. Each kernel asks for its firs
 one ahead of it has ended.
 
 That is quickest up to a hundred tokens or some hundred; more are read with products of the library
-(products.py). Where one begins to be quicker than the other is measured for the sizes that graphs
-are made for (`prepare`), and other sizes go the way of the nearest of them.
+(products.py). Which way is the quickest is measured for the sizes that graphs are made for
+(`prepare`), and other sizes go the way of the nearest of them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from engine.models import cluster_step
 from engine.models.cell import Cell, ModelState
+from engine.models.cluster_step import ClusterStep
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
 from engine.models.products import ProductsLM
@@ -42,14 +46,25 @@ _MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels 
 _SMALL = 4_000_000
 # Of so few tokens the library was never quicker.
 _FEWEST_OF_THE_LIBRARY = 32
+# Where clusters of blocks read a step, more than so many rows have them take turns on some GPUs.
+_MOST_ROWS_OF_CLUSTERS = 96
 _MOST_TOKENS = 192
 _MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
 
-# tokens, state, slots, whether by the library -> what is computed
-_Read = Callable[[Tensor, ModelState, Tensor, bool], Tensor]
+
+class _Way(Enum):
+    """How tokens are read."""
+
+    CHAIN = auto()
+    LIBRARY = auto()
+    CLUSTERS = auto()
+
+
+# tokens, state, slots -> what is computed
+_Read = Callable[[Tensor, ModelState, Tensor, _Way], Tensor]
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
 
@@ -86,10 +101,12 @@ class HopperLM:
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
+        clustered = not deterministic and cluster_step.supports(model)
+        self._clusters = ClusterStep(model) if clustered else None
         self._most_rows, self._most_tokens = _where_the_library_begins(model)
-        # Where both ways were tried: whether the library's was quicker.
-        self._steps_by_library: dict[int, bool] = {}
-        self._prompts_by_library: dict[int, bool] = {}
+        # The quickest, where several ways were tried.
+        self._ways_of_steps: dict[int, _Way] = {}
+        self._ways_of_prompts: dict[int, _Way] = {}
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
@@ -97,22 +114,26 @@ class HopperLM:
         """As ServingModel.prepare."""
         if self._products is None:
             return
-        fewest = max(_FEWEST_OF_THE_LIBRARY, self._whole.rows if self._whole is not None else 0)
-        many = {rows for rows in steps if rows > fewest}
-        long = {tokens for tokens in prompts if tokens > _FEWEST_OF_THE_LIBRARY}
-        self._products.tune(sorted(many | long), sorted(many.union(logits)))
-        for found, read, sizes in (
-            (self._steps_by_library, self._step, many),
-            (self._prompts_by_library, self._one_prompt, long),
+        whole = 0 if self._whole is None else self._whole.rows
+        rows = {count for count in steps if count > whole}
+        by_library = {count for count in {*rows, *prompts} if count > _FEWEST_OF_THE_LIBRARY}
+        self._products.tune(sorted(by_library), sorted({*(by_library & rows), *logits}))
+        for found, read, sizes, clusters in (
+            (self._ways_of_steps, self._step, rows, self._clusters is not None),
+            (self._ways_of_prompts, self._one_prompt, prompts, False),
         ):
             for size in sorted(sizes):
-                with suppress(torch.OutOfMemoryError):  # then its neighbours' answers have to do
-                    found[size] = self._is_quicker_by_library(read, size)
+                ways = [_Way.CHAIN]
+                ways += [_Way.LIBRARY] if size > _FEWEST_OF_THE_LIBRARY else []
+                ways += [_Way.CLUSTERS] if clusters else []
+                if len(ways) > 1:
+                    with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
+                        found[size] = self._quickest(read, size, ways)
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
 
     @torch.no_grad()
-    def _is_quicker_by_library(self, read: _Read, count: int) -> bool:
-        """Reads random tokens both ways, of as many sequences or of one."""
+    def _quickest(self, read: _Read, count: int, ways: Sequence[_Way]) -> _Way:
+        """Reads random tokens each way, of as many sequences or of one."""
         device = self._model.norm.weight.device
         random = torch.Generator(device).manual_seed(0)
         tokens = torch.randint(
@@ -120,15 +141,12 @@ class HopperLM:
         )
         state = self._model.new_state(count if read == self._step else 1)
         slots = torch.arange(count, dtype=torch.int32, device=device)
-        ways = [partial(read, tokens, state, slots, by_library) for by_library in (False, True)]
-        return quickest_of(ways) == 1
+        return ways[quickest_of([partial(read, tokens, state, slots, way) for way in ways])]
 
-    def _one_prompt(
-        self, tokens: Tensor, state: ModelState, slots: Tensor, by_library: bool
-    ) -> Tensor:
+    def _one_prompt(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
         # Made on the device: nothing may wait for it while others are timed.
         bounds = torch.arange(2, dtype=torch.int32, device=tokens.device) * len(tokens)
-        return self._prefill(tokens, bounds, state, slots[:1], by_library)
+        return self._prefill(tokens, bounds, state, slots[:1], way)
 
     @torch.no_grad()
     def prefill(
@@ -136,8 +154,9 @@ class HopperLM:
     ) -> Tensor:
         """As LM.prefill."""
         count = len(tokens)
-        by_library = _nearest(self._prompts_by_library, count, count > self._most_tokens)
-        return self._prefill(tokens, cu_seqlens, state, slots, by_library)
+        unmeasured = _Way.LIBRARY if count > self._most_tokens else _Way.CHAIN
+        way = _nearest(self._ways_of_prompts, count, unmeasured)
+        return self._prefill(tokens, cu_seqlens, state, slots, way)
 
     def _prefill(
         self,
@@ -145,9 +164,9 @@ class HopperLM:
         cu_seqlens: Tensor,
         state: ModelState,
         slots: Tensor,
-        by_library: bool,
+        way: _Way,
     ) -> Tensor:
-        if self._products is not None and by_library:
+        if self._products is not None and way is _Way.LIBRARY:
             return self._products.prefill(tokens, cu_seqlens, state, slots)
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
@@ -182,11 +201,15 @@ class HopperLM:
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         rows = len(tokens)
-        by_library = _nearest(self._steps_by_library, rows, rows > self._most_rows)
-        return self._step(tokens, state, slots, by_library)
+        unmeasured = _Way.LIBRARY if rows > self._most_rows else _Way.CHAIN
+        if self._clusters is not None and 0 < rows <= _MOST_ROWS_OF_CLUSTERS:
+            unmeasured = _Way.CLUSTERS
+        return self._step(tokens, state, slots, _nearest(self._ways_of_steps, rows, unmeasured))
 
-    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, by_library: bool) -> Tensor:
-        if self._products is not None and by_library:
+    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
+        if self._clusters is not None and way is _Way.CLUSTERS:
+            return self._clusters.step(tokens, state, slots)
+        if self._products is not None and way is _Way.LIBRARY:
             return self._products.logits(self._products.step(tokens, state, slots))
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
@@ -259,11 +282,13 @@ class HopperLM:
         return None if following.conv is not None else following.cell_norm.weight
 
 
-def _nearest(found: dict[int, bool], size: int, otherwise: bool) -> bool:
+def _nearest(found: dict[int, _Way], size: int, unmeasured: _Way) -> _Way:
     """What was found for this size, or for the one that is nearest to it."""
-    if not found or size <= _FEWEST_OF_THE_LIBRARY:
-        return otherwise
-    return found[min(found, key=lambda other: abs(other - size))]
+    if not found or size == 0:
+        return unmeasured
+    way = found[min(found, key=lambda other: abs(other - size))]
+    few = size <= _FEWEST_OF_THE_LIBRARY
+    return _Way.CHAIN if few and way is _Way.LIBRARY else way
 
 
 def _where_the_library_begins(model: LM) -> tuple[int, int]:

@@ -59,14 +59,15 @@ def copied(state: ModelState) -> ModelState:
     return ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
 
 
-@pytest.fixture(params=["unprepared", "chain", "library"])
+@pytest.fixture(params=["unprepared", "chain", "second", "last"])
 def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """Has sizes read as they are without measurements, or all in the one way or the other."""
+    """Has sizes read as they are without measurements, or each in the first, second or last way."""
 
     def apply(quick: HopperLM, sizes: Sequence[int]) -> None:
         if request.param == "unprepared":
             return
-        monkeypatch.setattr(hopper, "quickest_of", lambda ways: int(request.param == "library"))
+        index = {"chain": 0, "second": 1, "last": -1}[request.param]
+        monkeypatch.setattr(hopper, "quickest_of", lambda ways: range(len(ways))[index])
         quick.prepare(sizes, sizes, sizes)
 
     return apply
@@ -126,12 +127,15 @@ def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
 
 
 def test_what_is_prepared_is_measured() -> None:
-    """Both ways run, or it would raise; other sizes go the way of the nearest."""
-    model = build(CONFIGS["medium"], torch.bfloat16)
-    quick = HopperLM(model)
-    quick.prepare([1, 64, 512], [16, 512], [4])
-    assert set(quick._steps_by_library) == {64, 512}
-    assert set(quick._prompts_by_library) == {512}
+    """All ways run, or it would raise; other sizes go the way of the nearest."""
+    for name, steps in (
+        ("medium", {64, 512}),
+        ("mingru", {16, 64, 512}),
+    ):  # which clusters read too
+        quick = HopperLM(build(CONFIGS[name], torch.bfloat16))
+        quick.prepare([1, 16, 64, 512], [16, 512], [4])
+        assert set(quick._ways_of_steps) == steps
+        assert set(quick._ways_of_prompts) == {512}
 
 
 def test_a_prompt_and_its_steps_agree() -> None:

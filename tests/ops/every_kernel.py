@@ -5,7 +5,7 @@
 negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
 alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters;
 what stands between the library's products, in one turn of a block's threads and several; on Hopper
-linear maps in every form of csrc/linear/choice.h, and whole steps.
+linear maps in every form of csrc/linear/choice.h, whole steps and clustered ones.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from torch import Tensor
 from engine import ops
 from engine.checkpoint import quantize_model
 from engine.config import ModelConfig
+from engine.models.cluster_step import ClusterStep
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
 from engine.ops.library import cuda_archs
@@ -189,6 +190,20 @@ def whole_steps() -> None:
     torch.cuda.synchronize()
 
 
+def clustered_steps() -> None:
+    """Both cells, with and without convolutions and MLPs; clusters of 8, 16 and 32 sequences."""
+    for cell, taps, mlp in (("mingru", 4, 4.0), ("minlstm", 0, 4.0), ("minlstm", 3, 0.0)):
+        config = ModelConfig(
+            cell=cell, vocab_size=300, d_model=384, n_layers=2, conv_kernel=taps, mlp_ratio=mlp
+        )
+        model = LM(config).to("cuda", torch.bfloat16)
+        clusters, state = ClusterStep(model), model.new_state(200)
+        for batch in (5, 100, 200):
+            slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
+            clusters.step(slots + 5, state, slots)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     torch.manual_seed(0)
     for lengths in LENGTHS.values():
@@ -215,6 +230,7 @@ def main() -> None:
                 for tokens in counts:
                     maps(channels, inputs, tokens, dtype, fixed)
         whole_steps()
+        clustered_steps()
     torch.cuda.synchronize()
     print("every kernel ran")
 

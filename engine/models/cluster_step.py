@@ -1,0 +1,104 @@
+"""ClusterStep: a small LM's decode step of some hundred sequences, in one kernel
+(engine/ops/cluster_step.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.models.cell import ModelState
+from engine.models.lm import LM, Layer
+from engine.models.whole_step import runs_kernels
+from engine.ops.cluster_step import (
+    BLOCKS,
+    MOST_LAYERS,
+    MOST_TAPS,
+    MOST_WIDTH,
+    ClusterLayer,
+    ClusterProgram,
+)
+
+# A cluster of blocks has 8 sequences or more, and reads all weights: they are to stay in the cache.
+_MOST_WEIGHTS = 12_000_000
+
+
+def takes(config: ModelConfig) -> bool:
+    """Whether the kernel has been built for such widths, and its weights are few. What
+    `runs_kernels` asks is taken as given."""
+    layer = config.d_model * (
+        (config.gates + 1) * config.inner
+        + 2 * config.mlp_hidden
+        + (config.d_model if config.conv_kernel else 0)
+    )
+    return (
+        config.quantization is None
+        and config.d_model % (8 * BLOCKS) == 0
+        and config.d_model <= MOST_WIDTH
+        and config.inner % (16 * BLOCKS) == 0
+        and config.mlp_hidden % (16 * BLOCKS) == 0
+        and config.conv_kernel <= MOST_TAPS
+        and config.n_layers <= MOST_LAYERS
+        and config.n_layers * layer + config.d_model * config.vocab_size <= _MOST_WEIGHTS
+    )
+
+
+def supports(model: LM) -> bool:
+    """Whether ClusterStep runs `model`."""
+    return runs_kernels(model) and takes(model.config)
+
+
+class ClusterStep:
+    """Steps of `model`, which `supports` says yes to, with a packed copy of its weights as they are
+    now, norms' included."""
+
+    @torch.no_grad()
+    def __init__(self, model: LM) -> None:
+        config = model.config
+        head = model.embedding if model.head is None else model.head
+        bias = model.head_bias
+        dtype = model.norm.weight.dtype
+        self._program = ClusterProgram(
+            model.embedding.weight.detach(),
+            [_layer(layer) for layer in cast("Iterable[Layer]", model.layers)],
+            _times_norm(head.weight.detach(), model.norm),
+            None if bias is None else bias.detach().to(dtype),
+            gates=config.gates,
+            linear_candidate=config.candidate == "linear",
+            normalize_gates=config.normalize_gates,
+            eps=config.norm_eps,
+        )
+
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """As HopperLM.step."""
+        return self._program.run(tokens, slots, state.cell, state.conv)
+
+
+def _layer(layer: Layer) -> ClusterLayer:
+    gates, out = layer.cell.gates, cast("nn.Linear", layer.cell.out)
+    conv, mlp = layer.conv, layer.mlp
+    mix = None if conv is None else cast("nn.Linear", conv.pointwise)
+    up = None if mlp is None else cast("nn.Linear", mlp.up)
+    down = None if mlp is None else cast("nn.Linear", mlp.down)
+    return ClusterLayer(
+        gates=_times_norm(gates.weight.detach(), layer.cell_norm),
+        gates_bias=gates.bias,
+        out=out.weight.detach(),
+        out_bias=out.bias,
+        taps=None if conv is None else conv.weight.detach(),
+        taps_bias=None if conv is None else conv.bias,
+        mix=None if mix is None else mix.weight.detach(),
+        mix_bias=None if mix is None else mix.bias,
+        up=None if up is None or mlp is None else _times_norm(up.weight.detach(), mlp.norm),
+        up_bias=None if up is None else up.bias,
+        down=None if down is None else down.weight.detach(),
+        down_bias=None if down is None else down.bias,
+    )
+
+
+def _times_norm(weight: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """RMSNorm(x) W^T = (x / rms) (weight * W)^T; rounded once more, unless all weights are ones."""
+    return weight * norm.weight.detach()

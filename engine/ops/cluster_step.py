@@ -1,0 +1,298 @@
+"""cluster_step: one token of some hundred sequences through a small model in one kernel, on Hopper.
+
+Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model, a sixteenth each.
+What they tell each other stays in their shared memory, so that a product costs the time of its
+weights and of one exchange, not that of a kernel. Every cluster reads all weights, so they must
+come from a cache: a model of a few million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+
+#: What the kernel takes: blocks that share a model's weights; layers; channels of the residual
+#: stream; taps of a convolution.
+BLOCKS = 16
+MOST_LAYERS = 16
+MOST_WIDTH = 512
+MOST_TAPS = 4
+
+_TILE = 16  # rows by as many inputs, 32 lanes with eight of them each
+_PAIRS = 6  # of a block's warps, each with a stream of weights of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterLayer:
+    """A layer's tensors on one GPU, bfloat16 and contiguous: matrices [rows, inputs], biases [rows]
+    or None. Norms have no weights of their own: they are in the matrices that read what they divide
+    (see engine/ops/normed.py). Without a convolution `taps` and `mix` are None, without an MLP `up`
+    and `down`."""
+
+    gates: Tensor  # [gates * inner, d_model], gate by gate
+    out: Tensor  # [d_model, inner]
+    gates_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    taps: Tensor | None = None  # [d_model, K], the oldest input's first
+    taps_bias: Tensor | None = None
+    mix: Tensor | None = None  # [d_model, d_model], of what comes out of the convolution
+    mix_bias: Tensor | None = None
+    up: Tensor | None = None  # [hidden, d_model]
+    up_bias: Tensor | None = None
+    down: Tensor | None = None  # [d_model, hidden]
+    down_bias: Tensor | None = None
+
+
+class ClusterProgram:
+    """A model whose weights have been packed, once more, for the kernel. Keeps the other tensors of
+    its layers; these must stay where they are.
+
+    Args:
+        table: the embedding [ids, d_model].
+        layers: 1 to MOST_LAYERS.
+        head: [vocabulary, d_model], times the last norm's weight.
+        head_bias: [vocabulary].
+        gates: 2: minGRU, 3: minLSTM.
+        eps: of the norms.
+
+    d_model is a multiple of 128 up to MOST_WIDTH, inner and hidden channels are multiples of 256.
+
+    Raises RuntimeError: shapes or dtypes do not fit that, or each other.
+    """
+
+    def __init__(
+        self,
+        table: Tensor,
+        layers: Sequence[ClusterLayer],
+        head: Tensor,
+        head_bias: Tensor | None,
+        *,
+        gates: int,
+        linear_candidate: bool,
+        normalize_gates: bool,
+        eps: float,
+    ) -> None:
+        _check(table, layers, head, head_bias, gates)
+        self._table, self._layers, self._head_bias = table, tuple(layers), head_bias
+        self._vocabulary = len(head)
+        self._hidden = 0 if layers[0].up is None else len(layers[0].up)
+        self._gates, self._eps = gates, eps
+        self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
+        products = [product for layer in layers for product in _products(layer, gates)]
+        self._weights = _packed([*products, _head_rows(head)])
+        self._plan = torch.tensor(
+            [
+                [
+                    0 if tensor is None else tensor.data_ptr()
+                    for tensor in (
+                        layer.taps,
+                        layer.taps_bias,
+                        layer.mix_bias,
+                        layer.gates_bias,
+                        layer.out_bias,
+                        layer.up_bias,
+                        layer.down_bias,
+                    )
+                ]
+                for layer in layers
+            ],
+            dtype=torch.int64,
+            device="cpu",
+        )
+
+    def run(self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None) -> Tensor:
+        """One token of every row.
+
+        Args:
+            tokens: int32 [batch]; an id out of range is a row of zeros.
+            slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
+                be named twice.
+            cell: float32 [layers, num_slots, inner]; **changed in place**.
+            conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
+                convolutions.
+
+        Returns:
+            logits, float32 [batch, vocabulary].
+
+        Raises:
+            RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
+        """
+        logits: Tensor = torch.ops.minserve.cluster_step(
+            tokens,
+            slots,
+            self._weights,
+            self._table,
+            self._head_bias,
+            self._plan,
+            cell,
+            conv,
+            self._hidden,
+            self._vocabulary,
+            self._gates,
+            self._eps,
+            self._linear_candidate,
+            self._normalize_gates,
+        )
+        return logits
+
+
+def _check(
+    table: Tensor,
+    layers: Sequence[ClusterLayer],
+    head: Tensor,
+    head_bias: Tensor | None,
+    gates: int,
+) -> None:
+    """RuntimeError where tensors do not fit each other or the kernel."""
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise RuntimeError(f"minserve::cluster_step: {what}")
+
+    width, unit = table.shape[1], BLOCKS * _TILE
+    require(1 <= len(layers) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers, got {len(layers)}")
+    require(
+        width % (unit // 2) == 0 and 0 < width <= MOST_WIDTH,
+        f"d_model must be a multiple of {unit // 2} up to {MOST_WIDTH}, got {width}",
+    )
+    first = layers[0]
+    inner, hidden = first.out.shape[1], 0 if first.up is None else len(first.up)
+    require(
+        inner % unit == 0 and hidden % unit == 0,
+        f"inner and hidden channels must be multiples of {unit}, got {inner} and {hidden}",
+    )
+    count = 0 if first.taps is None else first.taps.shape[1]
+    convolved, has_mlp = count > 0, hidden > 0
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "gates": (gates * inner, width),
+        "gates_bias": (gates * inner,),
+        "out": (width, inner),
+        "out_bias": (width,),
+        "taps": (width, count) if convolved else None,
+        "taps_bias": (width,) if convolved else None,
+        "mix": (width, width) if convolved else None,
+        "mix_bias": (width,) if convolved else None,
+        "up": (hidden, width) if has_mlp else None,
+        "up_bias": (hidden,) if has_mlp else None,
+        "down": (width, hidden) if has_mlp else None,
+        "down_bias": (width,) if has_mlp else None,
+    }
+    of_model = [("table", table, tuple(table.shape)), ("head", head, (len(head), width))]
+    if head_bias is not None:
+        of_model.append(("head_bias", head_bias, (len(head),)))
+    for number, layer in enumerate(layers):
+        for name, shape in shapes.items():
+            tensor: Tensor | None = getattr(layer, name)
+            if tensor is not None and shape is not None:
+                of_model.append((f"{name} of layer {number}", tensor, shape))
+            optional = name.endswith("_bias") and shape is not None
+            require(
+                optional or (tensor is None) == (shape is None),
+                f"{name} of layer {number} is missing, or not of such a model",
+            )
+    for name, tensor, shape in of_model:
+        require(
+            tuple(tensor.shape) == shape
+            and tensor.dtype == torch.bfloat16
+            and tensor.is_contiguous()
+            and tensor.device == table.device,
+            f"{name} must be contiguous bfloat16 {list(shape)} on {table.device},"
+            f" got {tensor.dtype} {list(tensor.shape)} on {tensor.device}",
+        )
+
+
+def _products(layer: ClusterLayer, gates: int) -> list[list[Tensor]]:
+    """What each pair of warps reads of a layer, in its order: [BLOCKS, tiles, 256] each."""
+    products = [_gate_rows(layer.gates, gates), _parts(layer.out)]
+    if layer.mix is not None:
+        products.insert(0, _rows(layer.mix))
+    if layer.up is not None and layer.down is not None:
+        products += [_rows(layer.up), _parts(layer.down)]
+    return products
+
+
+def _packed(products: Sequence[list[Tensor]]) -> Tensor:
+    """[BLOCKS, _PAIRS, weights]: streams of pairs, filled up to the longest, the first's."""
+    streams = [torch.cat(of_pair, dim=1) for of_pair in zip(*products, strict=True)]
+    most = streams[0].shape[1]
+    streams = [functional.pad(stream, (0, 0, 0, most - stream.shape[1])) for stream in streams]
+    return torch.stack(streams, dim=1).flatten(2)
+
+
+def _tiles(weight: Tensor) -> Tensor:
+    """[..., rows, inputs], multiples of 16 -> [..., rows / 16, inputs / 16, 256]: as lanes hold
+    them. Lane t has of the rows t / 4 and t / 4 + 8 the inputs 2 (t % 4) and 2 (t % 4) + 1, then of
+    both these eight inputs on (PTX ISA, mma.m16n8k16)."""
+    *before, rows, inputs = weight.shape
+    split = weight.reshape(*before, rows // _TILE, 2, 8, inputs // _TILE, 2, 4, 2)
+    n = len(before)
+    tile_of_rows, half, row, tile, later, pair, one = range(n, n + 7)
+    order = (*range(n), tile_of_rows, tile, row, pair, later, half, one)
+    return split.permute(order).reshape(*before, rows // _TILE, inputs // _TILE, _TILE * _TILE)
+
+
+def _shared_out(units: Tensor) -> list[Tensor]:
+    """[BLOCKS, units, tiles, 256] -> what each pair has, which take turns."""
+    return [units[:, pair::_PAIRS].flatten(1, 2) for pair in range(_PAIRS)]
+
+
+def _rows(weight: Tensor) -> list[Tensor]:
+    """Neighbouring rows for each block, filled up with zeros to whole tiles."""
+    own = weight.reshape(BLOCKS, -1, weight.shape[1])
+    own = functional.pad(own, (0, 0, 0, -own.shape[1] % _TILE))
+    return _shared_out(_tiles(own))
+
+
+def _gate_rows(weight: Tensor, gates: int) -> list[Tensor]:
+    """Units of eight channels, all gates together: two are a tile, three are two with zeros."""
+    units = weight.reshape(gates, BLOCKS, -1, 8, weight.shape[1]).permute(1, 2, 0, 3, 4)
+    units = functional.pad(units, (0, 0, 0, 0, 0, gates % 2))
+    count = units.shape[1]
+    tiles = _tiles(units.reshape(BLOCKS, count, -1, weight.shape[1]))
+    return _shared_out(tiles.flatten(2, 3))
+
+
+def _parts(weight: Tensor) -> list[Tensor]:
+    """All rows of neighbouring inputs for each block: a warp has every twelfth tile of rows, a pair
+    those of its two warps by turns, sixteen inputs after sixteen."""
+    rows = -len(weight) % (2 * _PAIRS * _TILE)
+    tiles = _tiles(functional.pad(weight, (0, 0, 0, rows)))  # [rows / 16, inputs / 16, 256]
+    parts = tiles.reshape(-1, _PAIRS, 2, BLOCKS, tiles.shape[1] // BLOCKS, _TILE * _TILE)
+    turn, pair, warp, block, step, numbers = range(6)
+    parts = parts.permute(block, pair, step, turn, warp, numbers)
+    return list(parts.flatten(2, 4).unbind(1))
+
+
+def _head_rows(head: Tensor) -> list[Tensor]:
+    """Tiles of rows go round the blocks; the last ones are zeros."""
+    rows = functional.pad(head, (0, 0, 0, -len(head) % (_TILE * BLOCKS)))
+    tiles = _tiles(rows).reshape(-1, BLOCKS, head.shape[1] // _TILE, _TILE * _TILE)
+    return _shared_out(tiles.transpose(0, 1))
+
+
+def _fake(
+    tokens: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    table: Tensor,
+    head_bias: Tensor | None,
+    plan: Tensor,
+    cell: Tensor,
+    conv: Tensor | None,
+    hidden: int,
+    vocabulary: int,
+    gates: int,
+    eps: float,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> Tensor:
+    return cell.new_empty((tokens.shape[0], vocabulary))
+
+
+torch.library.register_fake("minserve::cluster_step", _fake)

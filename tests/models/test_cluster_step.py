@@ -1,0 +1,257 @@
+"""ClusterStep: which models it takes; how weights are packed; that its steps are the chain's."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.models.cluster_step import ClusterStep, takes
+from engine.models.hopper import HopperLM, _Way
+from engine.ops import cluster_step
+from engine.ops.cluster_step import ClusterLayer, ClusterProgram
+from tests.models.test_hopper import build, copied, exact_of
+from tests.models.variants import int32, relative_error
+
+BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+
+
+def config(**changes: object) -> ModelConfig:
+    return dataclasses.replace(BASE, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"conv_kernel": 4, "cell": "minlstm"}, True),
+        ({"mlp_ratio": 0.0}, True),
+        ({"d_model": 512, "n_layers": 2}, True),
+        ({"quantization": "int8"}, False),
+        ({"d_model": 192}, False),  # a channel and a half for each lane of a unit
+        ({"d_model": 640, "n_layers": 1, "expansion": 1.2}, False),
+        ({"expansion": 1.5}, False),  # 576 channels: 36 for each block
+        ({"mlp_ratio": 3.0}, False),  # 1152
+        ({"conv_kernel": 5}, False),
+        ({"n_layers": 17, "d_model": 128}, False),
+        ({"vocab_size": 32000}, False),  # weights that no cache has for all clusters
+        ({"n_layers": 6}, False),
+    ],
+)
+def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
+    assert takes(config(**changes)) == taken
+
+
+def test_limits_are_those_of_the_kernel() -> None:
+    text = (Path(__file__).parents[2] / "csrc" / "cluster_step" / "args.h").read_text()
+    constants = dict(re.findall(r"(k\w+) = (\d+)[,;]", text))
+    assert int(constants["kClusterBlocks"]) == cluster_step.BLOCKS
+    assert int(constants["kMostClusterLayers"]) == cluster_step.MOST_LAYERS
+    assert int(constants["kMostClusterTaps"]) == cluster_step.MOST_TAPS
+    assert 4 * 8 * int(constants["kClusterBlocks"]) == cluster_step.MOST_WIDTH
+    assert int(constants["kComputingWarps"]) == 2 * cluster_step._PAIRS
+
+
+def numbered(rows: int, inputs: int) -> Tensor:
+    """A matrix whose numbers say where they are."""
+    return (torch.arange(rows).unsqueeze(1) * 10000 + torch.arange(inputs)).double()
+
+
+def tile_of(weight: Tensor, rows: list[int], first_input: int) -> Tensor:
+    """16 rows (-1: zeros) by 16 inputs as lanes hold them, by the definition of mma.m16n8k16."""
+    found = torch.zeros(32, 8).double()
+    for lane in range(32):
+        for number in range(8):
+            row = rows[lane // 4 + 8 * (number // 2 % 2)]
+            column = first_input + 2 * (lane % 4) + number % 2 + 8 * (number // 4)
+            found[lane, number] = 0 if row < 0 else weight[row, column]
+    return found.flatten()
+
+
+@pytest.mark.parametrize("gates", [2, 3])
+def test_gates_of_eight_channels_are_packed_together(gates: int) -> None:
+    weight = numbered(gates * 768, 128)
+    pairs = cluster_step._gate_rows(weight, gates)
+    assert len(pairs) == 6
+    per_unit = (gates + 1) // 2 * 8
+    for block, unit in ((0, 0), (3, 1), (15, 5)):
+        first = block * 48 + unit * 8
+        rows = [gate * 768 + first + n for gate in range(gates) for n in range(8)]
+        rows += [-1] * (-len(rows) % 16)
+        own = pairs[unit % 6][block, unit // 6 * per_unit :]
+        for tile in range(len(rows) // 16):
+            for step in (0, 7):
+                expected = tile_of(weight, rows[16 * tile :][:16], 16 * step)
+                assert torch.equal(own[8 * tile + step], expected)
+
+
+@pytest.mark.parametrize("rows", [384, 512])
+def test_parts_are_packed_for_the_warps_that_multiply_them(rows: int) -> None:
+    weight, turns = numbered(rows, 768), -(-rows // 16 // 12)
+    pairs = cluster_step._parts(weight)
+    for block, pair, warp, turn, step in (
+        (0, 0, 0, 0, 0),
+        (7, 4, 1, 1, 2),
+        (15, 5, 1, turns - 1, 1),
+    ):
+        tile = 12 * turn + 2 * pair + warp
+        of_tile = list(range(16 * tile, 16 * tile + 16)) if 16 * tile < rows else [-1] * 16
+        expected = tile_of(weight, of_tile, 48 * block + 16 * step)
+        assert torch.equal(pairs[pair][block, (step * turns + turn) * 2 + warp], expected)
+
+
+def test_rows_of_the_head_go_round_the_blocks() -> None:
+    weight = numbered(257, 128)
+    pairs = cluster_step._head_rows(weight)
+    assert torch.equal(pairs[0][3, 5], tile_of(weight, list(range(48, 64)), 80))
+    assert torch.equal(pairs[1][0, 2], tile_of(weight, [256, *[-1] * 15], 32))
+    assert not pairs[1][1:].any() and all(pair.numel() == 0 for pair in pairs[2:])
+
+
+MODELS = {
+    "mingru": config(),
+    "minlstm": config(cell="minlstm", cell_bias=True, out_bias=True, head_bias=True),
+    "conv": config(conv_kernel=4, vocab_size=257),
+    "minlstm conv": config(cell="minlstm", conv_kernel=2, vocab_size=300, tie_embeddings=True),
+    "own-gates": config(
+        cell="minlstm", normalize_gates=False, candidate="linear", mlp_bias=False, n_layers=2
+    ),
+    "no-mlp": config(mlp_ratio=0.0, conv_kernel=3, candidate="linear"),
+    "one layer": config(d_model=128, n_layers=1, vocab_size=5),
+    "256": config(d_model=256, n_layers=5, vocab_size=2000),
+    "wide": config(d_model=512, n_layers=2, cell="minlstm", conv_kernel=4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_as_the_chain_does(name: str) -> None:
+    """Many steps of changing batches, in clusters of 8, 16 and 32 sequences and in turns."""
+    model = build(MODELS[name], torch.bfloat16)
+    exact, chain = exact_of(model), HopperLM(model)
+    clusters, chance = ClusterStep(model), random.Random(name)
+    ours = model.new_state(400)
+    for rows in (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20):
+        slots = chance.sample(range(400), rows)
+        if rows > 3:
+            slots[chance.randrange(rows)] = -1
+        live = [row for row, slot in enumerate(slots) if slot >= 0]
+        ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
+        at = int32(slots, "cuda")
+        theirs, reference = copied(ours), copied(ours)
+        got = clusters.step(ids, ours, at)
+        expected = chain._step(ids, theirs, at, _Way.CHAIN)
+        right = exact.logits(exact.step(ids, reference, at))
+        assert got.shape == expected.shape and got.dtype == torch.float32
+        for mine, other, best in (
+            (got[live], expected[live], right[live]),
+            (ours.cell, theirs.cell, reference.cell),
+            (ours.conv, theirs.conv, reference.conv),
+        ):
+            if mine is not None and other is not None and best is not None:
+                error, usual = relative_error(mine, best), relative_error(other, best)
+                assert error < 2 * usual + 5e-3
+        dead = [row for row in range(400) if row not in slots]
+        assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mingru", "minlstm conv"])
+def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str) -> None:
+    model = build(MODELS[name], torch.bfloat16)
+    clusters = ClusterStep(model)
+    before = model.new_state(200)
+    before.cell.normal_()
+    for rows in (20, 100, 200):
+        ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
+        slots = torch.randperm(200, device="cuda")[:rows].to(torch.int32)
+        whole, state = copied(before), copied(before)
+        logits = clusters.step(ids, whole, slots)
+        order = torch.randperm(rows, device="cuda")
+        others = slots[order].where(torch.rand(rows, device="cuda") < 0.7, -1)
+        got = clusters.step(ids[order], state, others)
+        assert torch.equal(got[others >= 0], logits[order][others >= 0])
+        live = others[others >= 0].long()
+        assert torch.equal(state.cell[:, live], whole.cell[:, live])
+
+
+@pytest.mark.gpu
+def test_graphs_of_several_batches_take_turns() -> None:
+    """What one step leaves behind in the blocks' memory, or still has on its way, reaches none."""
+    model = build(MODELS["conv"], torch.bfloat16)
+    clusters, chance = ClusterStep(model), random.Random(3)
+    state = model.new_state(128)
+    captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+    for batch in (16, 64, 128):
+        tokens, slots = int32([0] * batch, "cuda"), int32([-1] * batch, "cuda")
+        clusters.step(tokens, state, slots)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = clusters.step(tokens, state, slots)
+        captured[batch] = (graph, tokens, slots, logits)
+    for _ in range(200):
+        batch = chance.choice([16, 64, 128])
+        graph, tokens, slots, logits = captured[batch]
+        tokens.copy_(torch.randint(0, 66, (batch,), dtype=torch.int32))
+        slots.copy_(int32(chance.sample(range(128), batch), "cpu"))
+        apart = copied(state)
+        graph.replay()
+        assert torch.equal(clusters.step(tokens, apart, slots), logits)
+        assert torch.equal(apart.cell, state.cell)
+
+
+@pytest.mark.gpu
+def test_what_does_not_fit_is_said() -> None:
+    model = build(MODELS["mingru"], torch.bfloat16)
+    program = ClusterStep(model)._program
+    cell, one = model.new_state(4).cell, int32([1], "cuda")
+    with pytest.raises(RuntimeError, match="slots"):
+        program.run(one, int32([1, 2], "cuda"), cell, None)
+    with pytest.raises(RuntimeError, match="cell"):
+        program.run(one, one, cell.bfloat16(), None)
+    with pytest.raises(RuntimeError, match="layers"):
+        program.run(one, one, cell[:2], None)
+    with pytest.raises(RuntimeError, match="conv"):
+        program.run(one, one, cell, torch.zeros(3, 4, 3, 384, device="cuda"))
+    with pytest.raises(RuntimeError, match="tokens"):
+        program.run(one[:0], one[:0], cell, None)
+
+
+def layer_of(**changes: Tensor | None) -> ClusterLayer:
+    shapes = {"gates": (512, 128), "out": (128, 256), "up": (256, 128), "down": (128, 256)}
+    matrices = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
+    return ClusterLayer(**{**matrices, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (layer_of(out=torch.zeros(128, 384).bfloat16()), "multiples of 256, got 384"),
+        (layer_of(gates=torch.zeros(768, 128).bfloat16()), r"gates of layer 0 must .*\[512, 128\]"),
+        (layer_of(down=None), "down of layer 0 is missing"),
+        (
+            layer_of(mix=torch.zeros(128, 128).bfloat16()),
+            "mix of layer 0 is .* not of such a model",
+        ),
+        (layer_of(up_bias=torch.zeros(256)), "up_bias of layer 0 must be contiguous bfloat16"),
+    ],
+)
+def test_layers_that_do_not_fit_are_named(layer: ClusterLayer, message: str) -> None:
+    table = torch.zeros(5, 128).bfloat16()
+    with pytest.raises(RuntimeError, match=message):
+        ClusterProgram(
+            table,
+            [layer],
+            table,
+            None,
+            gates=2,
+            linear_candidate=False,
+            normalize_gates=True,
+            eps=1e-6,
+        )
