@@ -88,11 +88,19 @@ bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
   return (!large && launch_streamed<256, 4>(args, stream)) || launch_streamed<512, 2>(args, stream);
 }
 
-template <unsigned kFours>
-void launch_small(const DrawArgs& args, cudaStream_t stream) {
+// A warp a row, so many tokens a lane. False where a row has more.
+template <unsigned kTokens>
+bool launch_small(const DrawArgs& args, cudaStream_t stream) {
+  if (args.vocab > kWarp * kTokens) return false;
   constexpr std::int64_t kRows = kSmallThreads / kWarp;
   const Grid grid = {dim3(static_cast<unsigned>((args.rows + kRows - 1) / kRows)), kSmallThreads};
-  launch_early<&small_draw_kernel<kFours>>(grid, stream, "draw", args);
+  launch_early<&small_draw_kernel<kTokens>>(grid, stream, "draw", args);
+  return true;
+}
+bool launch_small(const DrawArgs& args, cudaStream_t stream) {
+  return launch_small<4>(args, stream) || launch_small<8>(args, stream) ||
+         launch_small<9>(args, stream) ||  // bytes and some special tokens
+         launch_small<16>(args, stream) || launch_small<32>(args, stream);
 }
 
 }  // namespace
@@ -102,10 +110,7 @@ void draw(const DrawArgs& args, int device, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   if (args.rows > 2147483647LL / Team::kMostBlocks)
     throw std::runtime_error("minserve: too many rows for one launch");
-  if (args.vocab <= small_vocab<1>()) return launch_small<1>(args, stream);
-  if (args.vocab <= small_vocab<2>()) return launch_small<2>(args, stream);
-  if (args.vocab <= small_vocab<4>()) return launch_small<4>(args, stream);
-  if (args.vocab <= small_vocab<8>()) return launch_small<8>(args, stream);
+  if (launch_small(args, stream)) return;
   if (launch_streamed(args, stream)) return;
   if (launch_stored(args, stream)) return;
   // From memory, which others read while one computes.

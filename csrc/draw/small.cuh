@@ -11,16 +11,21 @@ namespace minserve {
 namespace cuda {
 
 // Lane l holds the tokens from l * kTokens on.
-template <unsigned kFours>
+template <unsigned kTokens>
 class SmallRow {
  public:
-  static constexpr unsigned kTokens = kFours * kTogether;
+  // Whether a lane's tokens begin at a whole four of them.
+  static constexpr bool kWhole = kTokens % kTogether == 0;
 
   __device__ explicit SmallRow(const Row& row) : first_(threadIdx.x % kWarp * kTokens) {
 #pragma unroll
     for (unsigned i = 0; i < kTokens; i += kTogether) {
       const float4 x = row.four(first_ + i);
-      logits_[i] = x.x, logits_[i + 1] = x.y, logits_[i + 2] = x.z, logits_[i + 3] = x.w;
+      const float four[kTogether] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (unsigned k = 0; k < kTogether; ++k) {
+        if (i + k < kTokens) logits_[i + k] = four[k];
+      }
     }
   }
 
@@ -155,8 +160,8 @@ class SmallRow {
 };
 
 // The row's token, or -1.
-template <unsigned kFours>
-__device__ __forceinline__ std::int32_t small_token(SmallRow<kFours>& row, std::int64_t vocab,
+template <unsigned kTokens>
+__device__ __forceinline__ std::int32_t small_token(SmallRow<kTokens>& row, std::int64_t vocab,
                                                     const RowParameters& given, double number) {
   const float best = row.best();
   if (!(best - best == 0.0f)) return -1;  // NaN or infinite
@@ -178,13 +183,7 @@ __device__ __forceinline__ std::int32_t small_token(SmallRow<kFours>& row, std::
 
 constexpr unsigned kSmallThreads = 128;
 
-// Tokens that a warp holds.
-template <unsigned kFours>
-constexpr std::int64_t small_vocab() {
-  return kWarp * SmallRow<kFours>::kTokens;
-}
-
-template <unsigned kFours>
+template <unsigned kTokens>
 __global__ void __launch_bounds__(kSmallThreads)
     small_draw_kernel(const __grid_constant__ DrawArgs args) {
   const std::int64_t r =
@@ -194,7 +193,8 @@ __global__ void __launch_bounds__(kSmallThreads)
   wait_for_previous_kernel();
   if (r >= args.rows) return;
   const float* const logits = args.logits + r * args.row_stride;
-  SmallRow<kFours> row({logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)});
+  const bool aligned = SmallRow<kTokens>::kWhole && Row::is_aligned(logits);
+  SmallRow<kTokens> row({logits, static_cast<unsigned>(args.vocab), aligned});
   const RowParameters given(args, r);
   const Place place(args, r);
   const std::int32_t* const stop_ids = args.stop_ids + r * args.stops;

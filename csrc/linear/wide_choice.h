@@ -32,12 +32,15 @@ class WideChooser {
         tokens_(tokens),
         whole_(whole || gates == 3) {}
 
-  // Whether there are tiles for the GPU: whole ones, or of long sums halves and thin ones.
+  // Whether there are tiles for the GPU: whole ones, fewer where they take long; or of long sums
+  // halves and thin ones.
   bool pays() const {
     if (small_steps()) return true;
     const std::int64_t tiles = up(rows_, 128) * up(tokens_, 128);
-    if (tokens_ > 64 && tiles >= 120) return true;
-    return tokens_ > 128 && inputs_ >= 1024 && tiles >= (whole_ ? 90 : 24);
+    const bool stepping = gates_ > 1;
+    const std::int64_t few = stepping ? (inputs_ < 768 ? 120 : 48) : (inputs_ < 1024 ? 72 : 48);
+    if (tokens_ > 64 && tiles >= few) return true;
+    return tokens_ > 128 && inputs_ >= 1024 && tiles >= (whole_ ? 90 : inputs_ < 2048 ? 12 : 16);
   }
 
   // The quickest by its clocks.
@@ -63,7 +66,7 @@ class WideChooser {
   bool small_steps() const {
     const std::int64_t blocks = up(rows_, 64) * up(tokens_, 64) * 2;
     return gates_ == 2 && !whole_ && tokens_ >= 64 && inputs_ >= 768 && blocks >= 72 &&
-           blocks <= 3 * kMultiprocessors;
+           blocks <= 3 * kMultiprocessors && (inputs_ < 1024 || tokens_ == 64);
   }
 
   std::int64_t blocks(const WideForm& form) const {

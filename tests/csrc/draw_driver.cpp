@@ -1,4 +1,4 @@
-// Runs csrc/draw/kernel.cuh, with --fours csrc/draw/small.cuh or with --streamed
+// Runs csrc/draw/kernel.cuh, with --each csrc/draw/small.cuh or with --streamed
 // csrc/draw/streamed.cuh, in the emulator: rows of one kind of logits, drawn with many sets of
 // parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
 // partial sorting, with the same exp.
@@ -14,7 +14,7 @@ namespace {
 
 struct Case {
   std::string kind;
-  long vocab, threads, shift, fours;
+  long vocab, threads, shift, each;
   bool stored, streamed;
   std::vector<int> seeds;
 };
@@ -147,17 +147,18 @@ std::vector<std::int64_t> expected(const Case& given) {
   return rows.changed();
 }
 
-template <unsigned kFours>
+template <unsigned kTokens>
 emulator::Launch small_launch(const DrawArgs& args) {
-  if (args.vocab > cuda::small_vocab<kFours>()) differ("so many tokens have no room in a warp");
+  if (args.vocab > cuda::kWarp * kTokens) differ("so many tokens have no room in a warp");
   constexpr unsigned kEach = cuda::kSmallThreads / cuda::kWarp;
   return {"draw", static_cast<unsigned>((args.rows + kEach - 1) / kEach), cuda::kSmallThreads, 0,
-          false,  [=] { cuda::small_draw_kernel<kFours>(args); }};
+          false,  [=] { cuda::small_draw_kernel<kTokens>(args); }};
 }
 emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
-  if (given.fours == 1) return small_launch<1>(args);
-  if (given.fours == 2) return small_launch<2>(args);
-  if (given.fours) return small_launch<8>(args);
+  if (given.each == 4) return small_launch<4>(args);
+  if (given.each == 8) return small_launch<8>(args);
+  if (given.each == 9) return small_launch<9>(args);
+  if (given.each) return small_launch<32>(args);
   if (given.streamed) {
     const auto threads = static_cast<unsigned>(given.threads);
     return {"draw",  static_cast<unsigned>(kRows),
@@ -204,7 +205,7 @@ int main(int count, char** arguments) {
   given.vocab = options.number("vocab", 66);
   given.threads = options.number("threads", 128);
   given.shift = options.number("shift", 0);
-  given.fours = options.number("fours", 0);
+  given.each = options.number("each", 0);
   given.stored = options.number("stored", 0);
   given.streamed = options.number("streamed", 0);
   given.seeds = options.numbers("seeds", "0,1");

@@ -79,18 +79,20 @@ DRAWS = [
     for kind in ("normal", "ties", "narrow", "equal", "geometric", "few", "outlier")
     for size in (
         "--vocab 66",
-        "--vocab 66 --fours 1",
-        "--vocab 999 --fours 8 --seeds 2",
+        "--vocab 66 --each 4",
+        "--vocab 999 --each 32 --seeds 2",
         "--vocab 3001 --threads 32",
         "--vocab 3000 --threads 96 --seeds 2",
         "--vocab 3001 --threads 128 --streamed 1",
         "--vocab 9000 --threads 64 --streamed 1 --seeds 2",
     )
 ] + [
-    "--vocab 1 --fours 1",
-    "--vocab 128 --fours 1 --shift 1",
-    "--vocab 200 --fours 2",
-    "--vocab 1024 --fours 8",
+    "--vocab 1 --each 4",
+    "--vocab 128 --each 4 --shift 1",
+    "--vocab 200 --each 8",
+    "--vocab 257 --each 9",
+    "--vocab 288 --each 9 --shift 1",
+    "--vocab 1024 --each 32",
     "--vocab 2",
     "--vocab 66 --shift 1",
     "--vocab 2999 --shift 3 --stored 1 --seeds 3",
