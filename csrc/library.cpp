@@ -149,8 +149,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
       "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
       "bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
-  // the same of some hundred sequences and a small model: weights as engine/ops/cluster_step.py
-  // packs them, plan the addresses of what results are added to
+  // the same of up to about a hundred sequences and a small model: weights as
+  // engine/ops/cluster_step.py packs them, plan the addresses of what results are added to
   m.def(
       "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "
       "Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, int gates, "

@@ -1,5 +1,5 @@
-// Arguments of a decode step of some hundred sequences through a small model; shared by host and
-// device code.
+// Arguments of a decode step of up to about a hundred sequences through a small model; shared by
+// host and device code.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace minserve {
 
 constexpr int kClusterBlocks = 16;      // which have all weights of the model, a part each
 constexpr int kMostClusterLayers = 16;  // all arguments fit into those of a kernel
-constexpr int kClusterWidthUnit = 8 * kClusterBlocks;  // which the residual stream's divides by
+constexpr int kClusterWidthUnit = 8 * kClusterBlocks;  // a multiple of it is the residual stream's
 constexpr int kMostClusterWidth = 4 * kClusterWidthUnit;
 constexpr int kMostClusterTaps = 4;  // of a convolution
 
@@ -110,7 +110,7 @@ struct ClusterStepArgs {
   int num_slots = 0;
   float* logits = nullptr;  // [batch, vocabulary]
 
-  ClusterLayer layer[kMostClusterLayers];
+  ClusterLayer layer[kMostClusterLayers + 1];  // the head comes after the last one
 };
 
 // Where things are in a block's shared memory, in bytes, for so many sequences of its cluster.

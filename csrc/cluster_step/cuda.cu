@@ -11,7 +11,7 @@ namespace {
 template <template <class> class CellOf, int kTiles, int kWidth>
 class Launch {
  public:
-  Launch(ClusterStepArgs& args, int device, cudaStream_t on) : args_(args) {
+  Launch(ClusterStepArgs& args, int device, cudaStream_t on) : args_(args), device_(device) {
     static thread_local int prepared = -1, most_shared = 0;
     if (prepared != device) {
       check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
@@ -43,13 +43,17 @@ class Launch {
   }
 
   bool fits() const { return stages_ >= kFewestStages; }
-  // Whether all clusters run at once.
+  // Whether all clusters run at once. Throws where the GPU has no room for one.
   bool at_once() const {
-    static thread_local int known_shared = -1, most = 0;
+    static thread_local int known_device = -1, known_shared = -1, most = 0;
     const int shared = static_cast<int>(config_.dynamicSmemBytes);
-    if (shared != known_shared) {
+    if (device_ != known_device || shared != known_shared) {
       check(cudaOccupancyMaxActiveClusters(&most, kernel(), &config_), "clusters at once");
-      known_shared = shared;
+      known_device = device_, known_shared = shared;
+    }
+    if (most == 0) {
+      throw std::runtime_error("minserve: this GPU has no room for a cluster of " +
+                               std::to_string(kClusterBlocks) + " blocks");
     }
     return static_cast<int>(config_.gridDim.x) <= most * kClusterBlocks;
   }
@@ -68,6 +72,7 @@ class Launch {
   }
 
   ClusterStepArgs& args_;
+  const int device_;
   cudaLaunchAttribute attributes_[2] = {};
   cudaLaunchConfig_t config_ = {};
   int stages_ = 0;

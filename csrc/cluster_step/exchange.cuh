@@ -1,7 +1,7 @@
 // What the blocks of a cluster tell each other, and where it lies.
 //
 // Nothing is overwritten before it has been read: a block's sums leave after it has all of the
-// stream, and its channels after it has all sums.
+// stream, and its channels after it has all sums or, where they are mixed, all that was convolved.
 #pragma once
 
 #include "products.cuh"

@@ -45,6 +45,14 @@ struct Sums {
                                       unsigned high) {
     whole::multiply_step(of[i][step % kChains], weights, low, high);
   }
+  // Products come before what follows.
+  __device__ __forceinline__ void are_there() {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (float (&chain)[4] : of[i]) sums_are_there(chain);
+    }
+  }
   __device__ __forceinline__ float operator()(int i, int k) const {
     return kChains > 1 ? of[i][0][k] + of[i][kChains - 1][k] : of[i][0][k];
   }
@@ -97,6 +105,7 @@ __device__ __forceinline__ void multiply_rows(Chunks& chunks, int rows, std::uin
             if (row == 0) squares.add(k, i, {low, 0, high, 0}, low, high);
           }
         }
+        sums[row].are_there();
         chunks.release();
       }
     }
@@ -142,6 +151,11 @@ __device__ __forceinline__ void multiply_part(Chunks& chunks, int steps, std::ui
           whole::multiply_step(sums[m][i], weights[k][m], low, high);
         }
       }
+    }
+#pragma unroll
+    for (int m = 0; m < kEach; ++m) {
+#pragma unroll
+      for (float (&four)[4] : sums[m]) sums_are_there(four);
     }
     chunks.release();
   }

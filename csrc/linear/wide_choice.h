@@ -37,8 +37,9 @@ class WideChooser {
   bool pays() const {
     if (small_steps()) return true;
     const std::int64_t tiles = up(rows_, 128) * up(tokens_, 128);
-    const bool stepping = gates_ > 1;
-    const std::int64_t few = stepping ? (inputs_ < 768 ? 120 : 48) : (inputs_ < 1024 ? 72 : 48);
+    // Fitted to sums that may be cut into parts.
+    const std::int64_t long_sums = gates_ > 1 ? 768 : 1024, short_ones = gates_ > 1 ? 120 : 72;
+    const std::int64_t few = whole_ ? 120 : inputs_ < long_sums ? short_ones : 48;
     if (tokens_ > 64 && tiles >= few) return true;
     return tokens_ > 128 && inputs_ >= 1024 && tiles >= (whole_ ? 90 : inputs_ < 2048 ? 12 : 16);
   }
@@ -74,7 +75,7 @@ class WideChooser {
   }
   bool can_take(const WideForm& form) const {
     if (gates_ == 3) return form.rows == 192;            // a warpgroup for each
-    if (gates_ == 2 && form.tokens == 64) return false;  // small_steps() is quicker
+    if (gates_ == 2 && form.tokens == 64) return false;  // small_steps() has that of steps
     if (gates_ == 2 && form.rows == 192 && inputs_ >= 1024) return false;  // always behind
     // Blocks with parts have one tile, and inputs.
     return form.parts == 1 ||

@@ -1,10 +1,10 @@
-"""ClusterStep: a small LM's decode step of some hundred sequences, in one kernel
+"""ClusterStep: a small LM's decode step of up to about a hundred sequences, in one kernel
 (engine/ops/cluster_step.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.config import ModelConfig
 from engine.models.cell import ModelState
 from engine.models.lm import LM, Layer
+from engine.models.tuned import works
 from engine.models.whole_step import runs_kernels
 from engine.ops.cluster_step import (
     BLOCKS,
@@ -54,6 +55,15 @@ def supports(model: LM) -> bool:
 class ClusterStep:
     """Steps of `model`, which `supports` says yes to, with a packed copy of its weights as they are
     now, norms' included."""
+
+    @classmethod
+    def of(cls, model: LM) -> Self | None:
+        """None where it does not run: also on GPUs, or parts of one, without room for a cluster."""
+        if not supports(model):
+            return None
+        step, state = cls(model), model.new_state(1)
+        padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
+        return step if works(lambda: step.step(padding, state, padding)) else None
 
     @torch.no_grad()
     def __init__(self, model: LM) -> None:

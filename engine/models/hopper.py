@@ -1,5 +1,5 @@
 """HopperLM: the decode step of an LM as a chain of linear maps, each with its neighbours folded in,
-or as one kernel: for a few sequences (whole_step.py), or some hundred of a small model
+or as one kernel: for a few sequences (whole_step.py), or up to about a hundred of a small model
 (cluster_step.py).
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
@@ -24,7 +24,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine.models import cluster_step
 from engine.models.cell import Cell, ModelState
 from engine.models.cluster_step import ClusterStep
 from engine.models.conv import CausalConv
@@ -101,8 +100,7 @@ class HopperLM:
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
-        clustered = not deterministic and cluster_step.supports(model)
-        self._clusters = ClusterStep(model) if clustered else None
+        self._clusters = None if deterministic else ClusterStep.of(model)
         self._most_rows, self._most_tokens = _where_the_library_begins(model)
         # The quickest, where several ways were tried.
         self._ways_of_steps: dict[int, _Way] = {}
@@ -287,8 +285,10 @@ def _nearest(found: dict[int, _Way], size: int, unmeasured: _Way) -> _Way:
     if not found or size == 0:
         return unmeasured
     way = found[min(found, key=lambda other: abs(other - size))]
-    few = size <= _FEWEST_OF_THE_LIBRARY
-    return _Way.CHAIN if few and way is _Way.LIBRARY else way
+    if way is _Way.LIBRARY and size <= _FEWEST_OF_THE_LIBRARY:
+        return _Way.CHAIN
+    beyond = way is _Way.CLUSTERS and size > max(_MOST_ROWS_OF_CLUSTERS, *found)
+    return unmeasured if beyond else way
 
 
 def _where_the_library_begins(model: LM) -> tuple[int, int]:

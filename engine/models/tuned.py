@@ -75,7 +75,8 @@ class TunedProducts:
 
         self._chosen[shape] = None
         found = product_algorithms(x, first, out)
-        algorithms = [one for one in found if _works(partial(by, one))]
+        # The library does not promise that what it names runs.
+        algorithms = [one for one in found if works(partial(by, one))]
         quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
         if quickest > 0:
             self._chosen[shape] = algorithms[quickest - 1]
@@ -133,8 +134,8 @@ def _enough(weight: Tensor) -> int:
     return min(_MOST_WEIGHTS, 1 + 2 * cache // weight.nbytes)
 
 
-def _works(run: Callable[[], object]) -> bool:
-    """Whether an algorithm that the library names runs; it does not promise that."""
+def works(run: Callable[[], object]) -> bool:
+    """Whether this can be run at all. Raises what is no answer to that."""
     try:
         run()
     except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""cluster_step: one token of some hundred sequences through a small model in one kernel, on Hopper.
+"""cluster_step: one token of up to about a hundred sequences through a small model in one kernel,
+on Hopper.
 
 Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model, a sixteenth each.
 What they tell each other stays in their shared memory, so that a product costs the time of its
@@ -51,7 +52,7 @@ class ClusterLayer:
 
 class ClusterProgram:
     """A model whose weights have been packed, once more, for the kernel. Keeps the other tensors of
-    its layers; these must stay where they are.
+    its layers (biases, taps); these must stay where they are. Waits for the device.
 
     Args:
         table: the embedding [ids, d_model].
@@ -79,32 +80,37 @@ class ClusterProgram:
         eps: float,
     ) -> None:
         _check(table, layers, head, head_bias, gates)
-        self._table, self._layers, self._head_bias = table, tuple(layers), head_bias
+        self._table, self._head_bias = table, head_bias
         self._vocabulary = len(head)
         self._hidden = 0 if layers[0].up is None else len(layers[0].up)
         self._gates, self._eps = gates, eps
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         products = [product for layer in layers for product in _products(layer, gates)]
         self._weights = _packed([*products, _head_rows(head)])
+        self._taps = 0 if layers[0].taps is None else layers[0].taps.shape[1]
+        # As csrc/cluster_step/op.cpp reads them.
+        self._beside = [
+            (
+                layer.taps,
+                layer.taps_bias,
+                layer.mix_bias,
+                layer.gates_bias,
+                layer.out_bias,
+                layer.up_bias,
+                layer.down_bias,
+            )
+            for layer in layers
+        ]
         self._plan = torch.tensor(
             [
-                [
-                    0 if tensor is None else tensor.data_ptr()
-                    for tensor in (
-                        layer.taps,
-                        layer.taps_bias,
-                        layer.mix_bias,
-                        layer.gates_bias,
-                        layer.out_bias,
-                        layer.up_bias,
-                        layer.down_bias,
-                    )
-                ]
-                for layer in layers
+                [0 if tensor is None else tensor.data_ptr() for tensor in of_layer]
+                for of_layer in self._beside
             ],
             dtype=torch.int64,
             device="cpu",
         )
+        if table.is_cuda:  # weights are read before the kernel ahead on the stream has ended
+            torch.cuda.synchronize(table.device)
 
     def run(self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None) -> Tensor:
         """One token of every row.
@@ -123,6 +129,11 @@ class ClusterProgram:
         Raises:
             RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
         """
+        if conv is not None and conv.shape[2] + 1 != self._taps:
+            raise RuntimeError(
+                f"minserve::cluster_step: conv must have {self._taps} taps - 1 inputs of each"
+                f" channel, got {list(conv.shape)}"
+            )
         logits: Tensor = torch.ops.minserve.cluster_step(
             tokens,
             slots,
@@ -201,7 +212,8 @@ def _check(
             tuple(tensor.shape) == shape
             and tensor.dtype == torch.bfloat16
             and tensor.is_contiguous()
-            and tensor.device == table.device,
+            and tensor.device == table.device
+            and tensor.data_ptr() % 4 == 0,
             f"{name} must be contiguous bfloat16 {list(shape)} on {table.device},"
             f" got {tensor.dtype} {list(tensor.shape)} on {tensor.device}",
         )

@@ -158,7 +158,9 @@ emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
   if (given.each == 4) return small_launch<4>(args);
   if (given.each == 8) return small_launch<8>(args);
   if (given.each == 9) return small_launch<9>(args);
-  if (given.each) return small_launch<32>(args);
+  if (given.each == 16) return small_launch<16>(args);
+  if (given.each == 32) return small_launch<32>(args);
+  if (given.each) differ("no kernel has so many tokens in a lane");
   if (given.streamed) {
     const auto threads = static_cast<unsigned>(given.threads);
     return {"draw",  static_cast<unsigned>(kRows),

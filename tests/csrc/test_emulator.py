@@ -91,6 +91,8 @@ DRAWS = [
     "--vocab 128 --each 4 --shift 1",
     "--vocab 200 --each 8",
     "--vocab 257 --each 9",
+    "--vocab 289 --each 16",
+    "--vocab 512 --each 16 --shift 1",
     "--vocab 288 --each 9 --shift 1",
     "--vocab 1024 --each 32",
     "--vocab 2",

@@ -34,7 +34,7 @@ def config(**changes: object) -> ModelConfig:
         ({"mlp_ratio": 0.0}, True),
         ({"d_model": 512, "n_layers": 2}, True),
         ({"quantization": "int8"}, False),
-        ({"d_model": 192}, False),  # a channel and a half for each lane of a unit
+        ({"d_model": 192, "expansion": 4 / 3, "mlp_ratio": 4 / 3}, False),  # 12 for each block
         ({"d_model": 640, "n_layers": 1, "expansion": 1.2}, False),
         ({"expansion": 1.5}, False),  # 576 channels: 36 for each block
         ({"mlp_ratio": 3.0}, False),  # 1152
@@ -50,10 +50,12 @@ def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
 
 def test_limits_are_those_of_the_kernel() -> None:
     text = (Path(__file__).parents[2] / "csrc" / "cluster_step" / "args.h").read_text()
-    constants = dict(re.findall(r"(k\w+) = (\d+)[,;]", text))
+    constants = dict(re.findall(r"(k\w+) = ([\w *]+)[,;]", text))
     assert int(constants["kClusterBlocks"]) == cluster_step.BLOCKS
     assert int(constants["kMostClusterLayers"]) == cluster_step.MOST_LAYERS
     assert int(constants["kMostClusterTaps"]) == cluster_step.MOST_TAPS
+    assert constants["kMostClusterWidth"] == "4 * kClusterWidthUnit"
+    assert constants["kClusterWidthUnit"] == "8 * kClusterBlocks"
     assert 4 * 8 * int(constants["kClusterBlocks"]) == cluster_step.MOST_WIDTH
     assert int(constants["kComputingWarps"]) == 2 * cluster_step._PAIRS
 
@@ -114,6 +116,76 @@ def test_rows_of_the_head_go_round_the_blocks() -> None:
     assert not pairs[1][1:].any() and all(pair.numel() == 0 for pair in pairs[2:])
 
 
+def test_a_stream_has_products_in_the_order_in_which_they_are_computed() -> None:
+    """As ClusterShape::run in csrc/cluster_step/args.h has them: by layers, and the head."""
+    draw = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, inputs: int) -> Tensor:
+        return torch.randn(rows, inputs, generator=draw).bfloat16()
+
+    layers = [
+        ClusterLayer(
+            gates=matrix(1024, 384),
+            out=matrix(384, 512),
+            taps=matrix(384, 2),
+            mix=matrix(384, 384),
+            up=matrix(256, 384),
+            down=matrix(384, 256),
+        )
+        for _ in range(2)
+    ]
+    head = matrix(40, 384)
+    program = ClusterProgram(
+        matrix(5, 384),
+        layers,
+        head,
+        None,
+        gates=2,
+        linear_candidate=False,
+        normalize_gates=True,
+        eps=1e-6,
+    )
+    for block, pair in ((0, 0), (1, 1), (15, 3), (2, 5)):
+        expected: list[Tensor] = []
+
+        def rows_of(weight: Tensor, rows: list[int], expected: list[Tensor] = expected) -> None:
+            expected += [tile_of(weight.double(), rows, 16 * step) for step in range(24)]
+
+        def part_of(
+            weight: Tensor,
+            block: int = block,
+            pair: int = pair,
+            expected: list[Tensor] = expected,
+        ) -> None:
+            steps = weight.shape[1] // 256
+            for step in range(steps):
+                for tile in (2 * pair, 2 * pair + 1, 2 * pair + 12, 2 * pair + 13):
+                    rows = list(range(16 * tile, 16 * tile + 16))
+                    first = 16 * (steps * block + step)
+                    expected.append(tile_of(weight.double(), rows, first))
+
+        for layer in layers:
+            assert layer.mix is not None and layer.up is not None and layer.down is not None
+            if pair < 2:  # 24 rows of a block: a tile and a half
+                rows_of(
+                    layer.mix,
+                    [24 * block + n if n < 24 else -1 for n in range(16 * pair, 16 * pair + 16)],
+                )
+            if pair < 4:  # units of eight channels
+                first = 32 * block + 8 * pair
+                rows_of(layer.gates, [512 * gate + first + n for gate in (0, 1) for n in range(8)])
+            part_of(layer.out)
+            if pair == 0:
+                rows_of(layer.up, list(range(16 * block, 16 * block + 16)))
+            part_of(layer.down)
+        if pair == 0:
+            rows_of(head, [n if n < 40 else -1 for n in range(16 * block, 16 * block + 16)])
+        stream = program._weights[block, pair].double()
+        together = torch.cat(expected)
+        assert torch.equal(stream[: len(together)], together)
+        assert not stream[len(together) :].any()
+
+
 MODELS = {
     "mingru": config(),
     "minlstm": config(cell="minlstm", cell_bias=True, out_bias=True, head_bias=True),
@@ -132,7 +204,8 @@ MODELS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_as_the_chain_does(name: str) -> None:
-    """Many steps of changing batches, in clusters of 8, 16 and 32 sequences and in turns."""
+    """Many steps of changing batches, in clusters of 8, 16 and, where there is room, 32 sequences,
+    and in turns. Ids that the model does not have are rows of zeros to both."""
     model = build(MODELS[name], torch.bfloat16)
     exact, chain = exact_of(model), HopperLM(model)
     clusters, chance = ClusterStep(model), random.Random(name)
@@ -159,6 +232,32 @@ def test_steps_as_the_chain_does(name: str) -> None:
                 assert error < 2 * usual + 5e-3
         dead = [row for row in range(400) if row not in slots]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+        if ours.conv is not None and theirs.conv is not None:
+            assert torch.equal(ours.conv[:, dead], theirs.conv[:, dead])
+
+
+@pytest.mark.gpu
+def test_ids_and_slots_that_are_not_there() -> None:
+    """An id out of range is a row of zeros; a slot out of range is padding."""
+    model = build(MODELS["conv"], torch.bfloat16)
+    chain, clusters, state = HopperLM(model), ClusterStep(model), model.new_state(20)
+    ids = int32([3, -1, 257, 100_000, 5], "cuda")
+    theirs = copied(state)
+    got = clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda"))
+    expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), _Way.CHAIN)
+    assert relative_error(got[:4], expected[:4]) < 0.02
+    assert relative_error(state.cell, theirs.cell) < 0.02
+
+
+@pytest.mark.gpu
+def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.cluster_step.works", lambda run: False)
+    model = build(MODELS["mingru"], torch.bfloat16)
+    quick, state = HopperLM(model), model.new_state(16)
+    assert quick._clusters is None
+    quick.prepare([16], [], [])
+    rows = int32(list(range(16)), "cuda")
+    assert quick.step(rows, state, rows).isfinite().all()
 
 
 @pytest.mark.gpu

@@ -95,7 +95,7 @@ def test_only_what_an_algorithm_says_itself_is_passed_over(error: type[Exception
         raise error("no")
 
     with pytest.raises(error):
-        tuned._works(fails)
+        tuned.works(fails)
 
 
 @pytest.mark.gpu

@@ -194,7 +194,8 @@ def whole_steps() -> None:
 
 
 def clustered_steps() -> None:
-    """Both cells, with and without convolutions and MLPs; clusters of 8, 16 and 32 sequences."""
+    """Both cells, with and without convolutions and MLPs; clusters of 8, 16 and (without both) 32
+    sequences."""
     for cell, taps, mlp in (("mingru", 4, 4.0), ("minlstm", 0, 4.0), ("minlstm", 3, 0.0)):
         config = ModelConfig(
             cell=cell, vocab_size=300, d_model=384, n_layers=2, conv_kernel=taps, mlp_ratio=mlp

@@ -16,7 +16,7 @@ from tests.ops.helpers import DEVICES, int32, same_bits
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
-VOCABULARIES = [1, 2, 5, 66, 200, 257, 1000, 3000, 32_000]
+VOCABULARIES = [1, 2, 5, 66, 200, 257, 288, 289, 512, 1000, 3000, 32_000]
 KINDS = ["normal", "ties", "narrow", "peaky", "equal", "geometric", "few", "outlier"]
 
 
