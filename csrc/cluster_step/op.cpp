@@ -3,6 +3,7 @@
 
 #include "../common/operators.h"
 #include "../linear/require_hopper.h"
+#include "../whole_step/plan.h"
 #include "launch.h"
 
 namespace minserve {
@@ -11,18 +12,6 @@ namespace {
 
 // A layer's tensors in the plan, addresses or 0.
 enum Field { kTaps, kTapsBias, kMixBias, kGatesBias, kOutBias, kUpBias, kDownBias, kFields };
-
-const void* pointer(std::int64_t address) {
-  return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
-}
-
-// Whether two neighbouring channels can be read at once in every row.
-bool in_pairs(const Tensor& state) {
-  bool even = reinterpret_cast<std::uintptr_t>(state.const_data_ptr()) % 8 == 0;
-  for (std::int64_t dim = 0; dim + 1 < state.dim(); ++dim)
-    even = even && state.stride(dim) % 2 == 0;
-  return even && state.stride(state.dim() - 1) == 1;
-}
 
 void read_plan(const Check& check, const Tensor& plan, ClusterStepArgs& args) {
   check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&

@@ -7,6 +7,7 @@
 #include "../common/operators.h"
 #include "../linear/require_hopper.h"
 #include "launch.h"
+#include "plan.h"
 
 namespace minserve {
 
@@ -26,18 +27,6 @@ enum Field {
   kTapsBias,
   kFields
 };
-
-const void* pointer(std::int64_t address) {
-  return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
-}
-
-// Whether two neighbouring channels can be read at once in every row.
-bool in_pairs(const Tensor& state) {
-  bool even = reinterpret_cast<std::uintptr_t>(state.const_data_ptr()) % 8 == 0;
-  for (std::int64_t dim = 0; dim + 1 < state.dim(); ++dim)
-    even = even && state.stride(dim) % 2 == 0;
-  return even && state.stride(state.dim() - 1) == 1;
-}
 
 // The plan's phases, each with its part of the exchange and its share of the blocks.
 class Plan {
