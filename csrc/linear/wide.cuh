@@ -155,23 +155,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = S::kHalved ? static_cast<int>(blockIdx.z) : 0;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      init_barrier(full[i], 1);
-      init_barrier(empty[i], S::kComputing / 32);
-    }
-    for (int i = 0; i < 2; ++i) {
-      init_barrier(ready[i], 32 * S::kPreparing);
-      init_barrier(taken[i], S::kComputing / 32);
-    }
-    init_barrier(received, 1);
-    init_barrier(beside, 1);
-    fence_barriers();
-    if (S::kHalved) arrive_expecting(received, S::kSentBytes);
-  }
-  __syncthreads();
-  let_next_kernel_start();
-
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
   const int begin = part * steps / S::kParts;
   const int count = (part + 1) * steps / S::kParts - begin;
@@ -188,35 +171,51 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     token = piece * S::kTokens;
   };
 
+  int channel, token;  // of the tile whose stages are filled
+  const auto copy_weights = [&](const At& at, int n) {
+    arrive_expecting(full[at.slot], S::kStageBytes);
+#pragma unroll
+    for (int box = 0; box < S::kBoxes; ++box) {
+      const int row = static_cast<int>(box % S::kGates * args.channels) + channel +
+                      box / S::kGates * S::kUnitChannels;
+      copy_box(ring + at.slot * S::kStageBytes + box * S::kBoxBytes, weight_map,
+               (begin + n) * kStep, row, full[at.slot]);
+    }
+  };
+  const int ahead = min(count, S::kStages);
+  // The thread that feeds the ring: weights are on their way before the block has met.
+  if (threadIdx.x == S::kComputing) {
+    prefetch_map(weight_map);
+    for (int i = 0; i < S::kStages; ++i) {
+      init_barrier(full[i], 1);
+      init_barrier(empty[i], S::kComputing / 32);
+    }
+    for (int i = 0; i < 2; ++i) {
+      init_barrier(ready[i], 32 * S::kPreparing);
+      init_barrier(taken[i], S::kComputing / 32);
+    }
+    init_barrier(received, 1);
+    init_barrier(beside, 1);
+    fence_barriers();
+    fence_for_copies();
+    if (S::kHalved) arrive_expecting(received, S::kSentBytes);
+    find(first, channel, token);
+    At at;
+    for (int n = 0; n < ahead; ++n, ++at) copy_weights(at, n);
+    prefetch_map(input_map);
+    prefetch_map(side_map);
+  }
+  __syncthreads();
+  let_next_kernel_start();
+
   if (warp >= S::kComputing / 32) {
     if constexpr (S::kGiving) give_registers<S::kFewRegisters>();
     if (warp == S::kComputing / 32) {
       // The ring.
-      int channel, token;
-      const auto copy_weights = [&](const At& at, int n) {
-        arrive_expecting(full[at.slot], S::kStageBytes);
-#pragma unroll
-        for (int box = 0; box < S::kBoxes; ++box) {
-          const int row = static_cast<int>(box % S::kGates * args.channels) + channel +
-                          box / S::kGates * S::kUnitChannels;
-          copy_box(ring + at.slot * S::kStageBytes + box * S::kBoxBytes, weight_map,
-                   (begin + n) * kStep, row, full[at.slot]);
-        }
-      };
       const auto copy_inputs = [&](const At& at, int n) {
         copy_box(ring + at.slot * S::kStageBytes + S::kWeightBytes, input_map, (begin + n) * kStep,
                  token, full[at.slot]);
       };
-      const int ahead = min(count, S::kStages);
-      if (lane == 0) {
-        prefetch_map(weight_map);
-        prefetch_map(input_map);
-        prefetch_map(side_map);
-        find(first, channel, token);
-        At at;
-        for (int n = 0; n < ahead; ++n, ++at) copy_weights(at, n);
-      }
-      __syncwarp();
       wait_for_previous_kernel();
       if (lane == 0) {
         At at;
