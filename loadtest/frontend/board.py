@@ -15,6 +15,7 @@ class Board:
     """Every field has one writer."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        self.path = path
         size = 8 * (_TIMES + MOST_STEPS)
         if create:
             path.write_bytes(bytes(size))
@@ -23,16 +24,19 @@ class Board:
 
     def set_up(self, *, window: int, period_ns: int = 0, expected: int = 0, chunk: int = 1) -> None:
         """`window` events of each stream in flight, of `chunk` tokens; or (0) a step every
-        `period_ns`, from when `expected` streams are there. Resets the counts."""
+        `period_ns`, from when `expected` streams are there; or (both 0) none. Resets the counts."""
         for cell in range(_TIMES):
             self._cells[cell] = 0
         self._cells[0], self._cells[1], self._cells[2] = window, period_ns, expected
         self._cells[3] = chunk
-        self._cells[4] += 1
 
     @property
     def window(self) -> int:
         return self._cells[0]
+
+    @window.setter
+    def window(self, steps: int) -> None:
+        self._cells[0] = steps
 
     @property
     def period_ns(self) -> int:

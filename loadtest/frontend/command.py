@@ -9,8 +9,9 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ import msgspec
 
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
-from loadtest.frontend.processes import cpu_seconds, server
-from loadtest.frontend.reader import KEY, Reading, read
+from loadtest.frontend.processes import server
+from loadtest.frontend.reader import KEY, Reading, Schedule, Target, read
 from loadtest.frontend.ready import Sample
 from loadtest.report import percentile, print_environment, print_table, save_json
 from loadtest.served import free_port
@@ -30,6 +31,9 @@ FACTORY = "loadtest.frontend.mock:load"
 P50_BAR, P99_BAR = 0.003, 0.010  # seconds, of the steady pace
 KEEPS_PACE = 0.99  # of the tokens that are due
 SAMPLES = 20  # tries at most
+START = 1.0  # seconds until all clients are there
+TURN = 1.0  # seconds that one server is measured before the other is
+SETTLE = 0.5  # seconds of load before each turn but the first
 BUSY = 0.9  # of its core: a client above this may have been the limit
 
 
@@ -42,26 +46,50 @@ class Rate:
     client: float  # share of a core that the busiest reader used
     latencies: list[float]
 
+    @classmethod
+    def of(cls, readings: Sequence[Reading]) -> Rate:
+        """Of the processes that read at the same time."""
+        rate = sum(one.tokens / one.seconds for one in readings)
+        used = sum(one.server_cpu / one.seconds for one in readings) / len(readings)
+        return cls(
+            rate,
+            rate / max(used, 1e-9),
+            max(one.cpu / one.seconds for one in readings),
+            [value for one in readings for value in one.latencies],
+        )
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server under load, and the board of its engine."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    board: Board
+
+    @property
+    def target(self) -> Target:
+        return Target(self.process.pid, ("127.0.0.1", self.port), self.board.path)
+
 
 class Bench:
-    """One run's files and cores."""
+    """One run's files, cores and processes that read."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path, readers: Executor) -> None:
         self.args = args
         self.folder = folder
-        self.board_path = folder / "board"
-        self.board = Board(self.board_path, create=True)
+        self._readers = readers
         cores = sorted(os.sched_getaffinity(0))
         self.server_core: int | None = None
         self.client_core: int | None = None
         if len(cores) > 1 and not args.no_pin:
             self.server_core, self.client_core = cores[0], cores[1]
 
-    def settings(self, port: int) -> dict[str, Any]:
+    def settings(self, port: int, board: Path) -> dict[str, Any]:
         """Of the measured server."""
         return {
             "port": port,
-            "model": str(self.board_path),
+            "model": str(board),
             "api_keys": f"loadtest:{KEY}",
             "access_log": "json",
             "max_slots": 4096,
@@ -69,51 +97,48 @@ class Bench:
             "threads": None if self.client_core is None else self.client_core + 1,
         }
 
-    def measure(self, case: Case, process: subprocess.Popen[bytes], port: int) -> Rate:
-        """Loads the server at `port`."""
+    def measure(self, case: Case, servers: Sequence[Served], turns: int, **load: int) -> list[Rate]:
+        """Loads the servers in turn: how quick the cores are, which others may share, changes from
+        one second to the next, and so for all of them."""
         args = self.args
         readers = min(args.clients, case.connections)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(readers, mp_context=context) as pool:
-            work = [
-                pool.submit(
-                    read,
-                    case,
-                    ("127.0.0.1", port),
-                    self.board_path,
-                    which,
-                    case.connections * (which + 1) // readers - case.connections * which // readers,
-                    self.client_core,
-                    args.warm_up,
-                    args.seconds,
-                )
-                for which in range(readers)
-            ]
-            time.sleep(args.warm_up + 0.5)  # the readers have started
-            used, begun = cpu_seconds(process.pid), time.monotonic()
-            time.sleep(max(0.0, args.seconds - 1.0))
-            used, spent = cpu_seconds(process.pid) - used, time.monotonic() - begun
-            readings: list[Reading] = [one.result() for one in work]
-        rate = sum(reading.tokens / reading.seconds for reading in readings)
-        return Rate(
-            rate,
-            rate * spent / max(used, 1e-9),
-            max(reading.cpu / reading.seconds for reading in readings),
-            [value for reading in readings for value in reading.latencies],
-        )
+        for served in servers:
+            served.board.set_up(**{**load, "window": 0})
+        begin = time.monotonic() + START
+        schedule = Schedule(begin, args.warm_up, SETTLE, args.seconds / turns, turns)
+        work = [
+            self._readers.submit(
+                read,
+                case,
+                [served.target for served in servers],
+                which,
+                case.connections * (which + 1) // readers - case.connections * which // readers,
+                self.client_core,
+                schedule,
+            )
+            for which in range(readers)
+        ]
+        for which, begin, _, end in schedule.slices(len(servers)):
+            time.sleep(max(0.0, begin - time.monotonic()))
+            servers[which].board.window = load["window"]
+            time.sleep(max(0.0, end - time.monotonic()))
+            servers[which].board.window = 0
+        of_readers = [one.result() for one in work]
+        return [Rate.of(readings) for readings in zip(*of_readers, strict=True)]
 
-    def sample(self, case: Case, port: int) -> Sample:
+    def sample(self, case: Case, served: Served) -> Sample:
         """The bytes of an answer to `case`, in its parts. Raises RuntimeError."""
         for _ in range(SAMPLES):
-            if (sample := self._sample(case, port)) is not None:
+            if (sample := self._sample(case, served)) is not None:
                 return sample
         raise RuntimeError(f"{case.name}: not three events a prompt")
 
-    def _sample(self, case: Case, port: int) -> Sample | None:
+    @staticmethod
+    def _sample(case: Case, served: Served) -> Sample | None:
         """None where the first tokens came together with others."""
-        self.board.set_up(window=1 << 30)  # nobody counts what is read
+        served.board.set_up(window=1 << 30)  # nobody counts what is read
         answer = httpx.post(
-            f"http://127.0.0.1:{port}/v1/generate",
+            f"http://127.0.0.1:{served.port}/v1/generate",
             json=case.sample,
             headers={"authorization": f"Bearer {KEY}"},
             timeout=60,
@@ -143,23 +168,37 @@ class Bench:
             tokens=case.prompts * case.chunk,
         )
 
-    def bare(self, case: Case, **load: int) -> Rate:
-        """The bare application that does the same work, under the same load."""
-        return self.other("loadtest.frontend.bare", self.client_core, case, **load)
+    @contextmanager
+    def ours(self) -> Iterator[Served]:
+        """The measured server."""
+        port = free_port()
+        board = self._board(port)
+        command = ["loadtest.served", FACTORY, json.dumps(self.settings(port, board.path))]
+        with server(command, port, self.server_core) as process:
+            yield Served(process, port, board)
 
-    def ready(self, case: Case, sample: Sample, **load: int) -> Rate:
-        """The one that has the bytes, likewise."""
+    def bare(self) -> AbstractContextManager[Served]:
+        """The bare application that does the same work."""
+        return self._other("loadtest.frontend.bare", self.client_core)
+
+    def ready(self, sample: Sample) -> AbstractContextManager[Served]:
+        """The one that has the bytes."""
         path = self.folder / "sample"
         path.write_bytes(msgspec.msgpack.encode(sample))
-        return self.other("loadtest.frontend.ready", path, case, **load)
+        return self._other("loadtest.frontend.ready", path)
 
-    def other(self, module: str, option: object, case: Case, **load: int) -> Rate:
+    @contextmanager
+    def _other(self, module: str, option: object) -> Iterator[Served]:
         """An application beside ours."""
         port = free_port()
-        command = [module, str(port), str(self.board_path), "" if option is None else str(option)]
+        board = self._board(port)
+        command = [module, str(port), str(board.path), "" if option is None else str(option)]
         with server(command, port, self.server_core) as process:
-            self.board.set_up(**load)
-            return self.measure(case, process, port)
+            yield Served(process, port, board)
+            process.kill()  # it would wait for streams that nobody reads any more
+
+    def _board(self, port: int) -> Board:
+        return Board(self.folder / f"board-{port}", create=True)
 
     def compare(self, case: Case) -> dict[str, Any]:
         """A case on all three servers: the round whose share is the median."""
@@ -169,14 +208,13 @@ class Bench:
         return {**rounds[len(rounds) // 2], "fractions": shares}
 
     def _compare(self, case: Case) -> dict[str, Any]:
-        port = free_port()
-        command = ["loadtest.served", FACTORY, json.dumps(self.settings(port))]
+        turns = max(1, round(self.args.seconds / TURN))
         load = {"window": self.args.window, "chunk": case.chunk}
-        with server(command, port, self.server_core) as process:
-            sample = self.sample(case, port)
-            self.board.set_up(**load)
-            ours = self.measure(case, process, port)
-        bare, ready = self.bare(case, **load), self.ready(case, sample, **load)
+        with self.ours() as one, self.bare() as other:
+            sample = self.sample(case, one)
+            ours, bare = self.measure(case, [one, other], turns, **load)
+        with self.ready(sample) as served:  # never idle, so not beside others
+            (ready,) = self.measure(case, [served], turns, **load)
         return {
             "case": case.name,
             "bar": case.bar,
@@ -194,18 +232,24 @@ class Bench:
         """`streams` streams, one step every `period` seconds, on all three servers."""
         case = Case("pace", 1.0, connections=streams)
         pace = {"window": 0, "period_ns": round(period * 1e9), "expected": streams}
-        port = free_port()
-        command = ["loadtest.served", FACTORY, json.dumps(self.settings(port))]
-        with server(command, port, self.server_core) as process:
-            sample = self.sample(case, port)
-            self.board.set_up(**pace)
-            ours = self.measure(case, process, port)
+
+        def paced(served: Served) -> dict[str, float]:
+            (rate,) = self.measure(case, [served], 1, **pace)
+            return _paced(rate)
+
+        with self.ours() as served:
+            sample = self.sample(case, served)
+            ours = paced(served)
+        with self.bare() as served:
+            bare = paced(served)
+        with self.ready(sample) as served:
+            ready = paced(served)
         return {
             "streams": streams,
             "due": streams / period,
-            "ours": _paced(ours),
-            "ceiling": _paced(self.bare(case, **pace)),
-            "ready": _paced(self.ready(case, sample, **pace)),
+            "ours": ours,
+            "ceiling": bare,
+            "ready": ready,
         }
 
 
@@ -281,8 +325,8 @@ def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description="The Python front end over a mock engine.")
     options.add_argument("--cases", type=int, nargs="*", default=range(1, len(CASES) + 1))
     options.add_argument("--window", type=int, default=4, help="steps in flight")
-    options.add_argument("--seconds", type=float, default=4.0, help="of one measurement")
-    options.add_argument("--warm-up", type=float, default=1.5, help="seconds before it")
+    options.add_argument("--seconds", type=float, default=4.0, help="of each server in a round")
+    options.add_argument("--warm-up", type=float, default=1.5, help="seconds before its first turn")
     options.add_argument("--rounds", type=int, default=3, help="of each case; the median counts")
     options.add_argument("--clients", type=int, default=1, help="reading processes")
     options.add_argument("--streams", type=int, default=256, help="of the steady pace")
@@ -295,8 +339,13 @@ def main(argv: list[str] | None = None) -> int:
         options.error("--rounds: allowed: 1 and more")
     print_environment()
     figures: dict[str, Any] = {"window": args.window, "cases": []}
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args, Path(folder))
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(args.clients, mp_context=context) as readers,
+    ):
+        list(readers.map(time.sleep, [0.1] * args.clients))  # until they have started
+        bench = Bench(args, Path(folder), readers)
         for number in args.cases:
             try:
                 figures["cases"].append(bench.compare(CASES[number - 1]))

@@ -30,6 +30,7 @@ from engine.messages import (
 from loadtest.frontend.board import Board
 
 NAP = 20e-6  # seconds between looks at the board
+PAUSE = 1e-3  # where it says that there are no steps
 TIMING = Timing(0.0, 0.0, 0.0)
 
 
@@ -163,6 +164,9 @@ class MockEngine:
                 return False
             self._burst -= 1
             return True
+        if not board.period_ns:
+            time.sleep(PAUSE)
+            return False
         left = self._due - time.monotonic_ns()
         if left > 0:
             time.sleep(left / 1e9)

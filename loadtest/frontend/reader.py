@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import socket
 import time
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import Case
+from loadtest.frontend.processes import cpu_seconds
 
 EVENT = b'"token_ids":['  # one in each event with tokens
 STREAM_END = b"\r\n0\r\n\r\n"
@@ -24,23 +29,52 @@ BUFFER = bytearray(1 << 18)
 KEY = "0123456789abcdef-loadtest"  # the API key that is shown
 
 
+class Target(NamedTuple):
+    """A server: its process, address and board."""
+
+    pid: int
+    address: tuple[str, int]
+    board: Path
+
+
+class Schedule(NamedTuple):
+    """When clients load each of several servers: in turn, so that all of them meet the same changes
+    of how quick the cores are. Seconds, by time.monotonic."""
+
+    begin: float
+    warm_up: float  # before the first turn of each
+    settle: float  # before the others
+    seconds: float  # of a turn
+    turns: int  # of each
+
+    def slices(self, servers: int) -> Iterator[tuple[int, float, float, float]]:
+        """Of each turn: the server, when its load begins, when counting does, and its end."""
+        at = self.begin
+        for turn in range(self.turns):
+            for which in range(servers):
+                counted = at + (self.settle if turn else self.warm_up)
+                yield which, at, counted, counted + self.seconds
+                at = counted + self.seconds
+
+
 @dataclass
 class Reading:
-    """What the clients of one process have seen."""
+    """What the clients of one process have seen of one server in its turns."""
 
-    tokens: int
-    seconds: float
-    cpu: float  # seconds of this process within them
-    latencies: array[float]  # from the engine's step until here, of a paced load
+    tokens: int = 0
+    seconds: float = 0.0
+    cpu: float = 0.0  # seconds of this process within them
+    server_cpu: float = 0.0  # and of the server's
+    latencies: array[float] = field(default_factory=lambda: array("d"))  # of a paced load
 
 
 class _Client:
     """One connection."""
 
-    def __init__(self, address: tuple[str, int], request: bytes, case: Case) -> None:
+    def __init__(self, address: tuple[str, int], requests: Iterator[bytes], case: Case) -> None:
         self.socket = socket.create_connection(address)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._request = request
+        self._requests = requests
         self._case = case
         self._kept = b""  # the end of what came, where a mark may begin
         self._missing = -1  # bytes of a plain answer; -1: its head has not come
@@ -48,7 +82,7 @@ class _Client:
         self.seen = 0  # tokens of every prompt of this answer
 
     def ask(self) -> None:
-        self.socket.sendall(self._request)
+        self.socket.sendall(next(self._requests))
         self._kept, self._missing, self.seen = b"", -1, 0
 
     def read(self) -> int:
@@ -90,53 +124,97 @@ class _Client:
         return self._case.tokens * self._case.prompts
 
 
+def _requests(case: Case, seed: int) -> Iterator[bytes]:
+    """Whole requests, for ever, made beforehand."""
+    lengths = range(case.tokens - case.spread, case.tokens + case.spread + 1)
+    requests = []
+    for tokens in lengths:
+        body = json.dumps(case.body_of(tokens)).encode()
+        head = (
+            f"POST /v1/generate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        requests.append(head.encode() + body)
+    random.Random(seed).shuffle(requests)
+    return cycle(requests)
+
+
+class _Clients:
+    """The connections of this process to one server. Between its turns nothing is read, so that
+    its streams wait."""
+
+    def __init__(self, case: Case, target: Target, which: int, connections: int) -> None:
+        self._board = Board(target.board)
+        self._pid = target.pid
+        self._which = which
+        self._tokens = 0
+        requests = _requests(case, which)
+        self._clients: dict[int, _Client] = {}
+        self._poll = select.epoll()
+        for _ in range(connections):
+            client = _Client(target.address, requests, case)
+            self._clients[client.socket.fileno()] = client
+            self._poll.register(client.socket, select.EPOLLIN)
+        self.reading = Reading()
+
+    def ask(self) -> None:
+        for client in self._clients.values():
+            client.ask()
+
+    def read_until(self, end: float, latencies: array[float] | None = None) -> None:
+        """Appends what each token took from its step of a steady pace."""
+        board = self._board
+        while (left := end - time.monotonic()) > 0:
+            for descriptor, _ in self._poll.poll(min(left, 0.1)):
+                client = self._clients[descriptor]
+                seen = client.seen
+                came = client.read()
+                self._tokens += came
+                if latencies is not None:
+                    at = time.monotonic_ns()
+                    latencies.extend((at - board.time_of(seen + i)) / 1e9 for i in range(came))
+            board.count(self._which, self._tokens)
+
+    def count_until(self, end: float) -> None:
+        """As read_until, into `reading`."""
+        reading = self.reading
+        tokens, started = self._tokens, time.monotonic()
+        own, server = time.process_time(), cpu_seconds(self._pid)
+        self.read_until(end, reading.latencies if self._board.period_ns else None)
+        reading.tokens += self._tokens - tokens
+        reading.seconds += time.monotonic() - started
+        reading.cpu += time.process_time() - own
+        reading.server_cpu += cpu_seconds(self._pid) - server
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.socket.close()
+
+
 def read(
     case: Case,
-    address: tuple[str, int],
-    board_path: Path,
+    targets: Sequence[Target],
     which: int,
     connections: int,
     core: int | None,
-    warm_up: float,
-    seconds: float,
-) -> Reading:
-    """Runs `connections` clients of `case`, and counts for `seconds` after `warm_up`."""
+    schedule: Schedule,
+) -> list[Reading]:
+    """Runs `connections` clients of `case` for each target, and counts in its turns. Raises
+    RuntimeError where they come too late for their first."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    board = Board(board_path)
-    body = json.dumps(case.body).encode()
-    head = (
-        f"POST /v1/generate HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    clients: dict[int, _Client] = {}
-    poll = select.epoll()
-    for _ in range(connections):
-        client = _Client(address, head.encode() + body, case)
-        clients[client.socket.fileno()] = client
-        poll.register(client.socket, select.EPOLLIN)
-    for client in clients.values():
-        client.ask()
-    paced = board.period_ns > 0
-    latencies: array[float] = array("d")
-    tokens = before = 0
-    begin = time.monotonic() + warm_up
-    end = begin + seconds
-    started = cpu = 0.0
-    now = time.monotonic()
-    while now < end:
-        for descriptor, _ in poll.poll(0.1):
-            client = clients[descriptor]
-            seen = client.seen
-            came = client.read()
-            tokens += came
-            if paced and started:
-                at = time.monotonic_ns()
-                latencies.extend((at - board.time_of(seen + i)) / 1e9 for i in range(came))
-        board.count(which, tokens)
-        now = time.monotonic()
-        if not started and now >= begin:
-            started, before, cpu = now, tokens, time.process_time()
-    for client in clients.values():
-        client.socket.close()
-    return Reading(tokens - before, now - started, time.process_time() - cpu, latencies)
+    servers = [_Clients(case, target, which, connections) for target in targets]
+    late = time.monotonic() - schedule.begin
+    if late > schedule.warm_up / 2:
+        raise RuntimeError(f"the clients were {late:.1f} s late")
+    asked = set()
+    for server, begin, counted, end in schedule.slices(len(servers)):
+        time.sleep(max(0.0, begin - time.monotonic()))
+        if server not in asked:
+            servers[server].ask()
+            asked.add(server)
+        servers[server].read_until(counted)
+        servers[server].count_until(end)
+    for one in servers:
+        one.close()
+    return [one.reading for one in servers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
 from loadtest.frontend.command import main
 from loadtest.frontend.mock import MockEngine, token_of
-from loadtest.frontend.reader import _Client
+from loadtest.frontend.reader import Schedule, _Client, _requests
 
 
 def _request(number: int, tokens: int, stream: bool = True) -> Request:
@@ -42,6 +43,35 @@ def test_the_mock_keeps_its_steps_within_the_window(board: Board, mock: MockEngi
     assert [step.tokens for step in steps[:2]] == [[token_of(0)] * 2, [token_of(1)] * 2]
     board.count(0, 12)
     assert len([1 for _ in range(20) if mock.step()]) == 6
+
+
+def test_without_a_window_or_a_pace_the_mock_waits_and_then_goes_on(
+    board: Board, mock: MockEngine
+) -> None:
+    board.set_up(window=0)
+    mock.add("api", _request(0, 100))
+    assert not any(mock.step() for _ in range(5))
+    board.window = 2
+    assert len([1 for _ in range(20) if mock.step()]) == 4
+    board.window = 0
+    board.count(0, 4)
+    assert not any(mock.step() for _ in range(5))
+
+
+def test_servers_take_turns_one_after_another() -> None:
+    slices = list(Schedule(10.0, warm_up=2.0, settle=0.5, seconds=1.0, turns=2).slices(2))
+    assert [which for which, *_ in slices] == [0, 1, 0, 1]
+    assert [counted - begin for _, begin, counted, _ in slices] == [2.0, 2.0, 0.5, 0.5]
+    assert {end - counted for *_, counted, end in slices} == {1.0}
+    assert slices[0][1] == 10.0
+    assert all(before[3] == after[1] for before, after in pairwise(slices))
+
+
+def test_requests_ask_for_all_lengths_of_a_case_alike() -> None:
+    case = Case("x", 1.0, tokens=4, spread=2)
+    requests = list(islice(_requests(case, seed=0), 10))
+    bodies = [json.loads(request.partition(b"\r\n\r\n")[2]) for request in requests]
+    assert sorted(body["max_tokens"] for body in bodies) == sorted([2, 3, 4, 5, 6] * 2)
 
 
 def test_every_request_of_the_mock_ends_once(board: Board, mock: MockEngine) -> None:
@@ -79,7 +109,7 @@ def test_clients_count_tokens_wherever_the_bytes_are_cut(step: int) -> None:
 def _counted(answer: bytes, case: Case, step: int) -> int:
     """Tokens that a client counts in an answer that comes in pieces; it must ask again then."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        client = _Client(server.getsockname(), b"ask", case)
+        client = _Client(server.getsockname(), repeat(b"ask"), case)
         client.ask()
         peer, _ = server.accept()
         tokens = 0
@@ -98,7 +128,7 @@ def _counted(answer: bytes, case: Case, step: int) -> int:
 
 
 def test_the_cases_are_those_of_the_bars() -> None:
-    assert [case.bar for case in CASES] == [0.65, 0.65, 0.5, 0.5, 0.65, 0.65]
+    assert [case.bar for case in CASES] == [0.65, 0.65, 0.5, 0.5, 0.65, 0.65, 0.65]
 
 
 def test_a_case_runs_on_both_servers(tmp_path: Path) -> None:
