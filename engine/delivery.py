@@ -172,6 +172,11 @@ class Delivery:
         self._begun, self._released, self.told = True, False, False
         return update
 
+    def take_tokens(self) -> None:
+        """As `take`, where nothing but tokens has come, which the caller has seen."""
+        self.update.tokens = []
+        self._begun, self._released, self.told = True, False, False
+
     @property
     def due(self) -> bool:
         """There is something to read, and no reason to wait for more."""

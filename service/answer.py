@@ -152,8 +152,10 @@ class Answer:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
         can belong to a stop string. Else takes nothing and returns False. For requests without
         log-probabilities, whose pieces are all that such a token's text is."""
-        plain, stop = self._takes_plain, self._stop
-        if plain is None or self.finish_reason is not None or self._holds:
+        plain, stop, decoder = self._takes_plain, self._stop, self._decoder
+        if plain is None or self.finish_reason is not None:
+            return False
+        if decoder is not None and decoder.holds:
             return False
         if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
             return False

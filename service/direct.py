@@ -127,6 +127,12 @@ class Connection:
         cycle.on_response()
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """That it runs on. To ask Python 3.11 for it takes a system call."""
+        loop: asyncio.AbstractEventLoop = self._protocol.loop
+        return loop
+
+    @property
     def has_body(self) -> bool:
         """The request's body has come whole, so that reading it will not wait."""
         return not self._cycle.more_body
@@ -163,7 +169,8 @@ class Connection:
             return not (flow.write_paused or cycle.disconnected or cycle.response_complete)
 
         def write_chunk(data: bytes) -> None:
-            write(_chunk(data))
+            if data:  # as _chunk, which every delivery to a stream would call
+                write(b"%x\r\n%b\r\n" % (len(data), data))
 
         def end(data: bytes) -> None:
             write(_chunk(data) + LAST_CHUNK)

@@ -193,7 +193,7 @@ class Flight:
         rendered and written at once where `render`, which is told their request's position, has
         something for them. All else comes by `arrivals`."""
 
-        is_open, write = writer.is_open, writer.write
+        is_open, write, observe = writer.is_open, writer.write, self._observe
 
         def take(news: list[Delivery]) -> list[Delivery]:
             if not is_open():
@@ -204,12 +204,11 @@ class Flight:
                 update = delivery.update
                 tokens = update.tokens
                 if tokens and not (update.scores or update.finished or delivery.error):
-                    which = delivery.which
-                    events = render(which, tokens)
+                    events = render(delivery.which, tokens)
                     if events is not None:
                         rendered.append(events)
-                        delivery.take()
-                        self._observe(len(tokens), which, now)
+                        delivery.take_tokens()
+                        observe(len(tokens), delivery.which, now)
                         continue
                 left.append(delivery)
             if rendered:
@@ -263,9 +262,9 @@ class Flight:
         self.tokens_out += count
         last = self._latest[which]
         if last is None:
-            self._metrics.first_token(now - self._arrived)
+            self._metrics.first_tokens.observe(now - self._arrived)
         else:
-            self._metrics.next_tokens(now - last, count)
+            self._metrics.gaps.observe((now - last) / count)
         self._latest[which] = now
 
 

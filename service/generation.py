@@ -163,21 +163,28 @@ def stream(
     last: Callable[[list[Answer]], bytes],
     template_of: Callable[[int], Template | None],
 ) -> Chunks:
-    """Chunks of events. `template_of` gives the template of a task's next plain tokens, where
-    their events have one. Raises EngineUnavailable, Draining; later errors as
+    """Chunks of events. `template_of` gives the template of all of a task's plain tokens to come,
+    where their events have one already. Raises EngineUnavailable, Draining; later errors as
     `streaming.event_chunks`."""
     answers = [task.answer(runtime) for task in tasks]
+    intervals = [task.interval for task in tasks]
     # Log-probabilities are rendered for each token.
     plain = [task.params.logprobs is None and task.score_top is None for task in tasks]
+    templates: list[Template | None] = [None] * len(tasks)
+
+    def find_template(which: int) -> Template | None:
+        if plain[which]:
+            templates[which] = template_of(which)
+        return templates[which]
 
     def render_update(which: int, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
         answer, begun = answers[which], b""
         if plain[which]:
-            tokens, interval = update.tokens, tasks[which].interval
+            tokens, interval = update.tokens, intervals[which]
             if update.finished is not None:
                 # The last event says more than the others.
                 tokens = tokens[: (len(tokens) - 1) // interval * interval] if tokens else []
-            template = template_of(which) if tokens else None
+            template = (templates[which] or find_template(which)) if tokens else None
             if template is not None and answer.take_plain(tokens):
                 begun = template.events(tokens, interval)
                 if update.finished is None:
@@ -190,10 +197,10 @@ def stream(
 
     def render_tokens(which: int, tokens: list[int]) -> bytes | None:
         """Where nothing but plain tokens has come, their events."""
-        template = template_of(which) if plain[which] else None
+        template = templates[which] or find_template(which)
         if template is None or not answers[which].take_plain(tokens):
             return None
-        return template.events(tokens, tasks[which].interval)
+        return template.events(tokens, intervals[which])
 
     _submit(flight, tasks, stream=True)
     chunks = event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))

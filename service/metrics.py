@@ -43,12 +43,12 @@ class Metrics:
         """What the gauges tell is asked of `load` and `restarts`."""
         self.registry = CollectorRegistry()
         self._tallies: list[Tally | Counts] = []  # of all histograms, and of what counts requests
-        self._first_tokens = self._histogram(
+        self.first_tokens = self._histogram(
             "time_to_first_token_seconds",
             "From an HTTP request's arrival until its first token; "
             "where it is not streamed, until the engine had it.",
         )
-        self._gaps = self._histogram(
+        self.gaps = self._histogram(
             "inter_token_latency_seconds",
             "Time per token after the first; one observation per delivery to a stream, "
             "or the mean of a request that is not streamed.",
@@ -273,17 +273,9 @@ class Metrics:
         timing = finished.timing
         if timing.prefill is None or timing.decode is None:
             return
-        self._first_tokens.observe(before + timing.queue + timing.prefill)
+        self.first_tokens.observe(before + timing.queue + timing.prefill)
         if finished.completion_tokens > 1:
-            self._gaps.observe(timing.decode / (finished.completion_tokens - 1))
-
-    def first_token(self, seconds: float) -> None:
-        """A stream's first token, `seconds` after the request's arrival."""
-        self._first_tokens.observe(seconds)
-
-    def next_tokens(self, seconds: float, tokens: int) -> None:
-        """A stream's next `tokens` tokens, `seconds` after those before."""
-        self._gaps.observe(seconds / tokens)
+            self.gaps.observe(timing.decode / (finished.completion_tokens - 1))
 
     def released(self, since: float, rounds: int) -> None:
         """The engine has ended a request whose client left at `since`, by time.perf_counter, and

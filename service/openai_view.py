@@ -41,7 +41,6 @@ class OpenAIView(ABC):
         }
         self._begun: set[int] = set()  # choices that have had their first event
         self._parts = parts_of(self._tokenizer, ids=False)
-        self._templates: dict[int, Template] = {}
 
     def last(self, answers: list[Answer]) -> bytes:
         """The usage chunk, where it is asked for."""
@@ -50,16 +49,12 @@ class OpenAIView(ABC):
         return event({**self._head, "choices": [], "usage": total_usage(answers, self._draws)})
 
     def template(self, index: int) -> Template | None:
-        """Of a choice's next event, where only the text in it is new."""
+        """Of a choice's events to come, where only the text in them is new."""
         if self._parts is None or self._ids or self._options.continuous_usage_stats:
             return None
         if not self._is_plain(index):
             return None
-        template = self._templates.get(index)
-        if template is None:
-            content = self._event(self._plain_choice(index, HOLE))
-            template = self._templates[index] = Template(content, self._parts)
-        return template
+        return Template(self._event(self._plain_choice(index, HOLE)), self._parts)
 
     @abstractmethod
     def _is_plain(self, index: int) -> bool:

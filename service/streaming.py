@@ -43,7 +43,8 @@ class ClientGone(Exception):
 async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects: then raises
     ClientGone. The request's body must have been read."""
-    task = asyncio.current_task()
+    connection: Connection | None = scope.get(CONNECTION)
+    task = asyncio.current_task(None if connection is None else connection.loop)
     assert task is not None
     left = over = False
 
@@ -53,7 +54,7 @@ async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[A
             left = True
             task.cancel()
 
-    unwatch = _watch(scope, receive, note)
+    unwatch = _watch(connection, receive, note)
     try:
         return await work
     except asyncio.CancelledError:
@@ -65,9 +66,10 @@ async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[A
         unwatch()
 
 
-def _watch(scope: Scope, receive: Receive, on_lost: Callable[[], None]) -> Callable[[], object]:
+def _watch(
+    connection: Connection | None, receive: Receive, on_lost: Callable[[], None]
+) -> Callable[[], object]:
     """Has `on_lost` called when the client leaves. Returns what ends that."""
-    connection: Connection | None = scope.get(CONNECTION)
     if connection is not None:
         return connection.watch(on_lost)
 

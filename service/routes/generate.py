@@ -207,16 +207,11 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
         return event({"id": answer_id, "index": index, **error_body(error)})
 
     parts = parts_of(runtime.tokenizer, ids=True)
-    templates: dict[int, Template] = {}
 
     def template_of(index: int) -> Template | None:
         if parts is None:
             return None
-        template = templates.get(index)
-        if template is None:
-            content = content_of(index, HOLE) | {"finish_reason": None, "logprobs": None}
-            template = templates[index] = Template(content, parts)
-        return template
+        return Template(content_of(index, HOLE) | {"finish_reason": None, "logprobs": None}, parts)
 
     chunks = stream(runtime, flight, tasks, frames, render_error, lambda _: b"", template_of)
     return EventStream(chunks)
