@@ -21,7 +21,7 @@ import msgspec
 
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
-from loadtest.frontend.processes import server
+from loadtest.frontend.processes import kill, server
 from loadtest.frontend.reader import KEY, Reading, Schedule, Target, read
 from loadtest.frontend.ready import Sample
 from loadtest.report import percentile, print_environment, print_table, save_json
@@ -195,7 +195,7 @@ class Bench:
         command = [module, str(port), str(board.path), "" if option is None else str(option)]
         with server(command, port, self.server_core) as process:
             yield Served(process, port, board)
-            process.kill()  # it would wait for streams that nobody reads any more
+            kill(process)  # it would wait for streams that nobody reads any more
 
     def _board(self, port: int) -> Board:
         return Board(self.folder / f"board-{port}", create=True)

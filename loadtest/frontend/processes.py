@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -52,6 +53,16 @@ def server(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server and what it has started at once, before one of them can complain of the
+    other's end."""
+    process.send_signal(signal.SIGSTOP)
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        for child in (thread / "children").read_text(encoding="ascii").split():
+            os.kill(int(child), signal.SIGKILL)
+    process.kill()
 
 
 def cpu_seconds(pid: int) -> float:
