@@ -27,6 +27,7 @@ from engine.socket_folder import SocketFolder
 log = logging.getLogger(__name__)
 
 GREETING = Ping(nonce=0)
+_READABLE = int(zmq.POLLIN)
 STOP_SECONDS = 3.0  # given to a Shutdown, and again to SIGTERM, before the next harder means
 LAST_WORDS_MS = 100  # how long a dead worker's messages may be under way
 MOST_LAST_WORDS = 20  # times LAST_WORDS_MS, should nobody receive them
@@ -101,7 +102,8 @@ class SocketTransport:
             self._waiter.set_result(None)
 
     def _has_news(self) -> bool:
-        return self._socket is not None and bool(int(self._socket.EVENTS) & zmq.POLLIN)
+        # The option's attribute, and flags that are no plain integers, take the library longer.
+        return self._socket is not None and bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
 
     async def receive(self) -> FromEngine:
         while True:
