@@ -155,7 +155,7 @@ class Answer:
         plain, stop, decoder = self._takes_plain, self._stop, self._decoder
         if plain is None or self.finish_reason is not None:
             return False
-        if decoder is not None and decoder.holds:
+        if decoder is not None and decoder.holds:  # `_holds`, without a call for every delivery
             return False
         if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
             return False

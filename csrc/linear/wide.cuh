@@ -171,7 +171,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     token = piece * S::kTokens;
   };
 
-  int channel, token;  // of the tile whose stages are filled
+  // Of the tile whose stages are filled; the thread that feeds the ring alone knows them.
+  int channel, token;
   const auto copy_weights = [&](const At& at, int n) {
     arrive_expecting(full[at.slot], S::kStageBytes);
 #pragma unroll
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     init_barrier(received, 1);
     init_barrier(beside, 1);
     fence_barriers();
-    fence_for_copies();
+    fence_for_copies();  // the block has not met between this and the first copies
     if (S::kHalved) arrive_expecting(received, S::kSentBytes);
     find(first, channel, token);
     At at;

@@ -18,17 +18,24 @@ class Board:
         self.path = path
         size = 8 * (_TIMES + MOST_STEPS)
         if create:
-            path.write_bytes(bytes(size))
+            with path.open("wb") as file:
+                file.truncate(size)
         with path.open("r+b") as file:
             self._cells = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
 
     def set_up(self, *, window: int, period_ns: int = 0, expected: int = 0, chunk: int = 1) -> None:
         """`window` events of each stream in flight, of `chunk` tokens; or (0) a step every
         `period_ns`, from when `expected` streams are there; or (both 0) none. Resets the counts."""
+        measurement = self.measurement + 1
         for cell in range(_TIMES):
             self._cells[cell] = 0
         self._cells[0], self._cells[1], self._cells[2] = window, period_ns, expected
-        self._cells[3] = chunk
+        self._cells[3], self._cells[4] = chunk, measurement
+
+    @property
+    def measurement(self) -> int:
+        """How often this has been set up."""
+        return self._cells[4]
 
     @property
     def window(self) -> int:

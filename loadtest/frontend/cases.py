@@ -19,7 +19,7 @@ class Case:
     tokens: int = ENDLESS  # of one prompt
     stream: bool = True
     chunk: int = 1  # tokens of one event
-    spread: int = 0  # answers are so many tokens shorter or longer, at most
+    spread: int = 0  # streams are so many tokens shorter or longer, at most
 
     @property
     def body(self) -> dict[str, Any]:
@@ -56,8 +56,6 @@ CASES = [
         "one plain batch of 256 prompts", 0.50, connections=1, prompts=256, tokens=128, stream=False
     ),
     Case("4 streams of 64 prompts", 0.65, connections=4, prompts=64),
-    # Streams that begin together may go on in step, so that a server that is behind with all of
-    # them writes much at once.
     Case("256 short streams of 128 tokens", 0.65, tokens=128),
     Case("256 short streams of 64 to 192 tokens", 0.65, tokens=128, spread=64),
 ]

@@ -22,7 +22,7 @@ import msgspec
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
 from loadtest.frontend.processes import kill, server
-from loadtest.frontend.reader import KEY, Reading, Schedule, Target, read
+from loadtest.frontend.reader import KEY, Reading, Schedule, Target, get_ready, read
 from loadtest.frontend.ready import Sample
 from loadtest.report import percentile, print_environment, print_table, save_json
 from loadtest.served import free_port
@@ -31,6 +31,7 @@ FACTORY = "loadtest.frontend.mock:load"
 P50_BAR, P99_BAR = 0.003, 0.010  # seconds, of the steady pace
 KEEPS_PACE = 0.99  # of the tokens that are due
 SAMPLES = 20  # tries at most
+READY = 0.3  # seconds that a reader's process waits for the others to have started
 START = 1.0  # seconds until all clients are there
 TURN = 1.0  # seconds that one server is measured before the other is
 SETTLE = 0.5  # seconds of load before each turn but the first
@@ -118,8 +119,8 @@ class Bench:
             )
             for which in range(readers)
         ]
-        for which, begin, _, end in schedule.slices(len(servers)):
-            time.sleep(max(0.0, begin - time.monotonic()))
+        for which, at, _, end in schedule.slices(len(servers)):
+            time.sleep(max(0.0, at - time.monotonic()))
             servers[which].board.window = load["window"]
             time.sleep(max(0.0, end - time.monotonic()))
             servers[which].board.window = 0
@@ -194,8 +195,10 @@ class Bench:
         board = self._board(port)
         command = [module, str(port), str(board.path), "" if option is None else str(option)]
         with server(command, port, self.server_core) as process:
-            yield Served(process, port, board)
-            kill(process)  # it would wait for streams that nobody reads any more
+            try:
+                yield Served(process, port, board)
+            finally:
+                kill(process)  # it would wait for streams that nobody reads any more
 
     def _board(self, port: int) -> Board:
         return Board(self.folder / f"board-{port}", create=True)
@@ -344,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(args.clients, mp_context=context) as readers,
     ):
-        list(readers.map(time.sleep, [0.1] * args.clients))  # until they have started
+        list(readers.map(get_ready, [READY] * args.clients))
         bench = Bench(args, Path(folder), readers)
         for number in args.cases:
             try:

@@ -71,6 +71,7 @@ class MockEngine:
         self._order: list[int] | None = None  # their ids, while nothing changes
         self._last: dict[int, list[int]] = defaultdict(list)  # the other way round
         self._ended: list[Finished] = []
+        self._measurement = -1  # to which what was sent belongs
         self._step = 0
         self._burst = 0  # steps left of it
         self._sent = 0
@@ -86,8 +87,11 @@ class MockEngine:
         if not request.stream:
             self._finish(request.id, "length", tokens, _tokens_of(tokens))
             return
-        if not self._live:  # a new measurement
-            self._step = self._sent = self._burst = 0
+        if self._measurement != self._board.measurement:
+            self._measurement = self._board.measurement
+            self._sent = 0  # as many as the board says were received
+        if not self._live:
+            self._step = self._burst = 0
             self._due = time.monotonic_ns()
         self._live[request.id] = self._step + tokens
         self._last[self._step + tokens].append(request.id)

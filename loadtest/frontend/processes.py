@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -57,11 +57,12 @@ def server(
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Ends a server and what it has started at once, before one of them can complain of the
-    other's end."""
+    other's end; neither need be there still."""
     process.send_signal(signal.SIGSTOP)
-    for thread in Path(f"/proc/{process.pid}/task").iterdir():
-        for child in (thread / "children").read_text(encoding="ascii").split():
-            os.kill(int(child), signal.SIGKILL)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            for child in (thread / "children").read_text(encoding="ascii").split():
+                os.kill(int(child), signal.SIGKILL)
     process.kill()
 
 

@@ -78,7 +78,6 @@ class _Client:
         self._case = case
         self._kept = b""  # the end of what came, where a mark may begin
         self._missing = -1  # bytes of a plain answer; -1: its head has not come
-        self._left = 0  # tokens of this answer
         self.seen = 0  # tokens of every prompt of this answer
 
     def ask(self) -> None:
@@ -162,7 +161,8 @@ class _Clients:
             client.ask()
 
     def read_until(self, end: float, latencies: array[float] | None = None) -> None:
-        """Appends what each token took from its step of a steady pace."""
+        """Reads, and asks again where an answer has ended. Appends to `latencies` what each token
+        took from its step of a steady pace."""
         board = self._board
         while (left := end - time.monotonic()) > 0:
             for descriptor, _ in self._poll.poll(min(left, 0.1)):
@@ -189,6 +189,12 @@ class _Clients:
     def close(self) -> None:
         for client in self._clients.values():
             client.socket.close()
+
+
+def get_ready(seconds: float) -> None:
+    """For a process that is going to read: it has all that it needs. Waits, so that others like it
+    start too."""
+    time.sleep(seconds)
 
 
 def read(

@@ -24,10 +24,10 @@ other = Lasting()
 other.itself = other
 gone = weakref.ref(other)
 del other
-for _ in range(20_000):
-    [].append([])
+young = 2 * gc.get_threshold()[0]
+for _ in range(2_000):
     if gone() is None: break
-    keep = [[] for _ in range(10_000)]
+    keep = [[] for _ in range(young)]
 assert gone() is None, "what came later goes by itself"
 """
 

@@ -1,4 +1,4 @@
-"""The front end's load test: its mock engine, its clients, and two cases for a moment each."""
+"""The front end's load test: its mock engine, its clients, and one case for a moment."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ def test_the_mock_keeps_its_steps_within_the_window(board: Board, mock: MockEngi
     assert len(steps) == 6  # a burst, and another while the first is not read
     assert [step.tokens for step in steps[:2]] == [[token_of(0)] * 2, [token_of(1)] * 2]
     board.count(0, 12)
+    assert len([1 for _ in range(20) if mock.step()]) == 6
+
+
+def test_the_window_holds_where_all_streams_have_ended_and_others_come(
+    board: Board, mock: MockEngine
+) -> None:
+    board.set_up(window=3)
+    mock.add("api", _request(0, 4))
+    while mock.has_work:
+        mock.step()
+        board.count(0, mock._sent)
+    mock.add("api", _request(1, 100))
     assert len([1 for _ in range(20) if mock.step()]) == 6
 
 
@@ -131,9 +143,9 @@ def test_the_cases_are_those_of_the_bars() -> None:
     assert [case.bar for case in CASES] == [0.65, 0.65, 0.5, 0.5, 0.65, 0.65, 0.65]
 
 
-def test_a_case_runs_on_both_servers(tmp_path: Path) -> None:
+def test_a_case_runs_on_all_three_servers_in_turns(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    options = ["--cases", "6", "--seconds", "1", "--warm-up", "1", "--rounds", "1"]
+    options = ["--cases", "6", "--seconds", "2", "--warm-up", "1", "--rounds", "1"]
     assert main([*options, "--no-pin", "--no-pace", "--json", str(figures)]) == 0
     (case,) = json.loads(figures.read_text())["cases"]
     assert case["tokens_per_second"] > 0 and case["ceiling"] > 0
