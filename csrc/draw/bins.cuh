@@ -3,6 +3,9 @@
 // A bin is 1/128 of an octave of odds, the first has the best token. Weights are counted in 16 bits
 // of their mantissa, fewer where a row has more than 65,536 tokens, so one addition of 32 bits does
 // for a token; from them follows, within a known error, where a sum of weights passes a limit.
+//
+// Bins lie in a ring of 64 octaves, of which a row needs 38. So odds may also be to another token
+// than the best, which is not known before all have been seen.
 #pragma once
 
 #include "odds.cuh"
@@ -13,8 +16,10 @@ namespace cuda {
 class OddsBins {
  public:
   static constexpr unsigned kOfOctave = 128, kOctaves = 38;    // 2**-38 weighs 1
-  static constexpr unsigned kBins = kOfOctave * kOctaves + 1;  // that of 2**-38 itself
-  static constexpr unsigned kWords = (kBins + 3) / 4 * 4;
+  static constexpr unsigned kBins = kOfOctave * kOctaves + 2;  // those of 2**-38 and of the best
+  static constexpr unsigned kWords = kOfOctave * 64;
+  // Of the best to another token, at most, when all that are added weigh something beside that one.
+  static constexpr float kMostOctavesBelow = 24.0f;
 
   struct Results {
     std::uint64_t before, after;
@@ -29,12 +34,19 @@ class OddsBins {
         mantissa_(in_register(0x7fffffu)),
         one_(in_register(0x800000u)) {}
 
-  // Before any `add`.
-  __device__ void clear() const {
+  // Before any `add`, and before a barrier. Odds are to the best, until `set_best` says otherwise.
+  __device__ void clear() {
+    first_ = (kBestOdds - 1) >> kBinBits;
+    scale_ = 1.0f;
     for (unsigned i = threadIdx.x; i < kWords / 4; i += blockDim.x) {
       reinterpret_cast<uint4*>(bins_)[i] = {0, 0, 0, 0};
     }
-    __syncthreads();
+  }
+  // Odds are to a token that is so many octaves below the best, up to kMostOctavesBelow. Before
+  // `sum`.
+  __device__ void set_best(float octaves) {
+    first_ = (__float_as_uint(fast_exp2(octaves)) + kRough) >> kBinBits;
+    scale_ = fast_exp2(-octaves);
   }
   // Of a token whose odds are `wanted`, for which they have to weigh something.
   template <bool kWeighs>
@@ -42,7 +54,7 @@ class OddsBins {
     const unsigned below = odds - 1;  // so that 1 is in the octave below it
     // A number's mantissa with its leading one.
     const unsigned more = kWeighs ? ((below & mantissa_) | one_) >> dropped_ : 1u;
-    add_if(wanted, bins_ - kLowest, below >> kBinBits, more);
+    add_if(wanted, bins_, place(below >> kBinBits), more);
   }
   // After all `add`.
   template <bool kWeighs>
@@ -60,12 +72,8 @@ class OddsBins {
   __device__ std::uint64_t total() const { return total_; }
 
   struct Range {
-    unsigned first, last;
+    Edges edges;                  // of odds to the best
     std::uint64_t before, after;  // the sums of the bins before the first, and up to the last
-    __device__ Edges edges() const {
-      return {kBestOdds - (first << kBinBits) + kRough,
-              max(kBestOdds - ((last + 1) << kBinBits), kLeastOdds + kRough) - kRough - 1};
-    }
   };
   // The bins from the one in which the sum passes `from` to the one in which it reaches `to`; `to`
   // is at least 1, both are at most the total, `from` below it.
@@ -86,7 +94,10 @@ class OddsBins {
       return after < to;
     });
     __syncthreads();
-    return {results_.first, results_.last, results_.before, results_.after};
+    const unsigned best = bits_above(results_.first), least = bits_above(results_.last + 1);
+    return {{min(best, kBestOdds) + kRough, max(least, kLeastOdds + kRough) - kRough - 1},
+            results_.before,
+            results_.after};
   }
   // The bins in which the sum of weights passes this share of the total.
   __device__ Range range_of(double share) const {
@@ -103,21 +114,24 @@ class OddsBins {
 
  private:
   static constexpr unsigned kBinBits = 16;  // of a mantissa's 23, 128 bins are 7
-  static constexpr unsigned kLowest = (kLeastOdds - 1) >> kBinBits;
   // Of mantissas, so that the sum of so many fits 32 bits.
   __device__ static unsigned bits_to_drop(std::int64_t vocab) {
     unsigned bits = 8;
     while (vocab > std::int64_t{1} << (bits + 8)) ++bits;
     return bits;
   }
-  // They lie in the order of their odds, the best one's last.
-  __device__ unsigned of(unsigned bin) const {
-    return bins_[((kBestOdds - 1) >> kBinBits) - kLowest - bin];
+  __device__ __forceinline__ static unsigned place(unsigned number) { return number % kWords; }
+  // In the ring they lie in the order of their odds, the best one's last.
+  __device__ unsigned of(unsigned bin) const { return bins_[place(first_ - bin)]; }
+  // The odds, to the best, that those of a bin are not above.
+  __device__ unsigned bits_above(unsigned bin) const {
+    return __float_as_uint(__uint_as_float((first_ + 1 - bin) << kBinBits) * scale_);
   }
   // In one unit for all bins; what this drops is less than one part in 2**39 of the total, a bin.
   template <bool kWeighs>
   __device__ std::uint64_t scaled(unsigned bin) const {
-    return kWeighs ? (static_cast<std::uint64_t>(of(bin)) << 24) >> (bin / kOfOctave) : of(bin);
+    const unsigned octaves = first_ / kOfOctave - (first_ - bin) / kOfOctave;
+    return kWeighs ? (static_cast<std::uint64_t>(of(bin)) << 24) >> octaves : of(bin);
   }
   // Threads take equal runs of the bins, of an odd length, as long as visit(bin) says so.
   template <class Visit>
@@ -135,6 +149,8 @@ class OddsBins {
   Block& block_;
   Results& results_;
   const unsigned mantissa_, one_;
+  unsigned first_;  // the number of the best one's bin, a bin's odds without their lower bits
+  float scale_;     // from the odds that are counted to those to the best
   std::uint64_t before_ = 0, total_ = 0;
 };
 

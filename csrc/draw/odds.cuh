@@ -18,6 +18,8 @@ constexpr unsigned kSlack = 4;
 // roundings of 2**-24, which is 5e-6 of the odds, 80 ulp; the distance's own rounding makes up to
 // 27, ex2.approx and expf a few more.
 constexpr unsigned kRough = 256;
+// None that weighs something has rough odds that are not above these.
+constexpr unsigned kLeastRoughOdds = kLeastOdds - 1 - kRough;
 
 // Of tokens by the bits of their odds: what is above `above` is within a cut, what is not above
 // `listed` is not. Those between are listed, and compared by distance and id.
@@ -43,6 +45,36 @@ class OddsSum {
  private:
   unsigned high_ = 0, low_ = 0;
 };
+
+constexpr unsigned kFoursAhead = 2;
+// Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
+// together. Past the end there are some that weigh nothing. What comes next is on its way
+// meanwhile. Before that, begin(the first of them), where they are on their way.
+template <class Begin, class Visit>
+__device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit visit) {
+  const unsigned warp = threadIdx.x / kWarp, end = row.last(warp);
+  unsigned at = row.first(warp) + threadIdx.x % kWarp * kTogether;
+  const auto four = [&](unsigned id) { return row.four(id < end ? id : row.vocab); };
+  float4 next[kFoursAhead];
+#pragma unroll
+  for (unsigned a = 0; a < kFoursAhead; ++a) next[a] = four(at + a * kStride);
+  begin(next);
+#pragma unroll 1
+  for (unsigned from = row.first(warp); from < end; from += kFoursAhead * kStride) {
+    float4 x[kFoursAhead];
+#pragma unroll
+    for (unsigned a = 0; a < kFoursAhead; ++a) {
+      x[a] = next[a];
+      next[a] = four(at + (kFoursAhead + a) * kStride);
+    }
+#pragma unroll
+    for (unsigned a = 0; a < kFoursAhead; ++a) {
+      const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
+      visit(logits, at + a * kStride);
+    }
+    at += kFoursAhead * kStride;
+  }
+}
 
 // A block's row in memory. No thread has more than kMostSummed tokens of it, and
 // distances.is_quick.
@@ -114,33 +146,9 @@ class OddsRow {
   __device__ const Row& row() const { return row_; }
 
  private:
-  // Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
-  // together. Past the end there are some that weigh nothing. What comes next is on its way
-  // meanwhile.
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    constexpr unsigned kAhead = 2;
-    const unsigned warp = threadIdx.x / kWarp, end = row_.last(warp);
-    unsigned at = row_.first(warp) + threadIdx.x % kWarp * kTogether;
-    const auto four = [&](unsigned id) { return row_.four(id < end ? id : row_.vocab); };
-    float4 next[kAhead];
-#pragma unroll
-    for (unsigned a = 0; a < kAhead; ++a) next[a] = four(at + a * kStride);
-#pragma unroll 1
-    for (unsigned from = row_.first(warp); from < end; from += kAhead * kStride) {
-      float4 x[kAhead];
-#pragma unroll
-      for (unsigned a = 0; a < kAhead; ++a) {
-        x[a] = next[a];
-        next[a] = four(at + (kAhead + a) * kStride);
-      }
-#pragma unroll
-      for (unsigned a = 0; a < kAhead; ++a) {
-        const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
-        visit(logits, at + a * kStride);
-      }
-      at += kAhead * kStride;
-    }
+    each_four(row_, [](const float4(&)[kFoursAhead]) {}, visit);
   }
 
   __device__ __forceinline__ Listed listed(unsigned id, float logit, unsigned odds) const {

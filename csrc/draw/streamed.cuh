@@ -1,5 +1,8 @@
-// One block draws the token of one of many rows, and reads it two or three times: for the best
-// logit; where a filter asks for a cut, to count odds in bins; and for the sum of what is kept.
+// One block draws the token of one of many rows, and reads it twice: for the best logit and, where
+// a filter asks for a cut, to count odds in bins; and for the sum of what is kept.
+//
+// The best logit is not known while odds are counted, so they are odds to the best of the tokens
+// that come first. Where another one is better by a factor of 2**24 they are counted once more.
 //
 // The bins say between which odds a filter's cut lies. The last pass sums the weights of all tokens
 // above, exactly, and lists those between, which are few; the cut is found among them, by distance
@@ -31,28 +34,39 @@ class StreamedDraw {
     unsigned listed, found;
   };
 
-  __device__ StreamedDraw(const OddsRow& odds, Block& block, Shared& shared)
+  // counted: whether the bins have all tokens by best_and_bins().
+  __device__ StreamedDraw(const OddsRow& odds, Block& block, Shared& shared, const OddsBins& bins,
+                          bool counted)
       : odds_(odds),
         vocab_(odds.row().vocab),
         block_(block),
         shared_(shared),
-        bins_(shared.bins, vocab_, block, shared.results) {}
+        bins_(bins),
+        counted_(counted) {}
+
+  __device__ static bool has_top_k(const RowParameters& given, unsigned vocab) {
+    return given.top_k > 0 && static_cast<unsigned>(given.top_k) < vocab;
+  }
 
   // Instead of a token.
   static constexpr unsigned kGivenUp = 0xfffffffdu;
 
   __device__ __forceinline__ unsigned token(const RowParameters& given, double number) {
-    const bool has_top_k = given.top_k > 0 && static_cast<unsigned>(given.top_k) < vocab_;
+    const bool has_top_k = StreamedDraw::has_top_k(given, vocab_);
     if (has_top_k && given.top_k > kExactTokens) return kGivenUp;
     Edges edges;
     bool summed = false;    // between these edges
     bool complete = false;  // all that is kept is on the list
     if (has_top_k) {
-      count<false>(edges.above - kRough, false);  // none of those that weigh something is missed
+      if (counted_) {
+        bins_.template sum<false>();
+      } else {
+        count<false>(kLeastRoughOdds, false);
+      }
       const auto most = static_cast<std::uint64_t>(given.top_k);
       if (bins_.total() > most) {
         const OddsBins::Range range = bins_.template range<false>(most - 1, most);
-        edges = range.edges();
+        edges = range.edges;
         complete = range.after <= kListed;
         if (complete) {
           edges.above = kBestOdds;
@@ -68,9 +82,13 @@ class StreamedDraw {
       if (!find_cut<true>(0, nucleus_limit(given.top_p, kept_of_list()))) return kGivenUp;
     } else if (given.top_p < 1.0) {
       const std::uint64_t left = above_ + kept_of_list();  // by top_k
-      count<true>(edges.above, summed);
+      if (counted_ && !has_top_k) {
+        bins_.template sum<true>();
+      } else {
+        count<true>(edges.above, summed);
+      }
       const unsigned least = edges.above;
-      edges = bins_.range_of(given.top_p).edges();
+      edges = bins_.range_of(given.top_p).edges;
       // Bins below the last of those that top_k left have none of them but by rounding.
       if (summed && edges.above < least) return kGivenUp;
       if (!sum<OddsRow::kAboveAndAll>(edges)) return kGivenUp;
@@ -96,6 +114,7 @@ class StreamedDraw {
   template <bool kWeighs>
   __device__ __forceinline__ void count(unsigned above, bool with_list) {
     bins_.clear();
+    __syncthreads();
     odds_.each_roughly([&](unsigned odds) { bins_.template add<kWeighs>(odds, odds > above); });
     if (with_list) {
       for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
@@ -239,6 +258,7 @@ class StreamedDraw {
   Block& block_;
   Shared& shared_;
   OddsBins bins_;
+  const bool counted_;
 
   Cut cut_;
   std::uint64_t above_ = 0, all_ = 0;  // sums of what is above the edges, and of all
@@ -267,6 +287,37 @@ __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::in
   return drawn_token<false>(args, r, RowParameters(args, r), number, memory);
 }
 
+// Finds the best logit of a row, and counts odds by weight (kWeighs) or number meanwhile.
+// `counted`: whether the bins can be used.
+template <bool kWeighs>
+__device__ __forceinline__ float best_and_bins(const Row& row, float exponents, Block& block,
+                                               OddsBins& bins, bool& counted) {
+  bins.clear();
+  float best = kImpossible, one = 0.0f;
+  each_four(
+      row,
+      [&](const float4(&first)[kFoursAhead]) {
+        for (const float4& x : first) {
+          best = max_or_nan(best, max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w)));
+        }
+        one = block.all(best, kImpossible, max_or_nan);  // has a barrier, so the bins are empty
+        if (one - one != 0.0f) one = 0.0f;
+      },
+      [&](const float (&logits)[kTogether], unsigned) {
+#pragma unroll
+        for (unsigned i = 0; i < kTogether; ++i) {
+          best = max_or_nan(best, logits[i]);
+          const unsigned odds = __float_as_uint(fast_exp2((one - logits[i]) * exponents));
+          bins.template add<kWeighs>(odds, odds > kLeastRoughOdds);
+        }
+      });
+  best = block.all(best, kImpossible, max_or_nan) + 0.0f;  // no -0, as best_of_block() has it
+  const float octaves = (one - best) * exponents;
+  counted = octaves >= 0.0f && octaves <= OddsBins::kMostOctavesBelow;
+  if (counted) bins.set_best(octaves);
+  return best;
+}
+
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     streamed_draw_kernel(const __grid_constant__ DrawArgs args) {
@@ -280,7 +331,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const float* const logits = args.logits + r * args.row_stride;
   const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
   Block block(shared.block);
-  const Best best = best_of_block<false>(row, 0, nullptr, block);
+  OddsBins bins(shared.draw.bins, args.vocab, block, shared.draw.results);
+  const bool has_top_k = StreamedDraw::has_top_k(given, row.vocab);
+  bool counted = false;
+  Best best = {};
+  if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
+    const float exponents = Distances::exponents(divisor(given));
+    best.key = Best::key_of(has_top_k ? best_and_bins<false>(row, exponents, block, bins, counted)
+                                      : best_and_bins<true>(row, exponents, block, bins, counted),
+                            0);
+  } else {
+    best = best_of_block<false>(row, 0, nullptr, block);
+  }
   unsigned token = StreamedDraw::kGivenUp;
   double number = 0.0;
   if (!best.is_finite()) {
@@ -291,7 +353,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     number = uniform_number(given.stream, args.positions[r]);
     const Distances distances(best.logit(), divisor(given));
     if (distances.is_quick()) {
-      token = StreamedDraw(OddsRow(row, distances), block, shared.draw).token(given, number);
+      token = StreamedDraw(OddsRow(row, distances), block, shared.draw, bins, counted)
+                  .token(given, number);
     }
   }
   if (token == StreamedDraw::kGivenUp) {

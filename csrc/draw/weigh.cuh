@@ -54,7 +54,7 @@ class Distances {
       : best_(best),
         temperature_(temperature),
         inverse_(1.0f / temperature),
-        exponents_(-1.44269504f / temperature) {
+        exponents_(exponents(temperature)) {
     // Then all that is met in dividing is far from overflow and from subnormal numbers: two logits
     // that differ do so by 2**-25 of the best's magnitude or more.
     const float size = best < 0.0f ? -best : best;
@@ -62,6 +62,9 @@ class Distances {
     // Whatever rounding takes or adds, tokens further away than this weigh nothing.
     farthest_ = kFarthest * temperature * (1.0f + 1e-5f) + 0x1p-126f;
   }
+
+  // By how much the power of 2 grows with the distance from the best.
+  __device__ static float exponents(float temperature) { return -1.44269504f / temperature; }
 
   // Of any logit; infinite, or as it is, where it weighs nothing.
   __device__ __forceinline__ float operator()(float logit) const {
