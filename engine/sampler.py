@@ -195,15 +195,14 @@ class Sampler:
     ) -> Tensor:
         if self.device.type == "cpu":
             return _draw_on_cpu(drawn, topped, logits[drawn.rows], at[drawn.rows])
-        # With the best at 0, no temperature can overflow to +infinity.
-        scaled = (logits[drawn.rows] - best[drawn.rows].unsqueeze(-1)) / drawn.temperature
+        octaves = distribution.octaves(logits[drawn.rows], best[drawn.rows], drawn.temperature)
         if topped is not None:
             rows, top_k, top_p, width = topped
-            kept = distribution.keep_top(scaled[rows], top_k, top_p, width)
-            scaled = scaled.index_copy(0, rows, kept)
+            kept = distribution.keep_top(octaves[rows], top_k, top_p, width)
+            octaves = octaves.index_copy(0, rows, kept)
         if drawn.min_p is not None:
-            scaled = distribution.keep_min_p(scaled, drawn.min_p)
-        return distribution.draw(scaled, distribution.uniform(drawn.streams, at[drawn.rows]))
+            octaves = distribution.keep_min_p(octaves, drawn.min_p)
+        return distribution.draw(octaves, distribution.uniform(drawn.streams, at[drawn.rows]))
 
     def _build(self, keys: list[int]) -> _Batch:
         sequences = [self._sequences[key] for key in keys]
@@ -309,8 +308,8 @@ class Sampler:
 
 def _draw_on_cpu(drawn: _Drawn, topped: _Topped | None, logits: Tensor, at: Tensor) -> Tensor:
     """The tokens of logits [d, vocab] at positions at [d], by the operator that draws for a batch
-    without the host: who else is in a batch decides which of the two draws, and torch's exp on a
-    CPU is not the operator's, so that now and then they would draw different tokens."""
+    without the host: who else is in a batch decides which of the two draws, and on a CPU torch's
+    powers are not the operator's, so that now and then they would draw different tokens."""
     rows = len(logits)
     top_k = torch.zeros(rows, dtype=torch.int32)
     top_p = torch.ones(rows, dtype=torch.float64)

@@ -9,11 +9,11 @@ namespace minserve {
 namespace MS_ISA {
 namespace {
 
-float weigh(const float* __restrict logits, std::int64_t vocab, float best, float temperature,
+float weigh(const float* __restrict logits, std::int64_t vocab, float best, float octaves,
             float* __restrict distances, std::int64_t* __restrict weights) {
   constexpr double kMagic = 4503599627370496.0;  // 2^52: the sum's low bits are the integer
   for (std::int64_t i = 0; i < vocab; ++i) {
-    const float exact = (best - logits[i]) / temperature;
+    const float exact = (best - logits[i]) * octaves;
     distances[i] = exact < 2 * kFarthest ? exact : 2 * kFarthest;
   }
   std::int32_t farthest = 0;  // as bits, which order as the distances do
@@ -23,7 +23,7 @@ float weigh(const float* __restrict logits, std::int64_t vocab, float best, floa
   }
   for (std::int64_t i = 0; i < vocab; ++i) {
     const double weight =
-        static_cast<double>(static_cast<float>(exp_of_minus(distances[i])) * kWeightOne);
+        static_cast<double>(static_cast<float>(half_to(distances[i])) * kWeightOne);
     const double rounded = weight + kMagic;
     weights[i] = bit_cast<std::int64_t>(rounded) - bit_cast<std::int64_t>(kMagic) -
                  (rounded - kMagic > weight ? 1 : 0);

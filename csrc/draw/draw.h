@@ -1,7 +1,8 @@
 // What a draw is, for host and device: the arguments, the row's parameters, the arithmetic that
 // decides. No torch in here.
 //
-// All filters come down to one cut. With distance = (best - logit) / temperature, tokens rank by
+// A token that is `distance` octaves from the best is 2**-distance times as likely: distance =
+// (best - logit) times octaves_of(temperature). All filters come down to one cut: tokens rank by
 // (distance, id); top_k, top_p and min_p each keep the first of this order, so the kept ones are
 // those that rank at or before a cut. A token's weight depends on its distance alone and is an
 // integer, so sums of weights are exact in any order. Tokens of weight 0 are never drawn, hence
@@ -40,12 +41,17 @@ struct DrawArgs {
   }
 };
 
-// exp(-27) * 2**38 is below 1.
-constexpr float kFarthest = 27.0f;
+// 2**-39 * 2**38 is below 1.
+constexpr float kFarthest = 39.0f;
 constexpr float kWeightOne = 274877906944.0f;      // 2**38, the weight of the best
 constexpr float kLeastTemperature = 1e-30f;        // keeps the quotient defined
 constexpr double kExactDouble = 9007199254740992;  // 2**53: integers up to here are exact doubles
 constexpr std::int32_t kExactTokens = 32768;       // whose weights sum to no more than that
+
+// For each unit of a logit. As engine/distribution.py has it: one division, of log2(e).
+MS_HD float octaves_of(float temperature) {
+  return 1.44269504f / (temperature > kLeastTemperature ? temperature : kLeastTemperature);
+}
 
 // The last token that is kept, in the order of (distance, id). Distances are not negative, so their
 // bits order them.
@@ -144,9 +150,9 @@ MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
 struct DrawKernels {
   // The best logit, NaN if there is one.
   float (*best)(const float* logits, std::int64_t vocab);
-  // (best - logit) / temperature, bounded by 2 * kFarthest, and the weights of these. Returns the
+  // (best - logit) * octaves, bounded by 2 * kFarthest, and the weights of these. Returns the
   // greatest distance up to kFarthest.
-  float (*weigh)(const float* logits, std::int64_t vocab, float best, float temperature,
+  float (*weigh)(const float* logits, std::int64_t vocab, float best, float octaves,
                  float* distances, std::int64_t* weights);
 };
 

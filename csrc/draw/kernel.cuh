@@ -104,11 +104,6 @@ MS_HD std::int64_t piece_of_row(std::int64_t vocab, unsigned blocks) {
   return ((vocab + blocks - 1) / blocks + kStride - 1) / kStride * kStride;
 }
 
-// What distances are divided by.
-__device__ __forceinline__ float divisor(const RowParameters& given) {
-  return given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature;
-}
-
 // The row's token, -1 where its logits are not finite; kElsewhere in all blocks but one.
 template <bool kStored>
 __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowParameters& given,
@@ -133,7 +128,7 @@ __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowP
   if (!best.is_finite() || greedy) {
     return team.rank() ? kElsewhere : best.is_finite() ? best.id() : kNotFinite;
   }
-  const Distances distances(best.logit(), divisor(given));
+  const Distances distances{best.logit(), octaves_of(given.temperature)};
   const Tokens<kStored> tokens(row, stored, static_cast<unsigned>(base), distances);
   return sampled_token(tokens, distances(best.least), given, args.vocab, number, team, select,
                        shared.results);

@@ -1,8 +1,9 @@
-// A row's tokens by their odds: exp(-distance), 1 for the best one.
+// A row's tokens by their odds: 2**-distance, 1 for the best one.
 //
-// Weights follow from odds exactly. Odds also order tokens nearly as distances do: expf is within
-// an ulp, so of two tokens whose odds are more than kSlack ulp apart the one with the greater is
-// the nearer. Only where odds are closer do distances have to be compared; such tokens are listed.
+// Weights follow from odds exactly. Odds also order tokens nearly as distances do: ex2.approx is
+// within two ulp, so of two tokens whose odds are more than kSlack ulp apart the one with the
+// greater is the nearer. Only where odds are closer do distances have to be compared; such tokens
+// are listed.
 #pragma once
 
 #include "weigh.cuh"
@@ -13,13 +14,11 @@ namespace cuda {
 // Odds are not negative, so their bits order them.
 constexpr unsigned kBestOdds = 0x3f800000u;   // 1
 constexpr unsigned kLeastOdds = 0x2c800000u;  // 2**-38, of which the weight is 1
-constexpr unsigned kSlack = 4;
-// Rough odds are so many ulp from the others or less: the exponent, up to 39, is off by three
-// roundings of 2**-24, which is 5e-6 of the odds, 80 ulp; the distance's own rounding makes up to
-// 27, ex2.approx and expf a few more.
+constexpr unsigned kSlack = 8;
+// Odds by way of another token than the best are so many ulp from these or less: of each of two
+// exponents, together up to 64, two roundings are 2**-23 of it, which is 5e-6 of the odds, 90 ulp;
+// the distance's own make up to 54, and powers a few more.
 constexpr unsigned kRough = 256;
-// None that weighs something has rough odds that are not above these.
-constexpr unsigned kLeastRoughOdds = kLeastOdds - 1 - kRough;
 
 // Of tokens by the bits of their odds: what is above `above` is within a cut, what is not above
 // `listed` is not. Those between are listed, and compared by distance and id.
@@ -36,11 +35,15 @@ struct Listed {
 constexpr unsigned kMostSummed = 512;
 class OddsSum {
  public:
-  __device__ __forceinline__ void add(Weight weight) {
+  // With kWhole in both pieces, which is cheaper to take off from all together.
+  __device__ __forceinline__ void add_raised(Weight weight) {
     high_ += weight.high;
     low_ += weight.low;
   }
-  __device__ std::uint64_t sum() const { return whole({high_, low_}); }
+  __device__ std::uint64_t sum(unsigned count) const {
+    const unsigned raised = count * kRaised;
+    return whole({high_ - raised, low_ - raised});
+  }
 
  private:
   unsigned high_ = 0, low_ = 0;
@@ -76,19 +79,18 @@ __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit vis
   }
 }
 
-// A block's row in memory. No thread has more than kMostSummed tokens of it, and
-// distances.is_quick.
+// A block's row in memory. No thread has more than kMostSummed tokens of it.
 class OddsRow {
  public:
   __device__ OddsRow(const Row& logits, const Distances& distances)
       : row_(logits), distances_(distances) {}
 
-  // Calls visit(bits of rough odds) for this thread's tokens.
+  // Calls visit(bits of odds) for this thread's tokens.
   template <class Visit>
-  __device__ __forceinline__ void each_roughly(Visit visit) const {
+  __device__ __forceinline__ void each_odds(Visit visit) const {
     each([&](const float (&logits)[kTogether], unsigned) {
 #pragma unroll
-      for (unsigned i = 0; i < kTogether; ++i) visit(rough(logits[i]));
+      for (unsigned i = 0; i < kTogether; ++i) visit(of(logits[i]));
     });
   }
   // Sums of the weights of this thread's tokens, and a count.
@@ -102,6 +104,7 @@ class OddsRow {
   __device__ __forceinline__ Sums sums(const Edges& edges, List list) const {
     OddsSum all, above;
     Sums sums;
+    unsigned count = 0;
     const unsigned between = edges.above - edges.listed;
     each([&](const float (&logits)[kTogether], unsigned id) {
       unsigned bits[kTogether];
@@ -110,13 +113,13 @@ class OddsRow {
       for (unsigned i = 0; i < kTogether; ++i) {
         bits[i] = of(logits[i]);
         any |= bits[i] - edges.listed - 1 < between;
-        const Weight weight = weight_of_odds(__uint_as_float(bits[i]));
-        if (kWanted == kAboveAndAll) all.add(weight);
-        if (bits[i] > edges.above) {
-          above.add(weight);
-          if (kWanted == kAboveAndCount) ++sums.count_above;
-        }
+        const Weight weight = raised_weight_of_odds(__uint_as_float(bits[i]));
+        const bool is_above = bits[i] > edges.above;
+        if (kWanted == kAboveAndAll) all.add_raised(weight);
+        above.add_raised({is_above ? weight.high : kRaised, is_above ? weight.low : kRaised});
+        if (kWanted == kAboveAndCount) sums.count_above += is_above;
       }
+      count += kTogether;
       if (any) {
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
@@ -124,8 +127,8 @@ class OddsRow {
         }
       }
     });
-    sums.all = all.sum();
-    sums.above = above.sum();
+    if (kWanted == kAboveAndAll) sums.all = all.sum(count);
+    sums.above = above.sum(count);
     return sums;
   }
   // Calls list(Listed) for those with greater odds.
@@ -134,7 +137,6 @@ class OddsRow {
     each([&](const float (&logits)[kTogether], unsigned id) {
 #pragma unroll
       for (unsigned i = 0; i < kTogether; ++i) {
-        if (rough(logits[i]) + kRough <= least) continue;
         const unsigned bits = of(logits[i]);
         if (bits > least) list(listed(id + i, logits[i], bits));
       }
@@ -152,18 +154,15 @@ class OddsRow {
   }
 
   __device__ __forceinline__ Listed listed(unsigned id, float logit, unsigned odds) const {
-    const std::uint64_t distance = __float_as_uint(distances_.quick(logit));
+    const std::uint64_t distance = __float_as_uint(distances_(logit));
     return {distance << 32 | id, whole(weight_of_odds(__uint_as_float(odds)))};
   }
   __device__ __forceinline__ unsigned of(float logit) const {
-    return __float_as_uint(expf(-distances_.quick(logit)));
-  }
-  __device__ __forceinline__ unsigned rough(float logit) const {
-    return __float_as_uint(fast_exp2(distances_.rough_exponent(logit)));
+    return __float_as_uint(fast_exp2(-distances_(logit)));
   }
 
   const Row row_;
-  const Distances& distances_;
+  const Distances distances_;
 };
 
 }  // namespace cuda

@@ -27,7 +27,7 @@ class RowDraw {
     distances_.resize(size);
     weights_.resize(size);
     const float farthest =
-        kernels_.weigh(logits, args_.vocab, best, std::max(args_.temperature[r], kLeastTemperature),
+        kernels_.weigh(logits, args_.vocab, best, octaves_of(args_.temperature[r]),
                        distances_.data(), weights_.data());
     scale_ = farthest > 1e-30f ? kBins / farthest : 0.0f;
     const bool has_top_k = args_.top_k[r] > 0 && args_.top_k[r] < args_.vocab;
@@ -36,7 +36,7 @@ class RowDraw {
     if (has_top_k || args_.top_p[r] < 1.0) cut = top_p_cut(cut, args_.top_p[r], has_top_k);
     if (args_.min_p[r] > 0) {
       const auto bits = bits_of(
-          std::max(0.0f, -static_cast<float>(std::log(static_cast<double>(args_.min_p[r])))));
+          std::max(0.0f, -static_cast<float>(std::log2(static_cast<double>(args_.min_p[r])))));
       if (bits < cut.distance) cut = {bits, 0xffffffffu};
     }
     return drawn(cut, uniform_number(args_.streams[r], args_.positions[r]));

@@ -49,10 +49,10 @@ class SmallRow {
   }
 
   // What follows takes weights, which this finds.
-  __device__ void weigh(float best, float temperature) {
+  __device__ void weigh(float best, float octaves) {
 #pragma unroll
     for (unsigned i = 0; i < kTokens; ++i) {
-      const float distance = (best - logits_[i]) / temperature;
+      const float distance = (best - logits_[i]) * octaves;
       distances_[i] = __float_as_uint(distance);
       weights_[i] = weight_of(distance);
     }
@@ -166,7 +166,7 @@ __device__ __forceinline__ std::int32_t small_token(SmallRow<kTokens>& row, std:
   const float best = row.best();
   if (!(best - best == 0.0f)) return -1;  // NaN or infinite
   if (!(given.temperature > 0.0f)) return row.first_equal(best);
-  row.weigh(best, given.temperature > kLeastTemperature ? given.temperature : kLeastTemperature);
+  row.weigh(best, octaves_of(given.temperature));
   const bool has_top_k = given.top_k > 0 && given.top_k < vocab;
   if (has_top_k) {
     const auto limit = static_cast<std::uint64_t>(given.top_k);

@@ -10,9 +10,8 @@
 // tokens of the warp that has the drawn one are looked at again.
 //
 // Blocks are small, so that several share a multiprocessor, and what each has to do alone is done
-// by few warps. Where too many tokens lie between (equal logits, very high temperatures), more than
-// 32,768 are asked for by top_k, or distances need the slow division, this gives up, and the row is
-// drawn as in kernel.cuh.
+// by few warps. Where too many tokens lie between (equal logits, very high temperatures), or more
+// than 32,768 are asked for by top_k, this gives up, and the row is drawn as in kernel.cuh.
 #pragma once
 
 #include "bins.cuh"
@@ -61,7 +60,7 @@ class StreamedDraw {
       if (counted_) {
         bins_.template sum<false>();
       } else {
-        count<false>(kLeastRoughOdds, false);
+        count<false>(edges.above, false);
       }
       const auto most = static_cast<std::uint64_t>(given.top_k);
       if (bins_.total() > most) {
@@ -100,7 +99,7 @@ class StreamedDraw {
     if (given.min_p > 0.0f && least.distance < cut_.distance) {
       cut_ = least;
       if (!complete) {
-        const unsigned odds = __float_as_uint(expf(-__uint_as_float(least.distance)));
+        const unsigned odds = __float_as_uint(fast_exp2(-__uint_as_float(least.distance)));
         edges = {max(odds, kLeastOdds) + kSlack, max(odds, kLeastOdds + kSlack) - kSlack - 1};
         summed = false;
       }
@@ -115,12 +114,12 @@ class StreamedDraw {
   __device__ __forceinline__ void count(unsigned above, bool with_list) {
     bins_.clear();
     __syncthreads();
-    odds_.each_roughly([&](unsigned odds) { bins_.template add<kWeighs>(odds, odds > above); });
+    odds_.each_odds([&](unsigned odds) { bins_.template add<kWeighs>(odds, odds > above); });
     if (with_list) {
       for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
         if (shared_.list[i].key > cut_.key()) continue;
         const float distance = __uint_as_float(static_cast<unsigned>(shared_.list[i].key >> 32));
-        bins_.template add<kWeighs>(__float_as_uint(expf(-distance)), true);
+        bins_.template add<kWeighs>(__float_as_uint(fast_exp2(-distance)), true);
       }
     }
     bins_.template sum<kWeighs>();
@@ -290,7 +289,7 @@ __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::in
 // Finds the best logit of a row, and counts odds by weight (kWeighs) or number meanwhile.
 // `counted`: whether the bins can be used.
 template <bool kWeighs>
-__device__ __forceinline__ float best_and_bins(const Row& row, float exponents, Block& block,
+__device__ __forceinline__ float best_and_bins(const Row& row, float octaves, Block& block,
                                                OddsBins& bins, bool& counted) {
   bins.clear();
   float best = kImpossible, one = 0.0f;
@@ -307,14 +306,14 @@ __device__ __forceinline__ float best_and_bins(const Row& row, float exponents, 
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
           best = max_or_nan(best, logits[i]);
-          const unsigned odds = __float_as_uint(fast_exp2((one - logits[i]) * exponents));
-          bins.template add<kWeighs>(odds, odds > kLeastRoughOdds);
+          const unsigned odds = __float_as_uint(fast_exp2((logits[i] - one) * octaves));
+          bins.template add<kWeighs>(odds, odds > kLeastOdds - 1 - kRough);
         }
       });
   best = block.all(best, kImpossible, max_or_nan) + 0.0f;  // no -0, as best_of_block() has it
-  const float octaves = (one - best) * exponents;
-  counted = octaves >= 0.0f && octaves <= OddsBins::kMostOctavesBelow;
-  if (counted) bins.set_best(octaves);
+  const float below = (best - one) * octaves;
+  counted = below >= 0.0f && below <= OddsBins::kMostOctavesBelow;
+  if (counted) bins.set_best(below);
   return best;
 }
 
@@ -336,9 +335,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   bool counted = false;
   Best best = {};
   if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
-    const float exponents = Distances::exponents(divisor(given));
-    best.key = Best::key_of(has_top_k ? best_and_bins<false>(row, exponents, block, bins, counted)
-                                      : best_and_bins<true>(row, exponents, block, bins, counted),
+    const float octaves = octaves_of(given.temperature);
+    best.key = Best::key_of(has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
+                                      : best_and_bins<true>(row, octaves, block, bins, counted),
                             0);
   } else {
     best = best_of_block<false>(row, 0, nullptr, block);
@@ -351,11 +350,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     token = best.id();
   } else {
     number = uniform_number(given.stream, args.positions[r]);
-    const Distances distances(best.logit(), divisor(given));
-    if (distances.is_quick()) {
-      token = StreamedDraw(OddsRow(row, distances), block, shared.draw, bins, counted)
-                  .token(given, number);
-    }
+    const OddsRow odds(row, {best.logit(), octaves_of(given.temperature)});
+    token = StreamedDraw(odds, block, shared.draw, bins, counted).token(given, number);
   }
   if (token == StreamedDraw::kGivenUp) {
     token = token_from_memory(args, r, number, reinterpret_cast<char*>(memory));

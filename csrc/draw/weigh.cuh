@@ -10,24 +10,29 @@
 namespace minserve {
 namespace cuda {
 
-// exp(-distance) * 2**38, rounded down, in two pieces that sums of 512 keep within 32 bits each.
+// 2**(38 - distance), rounded down, in two pieces that sums of 512 keep within 32 bits each.
 struct Weight {
   unsigned high, low;  // high * 2**23 + low
 };
 // Adding it, rounded down, leaves a float's whole part in the low bits.
-constexpr float kWhole = 8388608.0f;  // 2**23
+constexpr float kWhole = 8388608.0f;       // 2**23
+constexpr unsigned kRaised = 0x4b000000u;  // its bits
 __device__ __forceinline__ unsigned whole_part(float x) {
-  return __float_as_uint(__fadd_rd(x, kWhole)) - __float_as_uint(kWhole);
+  return __float_as_uint(__fadd_rd(x, kWhole)) - kRaised;
 }
-__device__ __forceinline__ Weight weight_of_odds(float odds) {  // exp(-distance)
+// Of 2**-distance, kRaised more in both pieces.
+__device__ __forceinline__ Weight raised_weight_of_odds(float odds) {
   // All is exact but for the two that round down.
   const float high = __fmaf_rd(odds, 32768.0f, kWhole);
   const float rest = __fmaf_rn(odds, 32768.0f, kWhole - high);
-  return {__float_as_uint(high) - __float_as_uint(kWhole),
-          __float_as_uint(__fmaf_rd(rest, kWhole, kWhole)) - __float_as_uint(kWhole)};
+  return {__float_as_uint(high), __float_as_uint(__fmaf_rd(rest, kWhole, kWhole))};
+}
+__device__ __forceinline__ Weight weight_of_odds(float odds) {
+  const Weight raised = raised_weight_of_odds(odds);
+  return {raised.high - kRaised, raised.low - kRaised};
 }
 __device__ __forceinline__ Weight weight_of(float distance) {
-  return weight_of_odds(expf(-distance));
+  return weight_of_odds(fast_exp2(-distance));
 }
 __device__ __forceinline__ std::uint64_t whole(Weight weight) {
   return static_cast<std::uint64_t>(weight.high) * (1u << 23) + weight.low;
@@ -43,58 +48,17 @@ __device__ __forceinline__ std::uint64_t long_sum_of_warp(std::uint64_t mine) {
 
 // min_p keeps the tokens whose weight is no less than min_p of the best's.
 __device__ inline Cut min_p_cut(float min_p) {
-  const float farthest = -logf(min_p);
+  const float farthest = -log2f(min_p);
   return {farthest > 0.0f ? __float_as_uint(farthest) : 0, 0xffffffffu};
 }
 
-// Distances of tokens, from their logits.
-class Distances {
- public:
-  __device__ Distances(float best, float temperature)
-      : best_(best),
-        temperature_(temperature),
-        inverse_(1.0f / temperature),
-        exponents_(exponents(temperature)) {
-    // Then all that is met in dividing is far from overflow and from subnormal numbers: two logits
-    // that differ do so by 2**-25 of the best's magnitude or more.
-    const float size = best < 0.0f ? -best : best;
-    quick_ = temperature > 0x1p-20f && temperature < 0x1p20f && size > 0x1p-30f && size < 0x1p60f;
-    // Whatever rounding takes or adds, tokens further away than this weigh nothing.
-    farthest_ = kFarthest * temperature * (1.0f + 1e-5f) + 0x1p-126f;
-  }
+// Distances of tokens, from their logits; infinite for those that are impossible.
+struct Distances {
+  const float best, octaves;
 
-  // By how much the power of 2 grows with the distance from the best.
-  __device__ static float exponents(float temperature) { return -1.44269504f / temperature; }
-
-  // Of any logit; infinite, or as it is, where it weighs nothing.
   __device__ __forceinline__ float operator()(float logit) const {
-    return quick_ ? quick(logit) : slow(logit);
+    return (best - logit) * octaves;
   }
-  // Whether quick() may be called, which has no branches.
-  __device__ bool is_quick() const { return quick_; }
-  // apart / temperature, to the bit. The second quotient is within an ulp, so its remainder is
-  // exact, and with the nearest inverse the third is the nearest number (Markstein, 1990).
-  __device__ __forceinline__ float quick(float logit) const {
-    const float apart = best_ - logit;
-    const float first = apart * inverse_;
-    const float second = __fmaf_rn(__fmaf_rn(-first, temperature_, apart), inverse_, first);
-    const float third = __fmaf_rn(__fmaf_rn(-second, temperature_, apart), inverse_, second);
-    return apart <= farthest_ ? third : __builtin_huge_valf();
-  }
-  // exp(-distance) is about 2 to this power, where is_quick.
-  __device__ __forceinline__ float rough_exponent(float logit) const {
-    return (best_ - logit) * exponents_;
-  }
-
- private:
-  __device__ __forceinline__ float slow(float logit) const {
-    const float apart = best_ - logit;
-    return apart <= farthest_ ? apart / temperature_ : __builtin_huge_valf();
-  }
-
-  const float best_, temperature_, inverse_, exponents_;
-  bool quick_;
-  float farthest_;
 };
 
 using Four = float[kTogether];
@@ -114,12 +78,7 @@ class Tokens {
                     : logits),
         base(base),
         distances_(distances) {
-    if (!kStored) return;
-    if (distances.is_quick()) {
-      turn(stored, [&](float logit) { return distances.quick(logit); });
-    } else {
-      turn(stored, distances);
-    }
+    if (kStored) turn(stored);
   }
 
   __device__ __forceinline__ float distance(unsigned at) const { return of(row.logits[at]); }
@@ -146,11 +105,10 @@ class Tokens {
  private:
   __device__ __forceinline__ float of(float x) const { return kStored ? x : distances_(x); }
 
-  template <class Turn>
-  __device__ __forceinline__ void turn(float* stored, Turn turned) const {
+  __device__ __forceinline__ void turn(float* stored) const {
     row.each<2>([&](unsigned at, const float4& x) {
-      *reinterpret_cast<float4*>(stored + at) = {turned(x.x), turned(x.y), turned(x.z),
-                                                 turned(x.w)};
+      *reinterpret_cast<float4*>(stored + at) = {distances_(x.x), distances_(x.y), distances_(x.z),
+                                                 distances_(x.w)};
     });
   }
 

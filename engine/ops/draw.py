@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.ops import library  # noqa: F401  (registers the operators)
 
 _LEAST_TEMPERATURE = 1e-30
+_LOG2_E = 1.44269504
 _WEIGHT_ONE = 2.0**38
 _UINT64 = 2**64
 
@@ -42,8 +43,8 @@ def draw_(
     the cursor moves and the row ends.
 
     Nothing waits for the device, and a row's result does not depend on the others. On CUDA the bits
-    are those of engine.distribution; on the CPU exp is another one, rounded correctly but for one
-    value in some thousands, and alike for every instruction set.
+    are those of engine.distribution; on the CPU powers of two are others, rounded correctly but for
+    one value in some thousands, and alike for every instruction set.
 
     Args:
         logits: float32 [rows, vocab]; vocab below 2**24.
@@ -85,7 +86,7 @@ def reference(
     streams: Tensor,
     stop_ids: Tensor,
 ) -> None:
-    """The same, row by row with torch's exp and a sort; changes the same tensors in place."""
+    """The same, row by row with torch's exp2 and a sort; changes the same tensors in place."""
     for r in range(len(logits)):
         if slots[r] < 0:
             continue
@@ -114,8 +115,9 @@ def _draw_one(
     best, vocab = logits.max(), len(logits)
     if not temperature > 0:
         return int((logits == best).nonzero()[0])
-    distances = (best - logits) / max(temperature, _LEAST_TEMPERATURE)
-    weights = ((-distances).exp() * _WEIGHT_ONE).long()
+    log2_e, divisor = torch.tensor([_LOG2_E, max(temperature, _LEAST_TEMPERATURE)])
+    distances = (best - logits) * float(log2_e / divisor)  # octaves
+    weights = ((-distances).exp2() * _WEIGHT_ONE).long()
     order = distances.sort(stable=True).indices
     if 0 < top_k < vocab or top_p < 1:
         kept = order[:top_k] if top_k > 0 else order
@@ -125,7 +127,7 @@ def _draw_one(
         dropped = torch.ones(vocab, dtype=torch.bool, device=logits.device)
         dropped[kept[nucleus]] = False
         weights = weights.masked_fill(dropped, 0)
-    weights = weights.masked_fill(-distances < min_p.log(), 0)
+    weights = weights.masked_fill(-distances < min_p.log2(), 0)
     cumulative = weights.cumsum(0)
     target = min(int(number * float(cumulative[-1])), int(cumulative[-1]) - 1)
     return int((cumulative > target).nonzero()[0])

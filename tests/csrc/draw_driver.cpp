@@ -1,7 +1,7 @@
 // Runs csrc/draw/kernel.cuh, with --each csrc/draw/small.cuh or with --streamed
 // csrc/draw/streamed.cuh, in the emulator: rows of one kind of logits, drawn with many sets of
 // parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
-// partial sorting, with the same exp.
+// partial sorting, with the same powers.
 #include "cases.h"
 
 #include "draw/kernel.cuh"
@@ -40,13 +40,13 @@ float best_of(const float* logits, std::int64_t vocab) {
   for (std::int64_t i = 1; i < vocab; ++i) best = cuda::max_or_nan(best, logits[i]);
   return best;
 }
-float weigh(const float* logits, std::int64_t vocab, float best, float temperature,
-            float* distances, std::int64_t* weights) {
+float weigh(const float* logits, std::int64_t vocab, float best, float octaves, float* distances,
+            std::int64_t* weights) {
   float farthest = 0.0f;
   for (std::int64_t i = 0; i < vocab; ++i) {
-    distances[i] = (best - logits[i]) / temperature;
+    distances[i] = (best - logits[i]) * octaves;
     if (distances[i] <= kFarthest) farthest = std::max(farthest, distances[i]);
-    weights[i] = static_cast<std::int64_t>(expf(-distances[i]) * kWeightOne);
+    weights[i] = static_cast<std::int64_t>(cuda::fast_exp2(-distances[i]) * kWeightOne);
   }
   return farthest;
 }

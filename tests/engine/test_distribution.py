@@ -32,6 +32,12 @@ def column(values: list[float], device: str, dtype: torch.dtype = torch.float32)
     return torch.tensor(values, dtype=dtype, device=device).unsqueeze(-1)
 
 
+def octaves(logits: Tensor) -> Tensor:
+    """At temperature 1."""
+    ones = torch.ones(len(logits), 1, device=logits.device)
+    return distribution.octaves(logits, logits.amax(dim=-1), ones)
+
+
 def order(row: list[float]) -> list[int]:
     """Ids, best first, equal ones by lowest id."""
     return sorted(range(len(row)), key=lambda id: (-row[id], id))
@@ -110,15 +116,16 @@ def test_bias_adds_to_the_named_tokens_only(device: str) -> None:
 def test_top_k_keeps_exactly_the_k_best(device: str, vocab: int) -> None:
     logits = logits_with_ties(6, vocab, device)
     top_k = [1, 2, 3, vocab, 5, 40]
+    given = octaves(logits)
     out = distribution.keep_top(
-        logits,
+        given,
         column(top_k, device, torch.int64),
         column([1.0] * 6, device, torch.float64),
         max(top_k),
     )
     expected = [set(order(row)[:k]) for row, k in zip(logits.tolist(), top_k, strict=True)]
     assert kept_ids(out) == expected
-    assert torch.equal(out[out > -math.inf], logits[out > -math.inf])
+    assert torch.equal(out[out > -math.inf], given[out > -math.inf])
 
 
 def test_top_p_keeps_the_smallest_nucleus_of_what_top_k_left(device: str) -> None:
@@ -131,7 +138,7 @@ def test_top_p_keeps_the_smallest_nucleus_of_what_top_k_left(device: str) -> Non
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(len(cases), 100, generator=generator) * 2).to(device)
     out = distribution.keep_top(
-        logits,
+        octaves(logits),
         column([top_k for top_k, _ in cases], device, torch.int64),
         column([top_p for _, top_p in cases], device, torch.float64),
         width=100,
@@ -146,11 +153,20 @@ def test_top_p_keeps_the_smallest_nucleus_of_what_top_k_left(device: str) -> Non
     assert len({len(ids) for ids in expected}) > 8
 
 
+def test_octaves_are_the_logarithm_of_how_likely_a_token_is(device: str) -> None:
+    temperatures = [1e-30, 0.3, 1.0, 7.5, 1e35]
+    logits = torch.tensor([[2.0, -1.5, 2.0, -math.inf, 1.0]] * 5, device=device)
+    out = distribution.octaves(logits, logits.amax(dim=-1), column(temperatures, device))
+    for row, temperature in zip(out.tolist(), temperatures, strict=True):
+        expected = [0.0, -3.5, 0.0, -math.inf, -1.0]
+        assert row == pytest.approx([x / temperature / math.log(2) for x in expected], rel=2e-7)
+
+
 def test_min_p_is_relative_to_the_best(device: str) -> None:
     min_p = [0.0, 0.01, 0.2, 0.5, 1.0]
     generator = torch.Generator().manual_seed(4)
     logits = (torch.randn(len(min_p), 80, generator=generator) * 2).to(device)
-    out = distribution.keep_min_p(logits, column(min_p, device))
+    out = distribution.keep_min_p(octaves(logits), column(min_p, device))
     expected = []
     for row, p in zip(logits.tolist(), min_p, strict=True):
         shares = probabilities(row)
@@ -197,7 +213,7 @@ def test_uniform_numbers_are_uniform_and_uncorrelated(device: str) -> None:
 
 
 def test_draws_invert_the_cumulative_distribution(device: str) -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.0, 0.3, 0.4]], device=device).log()
+    given = torch.tensor([[0.1, 0.2, 0.0, 0.3, 0.4]], device=device).log2()
     edges = {
         0.0: 0,
         0.0999: 0,
@@ -209,16 +225,14 @@ def test_draws_invert_the_cumulative_distribution(device: str) -> None:
         1 - 2**-53: 4,
     }
     numbers = torch.tensor(list(edges), dtype=torch.float64, device=device)
-    assert distribution.draw(logits.expand(len(edges), -1), numbers).tolist() == list(
-        edges.values()
-    )
+    assert distribution.draw(given.expand(len(edges), -1), numbers).tolist() == list(edges.values())
 
 
 def test_the_impossible_is_never_drawn(device: str) -> None:
     """Not at the ends of the uniform numbers' range either."""
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]], device=device)
+    given = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]], device=device)
     numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64, device=device)
-    assert distribution.draw(logits.expand(2, -1), numbers).tolist() == [1, 3]
+    assert distribution.draw(given.expand(2, -1), numbers).tolist() == [1, 3]
 
 
 def test_draws_follow_the_distribution(device: str) -> None:
@@ -228,7 +242,7 @@ def test_draws_follow_the_distribution(device: str) -> None:
     counter = torch.arange(n, device=device)
     streams = distribution.stream_ids(torch.full_like(counter, 11), torch.zeros_like(counter))
     numbers = distribution.uniform(streams, counter)
-    ids = distribution.draw(logits.to(device).expand(n, -1), numbers)
+    ids = distribution.draw(octaves(logits.to(device).unsqueeze(0)).expand(n, -1), numbers)
     counts = torch.bincount(ids.cpu(), minlength=vocab).double()
     expected = torch.tensor(probabilities(logits.tolist()), dtype=torch.float64) * n
     assert float(((counts - expected) ** 2 / expected).sum()) < 43.8
@@ -243,7 +257,7 @@ def test_a_row_is_drawn_alike_alone_and_among_others(device: str) -> None:
     def whole(rows: slice) -> Tensor:
         count = len(range(64)[rows])
         kept = distribution.keep_top(
-            logits[rows],
+            octaves(logits[rows]),
             column([900] * count, device, torch.int64),
             column([0.97] * count, device, torch.float64),
             900,
