@@ -201,7 +201,7 @@ struct Tile {
   template <class Staged>
   __device__ __forceinline__ void step(const Staged& staged) const {
     constexpr int kQuads = S::kUnitChannels / kQuad, kStride = kUnitThreads / kQuads;
-    constexpr int kAhead = S::kResident == 1 ? 4 : 2;
+    constexpr int kAhead = 4;
     const int thread = threadIdx.x % kUnitThreads, quad = thread % kQuads;
     int offset = thread / kQuads;
     if (kQuads == 8) offset = offset / 8 * 8 + offset % 2 * 4 + offset / 2 % 2 + offset / 4 % 2 * 2;

@@ -16,6 +16,7 @@ enum class Form {
   pairs_64,
   wide_64_64,  // wide.cuh: rows of weights by tokens
   wide_128_64,
+  wide_192_64,
   wide_128_128,
   wide_192_128,
   wide_256_128,

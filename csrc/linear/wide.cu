@@ -48,7 +48,7 @@ struct Call {
     }
     const std::int64_t tiles = (args.channels + S::kChannels - 1) / S::kChannels *
                                ((args.tokens + S::kTokens - 1) / S::kTokens);
-    const std::int64_t most = S::kHalved ? tiles : multiprocessors(device);
+    const std::int64_t most = S::kParted ? tiles : multiprocessors(device);
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -61,32 +61,39 @@ struct Call {
     config.dynamicSmemBytes = static_cast<std::size_t>(S::kShared);
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = S::kHalved ? 2 : 1;
+    config.numAttrs = S::kParted ? 2 : 1;
     check(cudaLaunchKernelEx(&config, &wide_kernel<S>, weights, inputs, side, args),
           "wide linear map");
   }
 
   template <class T, int kGates>
   void launch_form(const Choice& choice) const {
-    if constexpr (kGates == 1) {
-      if (choice.form == Form::wide_128_64) return launch<WideShape<T, 1, 2, 1, 64, 2>>();
-    }
-    if constexpr (kGates == 2) {
-      if (choice.form == Form::wide_64_64) return launch<WideShape<T, 2, 1, 1, 64, 2, 3>>();
-    }
+    if (choice.form == Form::wide_192_64) return launch<WideShape<T, kGates, 3, 1, 64>>();
     if constexpr (kGates < 3) {
-      const bool halved = choice.parts == 2;
       switch (choice.form) {
+        case Form::wide_64_64:
+          return launch_parts<T, kGates, 1, 64>(choice.parts);
+        case Form::wide_128_64:
+          return launch_parts<T, kGates, 2, 64>(choice.parts);
+        case Form::wide_128_128:
+          return launch_parts<T, kGates, 2, 128>(choice.parts);
         case Form::wide_256_128:
           return launch<WideShape<T, kGates, 2, 2, 128>>();
-        case Form::wide_128_128:
-          if (halved) return launch<WideShape<T, kGates, 2, 1, 128, 2>>();
-          return launch<WideShape<T, kGates, 2, 1, 128>>();
         default:
           break;
       }
     }
     launch<WideShape<T, kGates, 3, 1, 128>>();
+  }
+  template <class T, int kGates, int kGroups, int kTokens>
+  void launch_parts(int parts) const {
+    if constexpr (kGates == 1) {
+      if (parts == 2) return launch<WideShape<T, 1, kGroups, 1, kTokens, 2>>();
+      if constexpr (kGroups == 1) {
+        if (parts == 4) return launch<WideShape<T, 1, 1, 1, kTokens, 4>>();
+      }
+    }
+    launch<WideShape<T, kGates, kGroups, 1, kTokens>>();
   }
   template <class T>
   void launch_by_gates(const Choice& choice, int gates) const {

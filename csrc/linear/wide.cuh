@@ -7,8 +7,8 @@
 //
 // What a multiprocessor can ask of the L2 cache is the first limit (about 39 bytes a cycle of the
 // 64 that a tile of 128 by 128 needs), so tiles are as large as there are enough of. Where that
-// leaves many multiprocessors without one, the two blocks of a cluster have half of the inputs each
-// and give each other their sums of half of the tokens.
+// leaves many multiprocessors without one, the blocks of a cluster have a part of the inputs each
+// and give each other their sums of a share of the tokens.
 #pragma once
 
 #include "finish_tile.cuh"
@@ -19,24 +19,22 @@ namespace minserve {
 namespace cuda {
 
 // kGroups warpgroups of kBlocks blocks of 64 rows each; kParts blocks have a part of the inputs
-// each, and then one tile; kResident blocks share a multiprocessor.
-template <class T, int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
-          int kResident_ = 1>
+// each, and then one tile.
+template <class T, int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1>
 struct WideShape {
   using Type = T;
   static constexpr int kGates = kGates_, kGroups = kGroups_, kBlocks = kBlocks_;
-  static constexpr int kTokens = kTokens_, kParts = kParts_, kResident = kResident_;
-  static constexpr bool kStepping = kGates > 1, kHalved = kParts == 2;
+  static constexpr int kTokens = kTokens_, kParts = kParts_;
+  static constexpr bool kStepping = kGates > 1, kParted = kParts > 1;
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
-  static_assert(kParts == 1 || kHalved, "a block sends half of its sums");
-  static_assert(kResident == 1 || kResident == 3, "a third of the shared memory");
-  static_assert(kTokens % (32 * kParts) == 0, "whole squares, and a token for each lane");
+  static_assert(kParts == 1 || kParts == 2 || kParts == 4, "each sends the others' sums");
+  static_assert(kTokens % 32 == 0 && kTokens % (16 * kParts) == 0,
+                "a token for each lane, and whole squares");
   static constexpr int kComputing = kGroups * kGroupThreads;
   // A warp feeds the ring and one prepares. Two more help, for a warpgroup can give its registers
   // to those that multiply.
-  static constexpr bool kGiving = kResident == 1;
-  static constexpr int kPreparing = kGiving ? 3 : 1;  // warps
-  static constexpr int kThreads = kComputing + (kGiving ? kGroupThreads : 64);
+  static constexpr int kPreparing = 3;  // warps
+  static constexpr int kThreads = kComputing + kGroupThreads;
   static constexpr int kFewRegisters = kGroups == 3 ? 56 : 40;
   static constexpr int kManyRegisters = kGroups == 3 ? 152 : 232;
   static constexpr int kRows = kGroups * kBlocks * kBlockRows;
@@ -55,16 +53,16 @@ struct WideShape {
   static constexpr int kBlocksOfStage = kStageBytes / kStagedBytes;
   static constexpr int kAllBlocks = kGroups * kBlocks;
   static constexpr int kStagesToFinish = (kAllBlocks + kBlocksOfStage - 1) / kBlocksOfStage;
-  // Halves: when the products are done the ring takes the sums that come, then those that go; what
+  // Parts: when the products are done the ring takes the sums that come, then those that go; what
   // is staged is beside it.
-  static constexpr int kSentBytes = kHalved ? kRows * kFinish * 4 : 0;
-  static constexpr int kSide = kHalved ? kAllBlocks * kStagedBytes : 0;
-  static constexpr int kMemory = (kResident == 1 ? 221 : 70) * 1024;
+  static constexpr int kSentBytes = (kParts - 1) * kRows * kFinish * 4;
+  static constexpr int kSide = kParted ? kAllBlocks * kStagedBytes : 0;
+  static constexpr int kMemory = 221 * 1024;
   static constexpr int kFit = (kMemory - kSide) / kStageBytes;
   static constexpr int kStages = kFit > 10 ? 10 : kFit;
   static constexpr int kRing = kStages * kStageBytes;
   static_assert(kRing >= 2 * kSentBytes, "room for sums");
-  static_assert(kStages >= 3 && (kHalved || kStages >= kStagesToFinish), "room to finish a tile");
+  static_assert(kStages >= 3 && (kParted || kStages >= kStagesToFinish), "room to finish a tile");
   static constexpr int kShared = kRing + kSide + 1024;
 };
 
@@ -91,15 +89,17 @@ struct Stage {
   }
 };
 
-// The two blocks of a cluster have sums over half of the inputs each. Sends the other those of its
-// half of the tokens; `own` becomes the whole sums of this block's half. Both rings are free;
-// `received` expects kSentBytes.
+// The blocks of a cluster have sums over a part of the inputs each. Sends each of the others those
+// of its share of the tokens; `own` becomes the whole sums of this block's share, added up in the
+// order of the inputs. All rings are free; `received` expects kSentBytes.
 template <class S>
-__device__ __forceinline__ void exchange_halves(const float (&sums)[S::kBlocks][S::kTokens / 2],
-                                                float (&own)[S::kBlocks][S::kFinish / 2], int part,
-                                                unsigned char* ring, std::uint64_t& received) {
-  constexpr int kOwn = S::kFinish / 2;
+__device__ __forceinline__ void exchange_sums(const float (&sums)[S::kBlocks][S::kTokens / 2],
+                                              float (&own)[S::kBlocks][S::kFinish / 2], int part,
+                                              unsigned char* ring, std::uint64_t& received) {
+  constexpr int kOwn = S::kFinish / 2, kShare = S::kSentBytes / (S::kParts - 1);
   unsigned char* outbox = ring + S::kSentBytes;
+  // Boxes for and from the others: first of the block that comes next.
+  const auto box_of = [&](int other) { return (other - part - 1) % S::kParts * kShare; };
   // Of four sums number i of a block of rows: neighbouring threads' are neighbours.
   const auto four_in = [&](unsigned char* box, int block, int i) -> float4& {
     const int group = threadIdx.x / kGroupThreads;
@@ -108,37 +108,51 @@ __device__ __forceinline__ void exchange_halves(const float (&sums)[S::kBlocks][
              threadIdx.x % kGroupThreads];
   };
 #pragma unroll
-  for (int block = 0; block < S::kBlocks; ++block) {
+  for (int to = 0; to < S::kParts; ++to) {  // no index of sums that is known only when it runs
 #pragma unroll
-    for (int i = 0; i < kOwn; i += 4) {
-      float send[4];
+    for (int block = 0; block < S::kBlocks; ++block) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {  // no index that is known only when it runs
-        const float low = sums[block][i + k], high = sums[block][kOwn + i + k];
-        own[block][i + k] = part == 0 ? low : high;
-        send[k] = part == 0 ? high : low;
+      for (int i = 0; i < kOwn; i += 4) {
+        const float* four = &sums[block][to * kOwn + i];
+        if (to == part) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) own[block][i + k] = four[k];
+        } else {
+          four_in(outbox + box_of(to + S::kParts), block, i) = {four[0], four[1], four[2], four[3]};
+        }
       }
-      four_in(outbox, block, i) = {send[0], send[1], send[2], send[3]};
     }
   }
   fence_for_copies();
   meet(8, S::kComputing);
-  if (threadIdx.x == 0) copy_to_block(1 - part, ring, outbox, S::kSentBytes, received);
+  if (threadIdx.x == 0) {
+    for (int n = 1; n < S::kParts; ++n) {
+      // To where it is the box of this block.
+      copy_to_block((part + n) % S::kParts, ring + (S::kParts - 1 - n) * kShare,
+                    outbox + (n - 1) * kShare, kShare, received);
+    }
+  }
   __syncwarp();
   wait_barrier(received, 0);
 #pragma unroll
   for (int block = 0; block < S::kBlocks; ++block) {
 #pragma unroll
     for (int i = 0; i < kOwn; i += 4) {
-      const float4 four = four_in(ring, block, i);
-      own[block][i] += four.x, own[block][i + 1] += four.y;
-      own[block][i + 2] += four.z, own[block][i + 3] += four.w;
+      float total[4] = {};
+#pragma unroll
+      for (int from = 0; from < S::kParts; ++from) {
+        float4 four = {own[block][i], own[block][i + 1], own[block][i + 2], own[block][i + 3]};
+        if (from != part) four = four_in(ring + box_of(from + S::kParts), block, i);
+        total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) own[block][i + k] = total[k];
     }
   }
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, S::kResident)
+__global__ void __launch_bounds__(S::kThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap weight_map,
                 const __grid_constant__ CUtensorMap input_map,
                 const __grid_constant__ CUtensorMap side_map,  // what is staged: x, or out
@@ -154,13 +168,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   __shared__ float scale[2][S::kTokens];
   __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int part = S::kHalved ? static_cast<int>(blockIdx.z) : 0;
+  const int part = S::kParted ? static_cast<int>(blockIdx.z) : 0;
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
   const int begin = part * steps / S::kParts;
   const int count = (part + 1) * steps / S::kParts - begin;
   const bool residual = !S::kStepping && args.epilogue == Epilogue::residual;
   const bool logits = !S::kStepping && args.epilogue == Epilogue::logits;
-  const int finishing = S::kHalved || logits ? 0 : S::kStagesToFinish;
+  const int finishing = S::kParted || logits ? 0 : S::kStagesToFinish;
   const Walk walk{static_cast<int>((args.channels + S::kChannels - 1) / S::kChannels),
                   static_cast<int>((args.tokens + S::kTokens - 1) / S::kTokens)};
   const int tiles = walk.count(), first = blockIdx.x, stride = gridDim.x;
@@ -199,7 +213,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     init_barrier(beside, 1);
     fence_barriers();
     fence_for_copies();  // the block has not met between this and the first copies
-    if (S::kHalved) arrive_expecting(received, S::kSentBytes);
+    if (S::kParted) arrive_expecting(received, S::kSentBytes);
     find(first, channel, token);
     At at;
     for (int n = 0; n < ahead; ++n, ++at) copy_weights(at, n);
@@ -210,7 +224,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   let_next_kernel_start();
 
   if (warp >= S::kComputing / 32) {
-    if constexpr (S::kGiving) give_registers<S::kFewRegisters>();
+    give_registers<S::kFewRegisters>();
     if (warp == S::kComputing / 32) {
       // The ring.
       const auto copy_inputs = [&](const At& at, int n) {
@@ -221,7 +235,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       if (lane == 0) {
         At at;
         for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at, n);
-        if (S::kHalved && residual) {
+        if (S::kParted && residual) {
           arrive_expecting(beside, S::kSide);
           for (int block = 0; block < S::kAllBlocks; ++block) {
             copy_box(side + block * S::kStagedBytes, side_map, channel + block * kBlockRows,
@@ -264,7 +278,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
         for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
           const std::int64_t token = first_token + part * S::kFinish + from + lane;
-          scale[half][from + lane] = norm_scale<S::kGiving ? 16 : 4>(args, token);
+          scale[half][from + lane] = norm_scale<16>(args, token);
           if (S::kStepping) {
             slots[half][from + lane] = token < args.tokens ? args.slots[token] : -1;
           }
@@ -283,13 +297,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         }
       }
     }
-    if (S::kHalved) {
+    if (S::kParted) {
       __syncwarp();
       arrive_at_cluster();
       wait_for_cluster();
     }
   } else {
-    if constexpr (S::kGiving) take_registers<S::kManyRegisters>();
+    take_registers<S::kManyRegisters>();
     wait_for_previous_kernel();
     const int group = warp / 4;
     const auto release = [&](int slot) {
@@ -332,7 +346,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       find(tile, first_channel, first_token);
       const int half = turn % 2;
       const auto staged = [&](int block) -> unsigned char* {
-        if (S::kHalved) return side + block * S::kStagedBytes;
+        if (S::kParted) return side + block * S::kStagedBytes;
         int slot = at.slot + block / S::kBlocksOfStage;
         if (slot >= S::kStages) slot -= S::kStages;
         return ring + slot * S::kStageBytes + block % S::kBlocksOfStage * S::kStagedBytes;
@@ -340,12 +354,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       const Tile<S> of{
           args,          side_map, scale[half], slots[half], first_token + part * S::kFinish,
           first_channel, group};
-      if constexpr (S::kHalved) {
-        // The rings of both blocks are free.
+      if constexpr (S::kParted) {
+        // The rings of all blocks are free.
         arrive_at_cluster();
         wait_for_cluster();
         float own[S::kBlocks][S::kFinish / 2];
-        exchange_halves<S>(sums, own, part, ring, received);
+        exchange_sums<S>(sums, own, part, ring, received);
         wait_barrier(ready[half], 0);
         if (residual) wait_barrier(beside, 0);
         of.finish(own, staged);
@@ -363,7 +377,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     }
   }
   // Nobody ends while what it has sent is being read.
-  if (S::kHalved) {
+  if (S::kParted) {
     __syncwarp();
     arrive_at_cluster();
     wait_for_cluster();

@@ -17,10 +17,13 @@ struct WideForm {
 constexpr WideForm kWideForms[] = {
     {Form::wide_256_128, 256, 128, 1}, {Form::wide_192_128, 192, 128, 1},
     {Form::wide_128_128, 128, 128, 1}, {Form::wide_128_128, 128, 128, 2},
-    {Form::wide_128_64, 128, 64, 2},
+    {Form::wide_192_64, 192, 64, 1},   {Form::wide_128_64, 128, 64, 1},
+    {Form::wide_128_64, 128, 64, 2},   {Form::wide_64_64, 64, 64, 1},
+    {Form::wide_64_64, 64, 64, 2},     {Form::wide_64_64, 64, 64, 4},
 };
 
-// Fitted to measurements like choice.h.
+// Fitted to measurements like choice.h: of maps of 6 million to 1.3 billion weights' models, in
+// their layers, with 40 to 2,048 tokens.
 class WideChooser {
  public:
   // whole: every block has all inputs.
@@ -32,24 +35,22 @@ class WideChooser {
         tokens_(tokens),
         whole_(whole || gates == 3) {}
 
-  // Whether there are tiles for the GPU: whole ones, fewer where they take long; or of long sums
-  // halves and thin ones.
+  // Whether there are tiles for enough multiprocessors, small ones in parts where sums are long.
   bool pays() const {
-    if (small_steps()) return true;
-    const std::int64_t tiles = up(rows_, 128) * up(tokens_, 128);
-    // Fitted to sums that may be cut into parts.
-    const std::int64_t long_sums = gates_ > 1 ? 768 : 1024, short_ones = gates_ > 1 ? 120 : 72;
-    const std::int64_t few = whole_ ? 120 : inputs_ < long_sums ? short_ones : 48;
-    if (tokens_ > 64 && tiles >= few) return true;
-    return tokens_ > 128 && inputs_ >= 1024 && tiles >= (whole_ ? 90 : inputs_ < 2048 ? 12 : 16);
+    if (gates_ == 1 && tokens_ <= 64 && up(rows_, 64) >= 2 * kMultiprocessors) return false;
+    std::int64_t blocks = up(rows_, 64) * up(tokens_, 64);
+    if (gates_ > 1) return blocks >= 24;
+    for (int parts = 2; !whole_ && parts <= 4 && inputs_ >= 256 + 128 * parts; parts *= 2) {
+      if (blocks * 2 <= at_once(parts)) blocks *= 2;
+    }
+    return blocks >= 60;
   }
 
   // The quickest by its clocks.
   Choice choose() const {
-    if (small_steps()) return {Form::wide_64_64, 2};
-    const WideForm* best = std::begin(kWideForms);
+    const WideForm* best = nullptr;
     for (const WideForm& form : kWideForms) {
-      if (can_take(form) && (!can_take(*best) || clocks(form) < clocks(*best))) best = &form;
+      if (can_take(form) && (!best || clocks(form) < clocks(*best))) best = &form;
     }
     return {best->form, best->parts};
   }
@@ -57,41 +58,42 @@ class WideChooser {
  private:
   static constexpr std::int64_t kMultiprocessors = 132;
   static constexpr double kSumsPerClock = 32;  // of 64 inputs
-  static constexpr double kBytesPerClock = 42;
+  static constexpr double kBytesPerClock = 42, kWeightBytesPerClock = 1700;
   static constexpr double kStepsPerClock = 2.5, kFinishedPerClock = 5;
-  static constexpr double kExchange = 3000;
+  static constexpr double kExchange = 1000, kSentPerClock = 5.5;
 
   static std::int64_t up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
-  // Steps of two gates in halves of small tiles, three at once on a multiprocessor.
-  bool small_steps() const {
-    const std::int64_t blocks = up(rows_, 64) * up(tokens_, 64) * 2;
-    return gates_ == 2 && !whole_ && tokens_ >= 64 && inputs_ >= 768 && blocks >= 72 &&
-           blocks <= 3 * kMultiprocessors && (inputs_ < 1024 || tokens_ == 64);
-  }
+  // Blocks that run at the same time. Fours leave out what is over of a group of multiprocessors.
+  static constexpr std::int64_t at_once(int parts) { return parts == 4 ? 112 : kMultiprocessors; }
 
   std::int64_t blocks(const WideForm& form) const {
     return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
   }
   bool can_take(const WideForm& form) const {
-    if (gates_ == 3) return form.rows == 192;            // a warpgroup for each
-    if (gates_ == 2 && form.tokens == 64) return false;  // small_steps() has that of steps
-    if (gates_ == 2 && form.rows == 192 && inputs_ >= 1024) return false;  // always behind
+    if (gates_ == 3) return form.rows == 192;  // a warpgroup for each
+    if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
+      return false;  // always behind
+    }
     // Blocks with parts have one tile, and inputs.
     return form.parts == 1 ||
-           (!whole_ && blocks(form) <= kMultiprocessors && inputs_ >= 64 * form.parts);
+           (!whole_ && blocks(form) <= at_once(form.parts) && inputs_ >= 64 * form.parts);
   }
 
-  // A multiprocessor's: products, or copies where the L2 cache gives less than they take; then
-  // finishing.
+  // A multiprocessor's: products, or copies where the L2 cache gives less than they take, or all
+  // weights where memory does; then what parts send each other, and finishing.
   double clocks(const WideForm& form) const {
     const double area = static_cast<double>(form.rows) * form.tokens;
     const double bytes = 128.0 * (form.rows + form.tokens);
     const double steps = static_cast<double>(up(inputs_, 64)) / form.parts;
     const double product = steps * std::max(area / kSumsPerClock, bytes / kBytesPerClock);
-    const double finish =
-        area / (gates_ > 1 ? kStepsPerClock : kFinishedPerClock) + (form.parts > 1 ? kExchange : 0);
-    return static_cast<double>(up(blocks(form), kMultiprocessors)) * (product + finish);
+    const double own = area / form.parts;  // sums that a block finishes
+    const double sent = 4 * own * (form.parts - 1);
+    const double exchange = form.parts > 1 ? kExchange + sent / kSentPerClock : 0;
+    const double finish = own / (gates_ > 1 ? kStepsPerClock : kFinishedPerClock) + exchange;
+    const double waves = static_cast<double>(up(blocks(form), at_once(form.parts)));
+    const double weights = 2.0 * rows_ * inputs_ / kWeightBytesPerClock;
+    return std::max(waves * product, weights) + waves * finish;
   }
 
   std::int64_t rows_, inputs_, gates_, tokens_;
