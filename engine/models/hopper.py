@@ -7,9 +7,10 @@ MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who w
 stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
 one ahead of it has ended.
 
-That is quickest up to a hundred tokens or some hundred; more are read with products of the library
-(products.py). Which way is the quickest is measured for the sizes that graphs are made for
-(`prepare`), and other sizes go the way of the nearest of them.
+That is quickest up to some hundred tokens, where the head may be better off as a product of the
+library; more are read with such products altogether (products.py). Which way is the quickest is
+measured for the sizes that graphs are made for (`prepare`), and other sizes go the way of the
+nearest of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +59,18 @@ class _Way(Enum):
     """How tokens are read."""
 
     CHAIN = auto()
+    CHAIN_TO_HEAD = auto()  # which is the library's; of steps
     LIBRARY = auto()
     CLUSTERS = auto()
+
+
+class _Stream(NamedTuple):
+    """The residual stream [tokens, d_model], and for the norm that comes next what it leaves to be
+    divided, and the sums of squares to divide by."""
+
+    x: Tensor
+    scaled: Tensor
+    squares: Tensor
 
 
 # tokens, state, slots -> what is computed
@@ -122,7 +133,9 @@ class HopperLM:
         ):
             for size in sorted(sizes):
                 ways = [_Way.CHAIN]
-                ways += [_Way.LIBRARY] if size > _FEWEST_OF_THE_LIBRARY else []
+                if size > _FEWEST_OF_THE_LIBRARY:
+                    ways += [_Way.CHAIN_TO_HEAD] if read == self._step else []
+                    ways += [_Way.LIBRARY]
                 ways += [_Way.CLUSTERS] if clusters else []
                 if len(ways) > 1:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
@@ -176,9 +189,10 @@ class HopperLM:
             pre = self._map(scaled, squares, gates.weight, gates.bias)
             return cell.recur(pre, state.cell[index], cu_seqlens, slots)
 
-        scaled, squares = self._read(tokens, convolve, recur)
-        total = _sum_in_pairs(squares) if self._fixed_order else squares.sum(0)  # [tokens]
-        mean = total / scaled.shape[1]
+        if not self._fixed_order:
+            return self._normed(self._read(tokens, convolve, recur, normed=False).x)
+        _, scaled, squares = self._read(tokens, convolve, recur)
+        mean = _sum_in_pairs(squares) / scaled.shape[1]  # [tokens]
         hidden: Tensor = (scaled * (mean + self._eps).rsqrt().unsqueeze(-1)).to(scaled.dtype)
         return hidden
 
@@ -228,7 +242,10 @@ class HopperLM:
                 self._fixed_order,
             )
 
-        scaled, squares = self._read(tokens, convolve, recur)
+        if self._products is not None and way is _Way.CHAIN_TO_HEAD:
+            x = self._read(tokens, convolve, recur, normed=False).x
+            return self._products.logits(self._normed(x))
+        _, scaled, squares = self._read(tokens, convolve, recur)
         return self._head_of(scaled, squares)
 
     def _map(
@@ -246,8 +263,14 @@ class HopperLM:
         logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
         return logits[:, : self._vocabulary]
 
-    def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> tuple[Tensor, Tensor]:
-        """All layers: what the last norm leaves to be divided, and the sums of squares for it."""
+    def _normed(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self._model.norm(x)
+        return hidden
+
+    def _read(
+        self, tokens: Tensor, convolve: _Convolve, recur: _Recur, *, normed: bool = True
+    ) -> _Stream:
+        """All layers; `normed`: with what the last norm needs."""
         first = self._layers[0]
         norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
         x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
@@ -258,24 +281,24 @@ class HopperLM:
                 norm = layer.cell_norm.weight
                 scaled, squares = self._add(y, mix, x, norm)
             h = recur(index, layer.cell, scaled, squares)
-            norm = self._norm_after_cell(index)
+            norm = self._norm_after_cell(index, normed)
             out = cast("nn.Linear", layer.cell.out)  # supports() has seen to it
             scaled, squares = self._add(h, out, x, norm)
             if layer.mlp is not None:
                 up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
                 y = self._map(scaled, squares, up.weight, up.bias, gelu=True)
-                norm = self._norm_after_layer(index)
+                norm = self._norm_after_layer(index, normed)
                 scaled, squares = self._add(y, down, x, norm)
-        return scaled, squares
+        return _Stream(x, scaled, squares)
 
-    def _norm_after_cell(self, index: int) -> Tensor | None:
+    def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
         mlp = self._layers[index].mlp
-        return self._norm_after_layer(index) if mlp is None else mlp.norm.weight
+        return self._norm_after_layer(index, normed) if mlp is None else mlp.norm.weight
 
-    def _norm_after_layer(self, index: int) -> Tensor | None:
-        """None: a convolution reads the residual stream itself."""
+    def _norm_after_layer(self, index: int, normed: bool) -> Tensor | None:
+        """None: who comes next reads the residual stream itself."""
         if index + 1 == len(self._layers):
-            return self._model.norm.weight
+            return self._model.norm.weight if normed else None
         following = self._layers[index + 1]
         return None if following.conv is not None else following.cell_norm.weight
 
@@ -285,7 +308,7 @@ def _nearest(found: dict[int, _Way], size: int, unmeasured: _Way) -> _Way:
     if not found or size == 0:
         return unmeasured
     way = found[min(found, key=lambda other: abs(other - size))]
-    if way is _Way.LIBRARY and size <= _FEWEST_OF_THE_LIBRARY:
+    if size <= _FEWEST_OF_THE_LIBRARY and way in (_Way.LIBRARY, _Way.CHAIN_TO_HEAD):
         return _Way.CHAIN
     beyond = way is _Way.CLUSTERS and size > max(_MOST_ROWS_OF_CLUSTERS, *found)
     return unmeasured if beyond else way
