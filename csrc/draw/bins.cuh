@@ -95,9 +95,9 @@ class OddsBins {
     });
     __syncthreads();
     const unsigned best = bits_above(results_.first), least = bits_above(results_.last + 1);
-    return {{min(best, kBestOdds) + kRough, max(least, kLeastOdds + kRough) - kRough - 1},
-            results_.before,
-            results_.after};
+    const unsigned listed = max(least, kLeastOdds + kRough) - kRough - 1;
+    // The last bin may have none but tokens that weigh nothing: then nothing lies between.
+    return {{max(min(best, kBestOdds) + kRough, listed), listed}, results_.before, results_.after};
   }
   // The bins in which the sum of weights passes this share of the total.
   __device__ Range range_of(double share) const {

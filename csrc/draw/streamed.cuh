@@ -1,5 +1,5 @@
-// One block draws the token of one of many rows, and reads it twice: for the best logit and, where
-// a filter asks for a cut, to count odds in bins; and for the sum of what is kept.
+// One block draws the token of one of many rows, and mostly reads it twice: for the best logit and,
+// where a filter asks for a cut, to count odds in bins; and for the sum of what is kept.
 //
 // The best logit is not known while odds are counted, so they are odds to the best of the tokens
 // that come first. Where another one is better by a factor of 2**24 they are counted once more.

@@ -6,9 +6,9 @@
 // the thread that feeds the ring leaves them out, or puts the residual stream there.
 //
 // What a multiprocessor can ask of the L2 cache is the first limit (about 39 bytes a cycle of the
-// 64 that a tile of 128 by 128 needs), so tiles are as large as there are enough of. Where that
-// leaves many multiprocessors without one, the blocks of a cluster have a part of the inputs each
-// and give each other their sums of a share of the tokens.
+// 64 that a tile of 128 by 128 needs), so many tokens have large tiles. Fewer have the smallest of
+// which there are no more than multiprocessors; where sums are long, the blocks of a cluster have a
+// part of the inputs each and give each other their sums of a share of the tokens.
 #pragma once
 
 #include "finish_tile.cuh"

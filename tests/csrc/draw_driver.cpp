@@ -25,13 +25,15 @@ struct Parameters {
   double top_p;
   float min_p;
 };
+constexpr float kOctaves = 1.44269504f;  // the temperature at which logits are octaves
 constexpr Parameters kParameters[] = {
-    {0.0f, 0, 1.0, 0.0f},     {1.0f, 0, 1.0, 0.0f},    {0.7f, 1, 1.0, 0.0f},
-    {1.0f, 9, 1.0, 0.0f},     {2.0f, 300, 1.0, 0.0f},  {1.0f, 0, 0.9, 0.0f},
-    {0.5f, 0, 0.3, 0.0f},     {1e4f, 0, 0.7, 0.0f},    {1e-30f, 40, 0.9, 0.0f},
-    {1.3f, 200, 0.95, 0.01f}, {1.0f, 0, 1.0, 0.2f},    {1.0f, 0, 0.0, 0.0f},
-    {1.0f, 0, 0.99999, 0.0f}, {1.0f, 5, 0.5, 1.0f},    {1.0f, 1 << 20, 0.8, 0.5f},
-    {1.0f, 700, 1.0, 0.0f},   {1.5f, 900, 0.8, 0.05f}, {1.0f, 600, 0.999, 0.0f},
+    {0.0f, 0, 1.0, 0.0f},        {1.0f, 0, 1.0, 0.0f},        {0.7f, 1, 1.0, 0.0f},
+    {1.0f, 9, 1.0, 0.0f},        {2.0f, 300, 1.0, 0.0f},      {1.0f, 0, 0.9, 0.0f},
+    {0.5f, 0, 0.3, 0.0f},        {1e4f, 0, 0.7, 0.0f},        {1e-30f, 40, 0.9, 0.0f},
+    {1.3f, 200, 0.95, 0.01f},    {1.0f, 0, 1.0, 0.2f},        {1.0f, 0, 0.0, 0.0f},
+    {1.0f, 0, 0.99999, 0.0f},    {1.0f, 5, 0.5, 1.0f},        {1.0f, 1 << 20, 0.8, 0.5f},
+    {1.0f, 700, 1.0, 0.0f},      {1.5f, 900, 0.8, 0.05f},     {1.0f, 600, 0.999, 0.0f},
+    {kOctaves, 4090, 1.0, 0.0f}, {kOctaves, 2000, 0.9, 0.0f},
 };
 constexpr long kRows = sizeof kParameters / sizeof *kParameters + 4;
 
@@ -67,6 +69,21 @@ std::vector<float> logits_of(const Case& given) {
                                                    : 1e-4f * x);
     }
     float* const row = &logits[static_cast<std::size_t>(r * given.vocab)];
+    if (given.kind == "later") {  // than the tokens that a block reads first come all the good ones
+      constexpr float kApart[] = {0, 2, 5, 8, 12, 15, 17, 20, 30, INFINITY};
+      const long warps = given.threads / 32;
+      const long run = ((given.vocab + warps - 1) / warps + 127) / 128 * 128;
+      for (long i = 0; i < given.vocab; ++i) {
+        row[i] = i % run < 256 ? -20 - kApart[r % 10] + row[i] : -20 + 6 * row[i];
+      }
+    }
+    // Of thousands that weigh nothing some lie in the last bin, alone; the best comes late.
+    if (given.kind == "weightless") {
+      for (long i = 0; i < given.vocab; ++i) {
+        row[i] = i < 399 ? -4 - 1e-3f * static_cast<float>(i) : i < 409 ? -38.014f : -38.005f;
+      }
+      row[0] = -3.011f, row[given.vocab - 2] = 0.0f, row[given.vocab - 1] = -INFINITY;
+    }
     if (given.kind == "outlier") row[given.vocab / 3] = 6.0f, row[given.vocab - 1] = -1e30f;
     if (r == kRows - 1) row[given.vocab - 1] = NAN;
     if (r == kRows - 2) row[given.vocab / 2] = INFINITY;

@@ -103,6 +103,8 @@ DRAWS = [
     "--vocab 3 --streamed 1",
     "--vocab 2999 --shift 3 --threads 256 --streamed 1 --seeds 3",
     "--vocab 70000 --threads 256 --streamed 1 --seeds 4",
+    "--kind later --vocab 5003 --threads 256 --streamed 1 --seeds 1",
+    "--kind weightless --vocab 4096 --threads 256 --streamed 1 --seeds 1",
 ]
 
 TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]
