@@ -127,16 +127,15 @@ class HopperLM:
         rows = {count for count in steps if count > whole}
         by_library = {count for count in {*rows, *prompts} if count > _FEWEST_OF_THE_LIBRARY}
         self._products.tune(sorted(by_library), sorted({*(by_library & rows), *logits}))
-        for found, read, sizes, clusters in (
-            (self._ways_of_steps, self._step, rows, self._clusters is not None),
-            (self._ways_of_prompts, self._one_prompt, prompts, False),
+        many_rows = [_Way.CHAIN_TO_HEAD, _Way.LIBRARY]
+        clusters = [] if self._clusters is None else [_Way.CLUSTERS]
+        for found, read, sizes, of_many, of_all in (
+            (self._ways_of_steps, self._step, rows, many_rows, clusters),
+            (self._ways_of_prompts, self._one_prompt, prompts, [_Way.LIBRARY], []),
         ):
             for size in sorted(sizes):
-                ways = [_Way.CHAIN]
-                if size > _FEWEST_OF_THE_LIBRARY:
-                    ways += [_Way.CHAIN_TO_HEAD] if read == self._step else []
-                    ways += [_Way.LIBRARY]
-                ways += [_Way.CLUSTERS] if clusters else []
+                many = size > _FEWEST_OF_THE_LIBRARY
+                ways = [_Way.CHAIN, *(of_many if many else []), *of_all]
                 if len(ways) > 1:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
                         found[size] = self._quickest(read, size, ways)
