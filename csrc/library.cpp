@@ -137,10 +137,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
       "Tensor");
   // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
-  m.def("product_algorithms(Tensor x, Tensor weight, Tensor out) -> Tensor");
+  m.def("product_algorithms(Tensor x, Tensor weight, Tensor out, Tensor? bias=None) -> Tensor");
   // out = x weight^T, or out += it, in one of these ways
   m.def(
-      "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False) -> ()");
+      "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False, "
+      "Tensor? bias=None) -> ()");
   // the copy engine's description of a weight, to 128 bytes on the CPU
   m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
   // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits

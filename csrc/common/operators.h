@@ -66,9 +66,10 @@ void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                    const MaybeTensor& ahead, const Tensor& state, const Tensor& slots,
                    bool linear_candidate, bool normalize_gates);
-Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
+Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out,
+                          const MaybeTensor& bias);
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
-             bool add);
+             bool add, const MaybeTensor& bias);
 void whole_step_map(const Tensor& weight, const Tensor& map);
 Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
