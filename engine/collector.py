@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def calm() -> None:
@@ -18,3 +20,15 @@ def calm() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 50)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage may be graphs of an engine that was there before: a capture fails when one goes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

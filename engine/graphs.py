@@ -7,12 +7,12 @@ with rows whose slot is negative, which every operator skips.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from engine.collector import no_collection
 
 # Rises by a half or less from 16 on, so that at most a third of a batch is padding.
 _BUCKETS = (
@@ -48,18 +48,6 @@ def prompt_buckets(most_tokens: int, most_chunks: int) -> dict[int, list[int]]:
 def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
     largest = min(most, sizes[-1])
     return [*(size for size in sizes if size < largest), largest]
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Garbage may be graphs of an engine that was there before: a capture fails when one goes."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class BucketGraphs:
@@ -107,3 +95,16 @@ class BucketGraphs:
     def replay(self, size: int) -> None:
         """What `run(size)` does."""
         self._graphs[size].replay()
+
+    def seconds(self, size: int) -> float:
+        """How long a replay keeps the device busy whose rows are all padding. Waits for it."""
+        self._clear(size)
+        times: list[float] = []
+        for _ in range(3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self.replay(size)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return min(times)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.config import ModelConfig
 from engine.models.cell import ModelState
 from engine.models.lm import LM, Layer
-from engine.models.tuned import works
+from engine.models.quickest import works
 from engine.models.whole_step import runs_kernels
 from engine.ops.cluster_step import (
     BLOCKS,

@@ -8,9 +8,9 @@ stream also writes what the next norm needs of it. Each kernel asks for its firs
 one ahead of it has ended.
 
 That is quickest up to some hundred tokens, where the head may be better off as a product of the
-library; more are read with such products altogether (products.py). Which way is the quickest is
-measured for the sizes that graphs are made for (`prepare`), and other sizes go the way of the
-nearest of them.
+library. More are read with such products altogether (products.py), or but for the middle of a
+layer, out projection and MLP up with GELU. Which way is the quickest is measured for some of the
+sizes that graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.models.cluster_step import ClusterStep
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
 from engine.models.products import ProductsLM
-from engine.models.tuned import quickest_of
+from engine.models.quickest import quickest_graph_of
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
@@ -61,7 +61,11 @@ class _Way(Enum):
     CHAIN = auto()
     CHAIN_TO_HEAD = auto()  # which is the library's; of steps
     LIBRARY = auto()
+    LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
     CLUSTERS = auto()
+
+
+_OF_THE_LIBRARY = (_Way.LIBRARY, _Way.LIBRARY_AROUND)
 
 
 class _Stream(NamedTuple):
@@ -125,21 +129,32 @@ class HopperLM:
             return
         whole = 0 if self._whole is None else self._whole.rows
         rows = {count for count in steps if count > whole}
-        by_library = {count for count in {*rows, *prompts} if count > _FEWEST_OF_THE_LIBRARY}
-        self._products.tune(sorted(by_library), sorted({*(by_library & rows), *logits}))
-        many_rows = [_Way.CHAIN_TO_HEAD, _Way.LIBRARY]
+        timed_rows, timed_prompts = _to_be_timed(rows), _to_be_timed(prompts)
+        self._tune({*timed_rows, *timed_prompts}, timed_rows)
+        self._products.tune([], logits)
+        many_rows, many_tokens = [_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY], [*_OF_THE_LIBRARY]
         clusters = [] if self._clusters is None else [_Way.CLUSTERS]
         for found, read, sizes, of_many, of_all in (
-            (self._ways_of_steps, self._step, rows, many_rows, clusters),
-            (self._ways_of_prompts, self._one_prompt, prompts, [_Way.LIBRARY], []),
+            (self._ways_of_steps, self._step, timed_rows, many_rows, clusters),
+            (self._ways_of_prompts, self._one_prompt, timed_prompts, many_tokens, []),
         ):
-            for size in sorted(sizes):
+            for size in sizes:
                 many = size > _FEWEST_OF_THE_LIBRARY
                 ways = [_Way.CHAIN, *(of_many if many else []), *of_all]
                 if len(ways) > 1:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
                         found[size] = self._quickest(read, size, ways)
+        ways_of_rows = {size: self._way_of_step(size) for size in rows}
+        products = [size for size, way in ways_of_rows.items() if way in _OF_THE_LIBRARY]
+        heads = [size for size, way in ways_of_rows.items() if way is _Way.CHAIN_TO_HEAD]
+        long = [size for size in prompts if self._way_of_prompt(size) in _OF_THE_LIBRARY]
+        self._tune([*products, *long], [*products, *heads])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
+
+    def _tune(self, tokens: Iterable[int], heads: Iterable[int]) -> None:
+        assert self._products is not None
+        many = [{n for n in sizes if n > _FEWEST_OF_THE_LIBRARY} for sizes in (tokens, heads)]
+        self._products.tune(*many, middle_elsewhere=True)
 
     @torch.no_grad()
     def _quickest(self, read: _Read, count: int, ways: Sequence[_Way]) -> _Way:
@@ -151,7 +166,8 @@ class HopperLM:
         )
         state = self._model.new_state(count if read == self._step else 1)
         slots = torch.arange(count, dtype=torch.int32, device=device)
-        return ways[quickest_of([partial(read, tokens, state, slots, way) for way in ways])]
+        runs = [partial(read, tokens, state, slots, way) for way in ways]
+        return ways[quickest_graph_of(runs, lasting=read == self._step)]
 
     def _one_prompt(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
         # Made on the device: nothing may wait for it while others are timed.
@@ -163,10 +179,11 @@ class HopperLM:
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
         """As LM.prefill."""
-        count = len(tokens)
-        unmeasured = _Way.LIBRARY if count > self._most_tokens else _Way.CHAIN
-        way = _nearest(self._ways_of_prompts, count, unmeasured)
-        return self._prefill(tokens, cu_seqlens, state, slots, way)
+        return self._prefill(tokens, cu_seqlens, state, slots, self._way_of_prompt(len(tokens)))
+
+    def _way_of_prompt(self, tokens: int) -> _Way:
+        unmeasured = _Way.LIBRARY if tokens > self._most_tokens else _Way.CHAIN
+        return _nearest(self._ways_of_prompts, tokens, unmeasured)
 
     def _prefill(
         self,
@@ -176,8 +193,9 @@ class HopperLM:
         slots: Tensor,
         way: _Way,
     ) -> Tensor:
-        if self._products is not None and way is _Way.LIBRARY:
-            return self._products.prefill(tokens, cu_seqlens, state, slots)
+        if self._products is not None and way in _OF_THE_LIBRARY:
+            middle = self._middle if way is _Way.LIBRARY_AROUND else None
+            return self._products.prefill(tokens, cu_seqlens, state, slots, middle)
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -211,17 +229,20 @@ class HopperLM:
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
-        rows = len(tokens)
+        return self._step(tokens, state, slots, self._way_of_step(len(tokens)))
+
+    def _way_of_step(self, rows: int) -> _Way:
         unmeasured = _Way.LIBRARY if rows > self._most_rows else _Way.CHAIN
         if self._clusters is not None and 0 < rows <= _MOST_ROWS_OF_CLUSTERS:
             unmeasured = _Way.CLUSTERS
-        return self._step(tokens, state, slots, _nearest(self._ways_of_steps, rows, unmeasured))
+        return _nearest(self._ways_of_steps, rows, unmeasured)
 
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
         if self._clusters is not None and way is _Way.CLUSTERS:
             return self._clusters.step(tokens, state, slots)
-        if self._products is not None and way is _Way.LIBRARY:
-            return self._products.logits(self._products.step(tokens, state, slots))
+        if self._products is not None and way in _OF_THE_LIBRARY:
+            middle = self._middle if way is _Way.LIBRARY_AROUND else None
+            return self._products.logits(self._products.step(tokens, state, slots, middle))
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -257,6 +278,15 @@ class HopperLM:
         self, y: Tensor, module: nn.Linear, x: Tensor, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order)
+
+    def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
+        """A Middle of products.py, of linear maps."""
+        out, mlp = cast("nn.Linear", layer.cell.out), layer.mlp
+        scaled, squares = self._add(h, out, x, None if mlp is None else mlp.norm.weight)
+        if mlp is None:
+            return None
+        up = cast("nn.Linear", mlp.up)
+        return self._map(scaled, squares, up.weight, up.bias, gelu=True)
 
     def _head_of(self, x: Tensor, squares: Tensor | None) -> Tensor:
         logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
@@ -302,12 +332,18 @@ class HopperLM:
         return None if following.conv is not None else following.cell_norm.weight
 
 
+def _to_be_timed(sizes: Iterable[int]) -> list[int]:
+    """Powers of two and the largest: those between go the way of the nearest."""
+    rising = sorted(sizes)
+    return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
+
+
 def _nearest(found: dict[int, _Way], size: int, unmeasured: _Way) -> _Way:
     """What was found for this size, or for the one that is nearest to it."""
     if not found or size == 0:
         return unmeasured
     way = found[min(found, key=lambda other: abs(other - size))]
-    if size <= _FEWEST_OF_THE_LIBRARY and way in (_Way.LIBRARY, _Way.CHAIN_TO_HEAD):
+    if size <= _FEWEST_OF_THE_LIBRARY and way in (_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY):
         return _Way.CHAIN
     beyond = way is _Way.CLUSTERS and size > max(_MOST_ROWS_OF_CLUSTERS, *found)
     return unmeasured if beyond else way

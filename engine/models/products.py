@@ -4,6 +4,8 @@ For many tokens nothing multiplies quicker than the library; what it leaves undo
 products would take half as long again. A layer is four products and two kernels: a cell's step (or
 norm and scan), and GELU. The residual stream is added up by the products themselves, and norms have
 left their weights in the matrices that read them (engine/ops/normed.py).
+
+Who has quicker kernels for the middle of a layer, from the out projection to GELU, can have it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from engine.ops import library
 from engine.ops.normed import normed_gelu_, normed_step_
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
-_Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h; x has the out projection's bias
+_Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
+#: From h to an MLP's hidden channels, past GELU; adds the out projection to x. None without an MLP.
+Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]  # ..., h, x
 
 
 def supports(model: LM) -> bool:
@@ -63,14 +67,19 @@ class ProductsLM:
         torch.cuda.empty_cache()  # of the matrices that were replaced
 
     @torch.no_grad()
-    def tune(self, tokens: Iterable[int], logits: Iterable[int]) -> None:
-        """Looks for the quickest products of so many tokens, and of so many rows of logits. Waits
-        for the device."""
+    def tune(
+        self, tokens: Iterable[int], logits: Iterable[int], *, middle_elsewhere: bool = False
+    ) -> None:
+        """Looks for the quickest products of so many tokens, and of so many rows of logits;
+        `middle_elsewhere`: also those that are read with a Middle. Waits for the device."""
         for count in tokens:
             for module in ("cell.gates", "mlp.up"):
                 self._products.tune(self._weights(module), count)
             for module in ("cell.out", "mlp.down"):
                 self._products.tune(self._weights(module), count, add=True)
+            if middle_elsewhere and (mlp := self._layers[0].mlp) is not None:
+                bias = cast("nn.Linear", mlp.down).bias
+                self._products.tune(self._weights("mlp.down"), count, add=True, bias=bias)
         for count in logits:
             self._products.tune([self._head], count, single=True)
         torch.cuda.empty_cache()  # of what was multiplied
@@ -88,7 +97,9 @@ class ProductsLM:
         return logits if bias is None else logits + bias
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+    def step(
+        self, tokens: Tensor, state: ModelState, slots: Tensor, middle: Middle | None = None
+    ) -> Tensor:
         """As LM.step: hidden states [batch, d_model]."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
@@ -102,18 +113,23 @@ class ProductsLM:
                 self._eps,
                 self._products.product(x, gates.weight),
                 gates.bias,
-                cast("nn.Linear", layer.cell.out).bias,
+                None if middle else cast("nn.Linear", layer.cell.out).bias,
                 state.cell[index],
                 slots,
                 config.candidate == "linear",
                 config.normalize_gates,
             )
 
-        return self._read(tokens, convolve, recur)
+        return self._read(tokens, convolve, recur, middle)
 
     @torch.no_grad()
     def prefill(
-        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        state: ModelState,
+        slots: Tensor,
+        middle: Middle | None = None,
     ) -> Tensor:
         """As LM.prefill: hidden states [tokens, d_model]."""
 
@@ -130,26 +146,38 @@ class ProductsLM:
                 pre = gates(normed)
             h = cell.recur(pre, state.cell[index], cu_seqlens, slots)
             bias = cast("nn.Linear", cell.out).bias
-            if bias is not None:
+            if bias is not None and middle is None:
                 x += bias
             return h
 
-        return self._read(tokens, convolve, recur)
+        return self._read(tokens, convolve, recur, middle)
 
-    def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur) -> Tensor:
+    def _read(
+        self, tokens: Tensor, convolve: _Convolve, recur: _Recur, middle: Middle | None
+    ) -> Tensor:
+        """`recur` adds the out projection's bias to x, unless there is a `middle`."""
         x: Tensor = self._model.embedding(tokens)
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
                 x += convolve(index, layer.conv, x)
             h = recur(index, layer, x)
-            self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
-            if layer.mlp is not None:
-                up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
-                y = self._products.product(x, up.weight)
-                normed_gelu_(x, self._eps, y, up.bias, down.bias)
-                self._products.add_(x, y, down.weight)
+            y = self._middle(layer, h, x) if middle is None else middle(layer, h, x)
+            if layer.mlp is not None and y is not None:
+                down = cast("nn.Linear", layer.mlp.down)
+                self._products.add_(x, y, down.weight, None if middle is None else down.bias)
         hidden: Tensor = self._model.norm(x)
         return hidden
+
+    def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
+        """A Middle of products, but for biases: x has that of the out projection, and gets that of
+        the MLP's lower half."""
+        self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
+        if layer.mlp is None:
+            return None
+        up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
+        y = self._products.product(x, up.weight)
+        normed_gelu_(x, self._eps, y, up.bias, down.bias)
+        return y
 
 
 @torch.no_grad()

@@ -1,5 +1,4 @@
-"""TunedProducts: matrix products by the quickest of the library's algorithms, found by timing them;
-and how anything else is timed so.
+"""TunedProducts: matrix products by the quickest of the library's algorithms, found by timing them.
 
 The library chooses its kernel, tile and cluster of blocks for a product by a rule, which needs up
 to a third more time than the best of what it has. So torch's call and the algorithms that the
@@ -9,24 +8,17 @@ one after another as a step reads them. Products of other shapes are torch's.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.models.quickest import quickest_of, works
 from engine.ops.product import product_, product_algorithms
 
-_ROUNDS = 3  # the best of which counts
 _MOST_WEIGHTS = 24  # in a round: what is given to a device at once has a limit
-_ALIKE = 1.01  # times that are no further apart tell nothing
-# The device is held up while all that is timed is given to it, or the host's pace would be timed:
-# clocks for each second that this takes, more than a GPU has in one.
-_CLOCKS = 3e9
 
 
 class _Shape(NamedTuple):
@@ -35,6 +27,7 @@ class _Shape(NamedTuple):
     inputs: int
     add: bool  # to what is there
     single: bool  # float32, of inputs of 16 bits
+    biased: bool
 
 
 class TunedProducts:
@@ -44,14 +37,20 @@ class TunedProducts:
         self._chosen: dict[_Shape, Tensor | None] = {}  # None: torch's own call
 
     def tune(
-        self, weights: Sequence[Tensor], tokens: int, *, add: bool = False, single: bool = False
+        self,
+        weights: Sequence[Tensor],
+        tokens: int,
+        *,
+        add: bool = False,
+        single: bool = False,
+        bias: Tensor | None = None,
     ) -> None:
         """Looks for the quickest way to multiply `tokens` rows with each of `weights`, all of one
-        shape. Waits for the device."""
+        shape, `bias` (of one of them) standing for all. Waits for the device."""
         if not weights:
             return
         first = weights[0]
-        shape = _Shape(tokens, len(first), first.shape[1], add, single)
+        shape = _Shape(tokens, len(first), first.shape[1], add, single, bias is not None)
         if shape in self._chosen or not _fits(shape, first):
             return
         weights = weights[: _enough(first)]
@@ -65,16 +64,20 @@ class TunedProducts:
         def by_torch() -> None:
             for weight in weights:
                 if add:
-                    self.add_(out, x, weight)
+                    self.add_(out, x, weight, bias)
                 else:
                     (self.single if single else self.product)(x, weight)
 
         def by(algorithm: Tensor) -> None:
             for weight in weights:
-                product_(out, x, weight, algorithm, add=add)
+                product_(out, x, weight, algorithm, add=add, bias=bias)
 
+        like = self._chosen.get(shape._replace(biased=False))  # a bias makes no other the quickest
+        if bias is not None and like is not None and works(partial(by, like)):
+            self._chosen[shape] = like
+            return
         self._chosen[shape] = None
-        found = product_algorithms(x, first, out)
+        found = product_algorithms(x, first, out, bias)
         # The library does not promise that what it names runs.
         algorithms = [one for one in found if works(partial(by, one))]
         quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
@@ -90,13 +93,14 @@ class TunedProducts:
         product_(out, x, weight, algorithm)
         return out
 
-    def add_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        """out [tokens, rows] += x weight^T."""
-        algorithm = self._algorithm(x, weight, add=True)
-        if algorithm is None:
-            out.addmm_(x, weight.t())
-        else:
-            product_(out, x, weight, algorithm, add=True)
+    def add_(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """out [tokens, rows] += x weight^T + bias [rows]."""
+        algorithm = self._algorithm(x, weight, add=True, biased=bias is not None)
+        if algorithm is not None:
+            return product_(out, x, weight, algorithm, add=True, bias=bias)
+        if bias is not None:
+            out += bias
+        out.addmm_(x, weight.t())
 
     def single(self, x: Tensor, weight: Tensor) -> Tensor:
         """As `product`, in float32: sums are not rounded."""
@@ -108,18 +112,16 @@ class TunedProducts:
         return out
 
     def _algorithm(
-        self, x: Tensor, weight: Tensor, *, add: bool = False, single: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        add: bool = False,
+        single: bool = False,
+        biased: bool = False,
     ) -> Tensor | None:
-        shape = _Shape(len(x), len(weight), weight.shape[1], add, single)
+        shape = _Shape(len(x), len(weight), weight.shape[1], add, single, biased)
         return self._chosen.get(shape)
-
-
-def quickest_of(runs: Sequence[Callable[[], object]]) -> int:
-    """Which of them keeps the device busy for the shortest time; of those that are alike the first,
-    so that noise has less of a part in it. Raises what they raise."""
-    times = _times(runs)
-    best = min(times)
-    return next(index for index, time in enumerate(times) if time <= best * _ALIKE)
 
 
 def _fits(shape: _Shape, weight: Tensor) -> bool:
@@ -132,41 +134,3 @@ def _enough(weight: Tensor) -> int:
     """How many weights of this size no cache has all of: those of a step come from memory."""
     cache: int = torch.cuda.get_device_properties(weight.device).L2_cache_size
     return min(_MOST_WEIGHTS, 1 + 2 * cache // weight.nbytes)
-
-
-def works(run: Callable[[], object]) -> bool:
-    """Whether this can be run at all. Raises what is no answer to that."""
-    try:
-        run()
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:  # no memory, or a device in error
-            raise
-        return False
-    return True
-
-
-def _times(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Milliseconds that each keeps the device busy."""
-    for run in runs:
-        run()  # loads its kernels
-    start = perf_counter()
-    for run in runs:
-        run()
-    held_up = perf_counter() - start
-    times = [math.inf] * len(runs)
-    for _ in range(_ROUNDS):
-        torch.cuda._sleep(int(held_up * _CLOCKS))
-        marks = [_mark()]
-        for run in runs:
-            run()
-            marks.append(_mark())
-        marks[-1].synchronize()
-        for index, (begin, end) in enumerate(pairwise(marks)):
-            times[index] = min(times[index], begin.elapsed_time(end))
-    return times
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

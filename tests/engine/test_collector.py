@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 
-from engine.graphs import no_collection
+from engine.collector import no_collection
 
 CALM = """
 import gc, sys, weakref
