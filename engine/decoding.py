@@ -36,6 +36,12 @@ ModelStep = Callable[[Tensor, Tensor], Tensor]
 
 _WORDS = FILLED_WORDS + MOST_STEPS
 
+# A step that comes after another in one graph begins before that one has ended, and 2 to 4 us
+# earlier than one that is a graph of its own. So short steps are also captured several at a time:
+# so many, and for so long, at most.
+_MOST_STEPS_OF_GRAPH = 8
+_SECONDS_OF_GRAPH = 1e-3
+
 
 class Round(NamedTuple):
     """A round under way."""
@@ -67,12 +73,19 @@ class DecodeState:
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
         self._graphs: BucketGraphs | None = None
+        # Of several steps, and how many they have by size.
+        self._longer: BucketGraphs | None = None
+        self._steps_of: dict[int, int] = {}
 
     def capture(self, sizes: list[int], pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
         graphs = BucketGraphs(self._run_step, self._clear, sizes)
         graphs.capture(pool)
-        self._graphs = graphs
+        steps = {size: _steps_of_graph(graphs.seconds(size)) for size in sizes}
+        self._steps_of = {size: count for size, count in steps.items() if count > 1}
+        longer = BucketGraphs(self._run_steps, self._clear, list(self._steps_of))
+        longer.capture(pool)
+        self._graphs, self._longer = graphs, longer
 
     def _clear(self, size: int) -> None:
         self._memory.zero_()
@@ -81,6 +94,10 @@ class DecodeState:
     def _run_step(self, size: int) -> None:
         at = self._at(size)
         draw_rows(self._step(at.tokens, at.slots), at)
+
+    def _run_steps(self, size: int) -> None:
+        for _ in range(self._steps_of[size]):
+            self._run_step(size)
 
     def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
         """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
@@ -93,18 +110,27 @@ class DecodeState:
 
     def _go(self, steps: int) -> Round:
         size = self._size
-        for _ in range(steps):
-            if self._graphs is not None and self._graphs.size_of(size) is not None:
-                self._graphs.replay(size)
-                continue
-            self._run_step(size)
-            if self._device.type == "cpu" and not bool((self._at(size).slots >= 0).any()):
-                break
+        if self._graphs is not None and self._graphs.size_of(size) is not None:
+            self._replay(size, steps)
+        else:
+            for _ in range(steps):
+                self._run_step(size)
+                if self._device.type == "cpu" and not bool((self._at(size).slots >= 0).any()):
+                    break
         first = RESULT_WORD * size
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
         results.copy_(self._memory[first : first + len(results)], non_blocking=True)
         return Round(self._keys, results.view(-1, size))
+
+    def _replay(self, size: int, steps: int) -> None:
+        assert self._graphs is not None and self._longer is not None
+        together = self._steps_of.get(size, 1)
+        while together > 1 and steps >= together:
+            self._longer.replay(size)
+            steps -= together
+        for _ in range(steps):
+            self._graphs.replay(size)
 
     def _at(self, size: int) -> Columns:
         view = self._views.get(size)
@@ -200,6 +226,14 @@ def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
         if length and tokens[row, length - 1] < 0
     ]
     return Drawn(tokens.tobytes(), dict(zip(ended, lengths, strict=True))), spoiled
+
+
+def _steps_of_graph(seconds: float) -> int:
+    """A power of two, of which most rounds' steps are several."""
+    steps = 1
+    while 2 * steps <= _MOST_STEPS_OF_GRAPH and 2 * steps * seconds <= _SECONDS_OF_GRAPH:
+        steps *= 2
+    return steps
 
 
 class LogitsStep:
