@@ -108,9 +108,9 @@ struct Descriptions {
                                  sizeof BlasLt::kTransposed),
                   "transposed weight");
     if (!product.bias) return;
-    BlasLt::check(lt.set_product(operation, BlasLt::kEpilogue, &BlasLt::kAddBias,
-                                 sizeof BlasLt::kAddBias),
-                  "a bias");
+    BlasLt::check(
+        lt.set_product(operation, BlasLt::kEpilogue, &BlasLt::kAddBias, sizeof BlasLt::kAddBias),
+        "a bias");
     BlasLt::check(lt.set_product(operation, BlasLt::kBias, &product.bias, sizeof product.bias),
                   "where the bias is");
   }
