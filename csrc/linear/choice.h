@@ -18,10 +18,10 @@ class Chooser {
   Chooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
-  // Among wide forms, with `whole`, one whose blocks have all inputs.
-  Choice choose(bool whole = false) const {
+  // `have`: of wide forms.
+  Choice choose(WideChooser::Inputs have = WideChooser::Inputs::any) const {
     if (tokens_ <= 32) return few();
-    const WideChooser wide(channels_, inputs_, gates_, tokens_, whole);
+    const WideChooser wide(channels_, inputs_, gates_, tokens_, have);
     if (wide.pays()) return wide.choose();
     if (gates_ == 1 && tiles(64) >= kTwoWaves) return {Form::pairs_64, 1};
     return some();

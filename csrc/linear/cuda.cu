@@ -21,8 +21,7 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
   static thread_local int asked = -1;  // every device is asked for itself
   if (device != asked) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               S::shared_bytes(S::kTokens <= 64 ? 8 : 1)),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, S::shared_bytes(8)),
           "shared memory of a linear map");
     asked = device;
   }
@@ -43,37 +42,14 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
   check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
 }
 
-// Parts of the inputs in turn: FixedChooser has chosen one of these forms.
 template <class T, int kGates>
-void launch_in_turns(LinearArgs args, const Choice& choice, const void* weight, const void* input,
-                     Dtype dtype, int device, cudaStream_t stream) {
-  args.turns = choice.turns;
-  const auto launch = [&](auto shape) {
-    launch_shape<decltype(shape)>(args, weight, input, 1, dtype, device, stream);
-  };
-  if (choice.form == Form::tokens_32)
-    return launch(LinearShape<T, kGates, kGates, 1, 32, false, true>());
-  if constexpr (kGates == 1) {
-    if (choice.form == Form::tokens_64) return launch(LinearShape<T, 1, 1, 1, 64, false, true>());
-  }
-  if constexpr (kGates < 3) {
-    if (choice.form == Form::tokens_128)
-      return launch(LinearShape<T, kGates, 1, 2, 128, true, true>());
-  }
-  launch(LinearShape<T, kGates, kGates, 1, 64, true, true>());
-}
-
-template <class T, int kGates>
-void launch_linear(const LinearArgs& args, const void* weight, const void* input, Dtype dtype,
-                   int device, cudaStream_t stream) {
+void launch_linear(LinearArgs args, const void* weight, const void* input, Dtype dtype, int device,
+                   cudaStream_t stream) {
   constexpr bool kStepping = kGates > 1;
   constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2;
   const Choice choice = args.fixed_order
                             ? FixedChooser(args.channels, args.inputs, kGates, args.tokens).choose()
                             : Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
-  if (choice.turns > 1) {
-    return launch_in_turns<T, kGates>(args, choice, weight, input, dtype, device, stream);
-  }
   const auto launch = [&](auto shape) {
     launch_shape<decltype(shape)>(args, weight, input, choice.parts, dtype, device, stream);
   };
@@ -97,6 +73,7 @@ void launch_linear(const LinearArgs& args, const void* weight, const void* input
     case Form::pairs_64:
       return launch(LinearShape<T, kGates, kTwo, 1, 64>());
     default:
+      args.turns = choice.turns;
       return linear_wide(choice, args, weight, input, kGates, dtype, device, stream);
   }
 }

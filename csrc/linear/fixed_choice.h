@@ -27,44 +27,31 @@ class FixedChooser {
   }
 
   Choice choose() const {
+    using Inputs = WideChooser::Inputs;
     const int parts = this->parts();
-    if (parts == 1) return {Chooser(channels_, inputs_, gates_, tokens_).choose(true).form, 1};
-    const Choice shared = among_blocks(parts);
-    return blocks(tokens_of(shared.form)) * parts <= kTwoWaves ? shared : in_turn(parts);
+    if (parts == 1) {
+      return {Chooser(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form, 1};
+    }
+    const WideChooser wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
+    const bool turns = blocks(64) * parts > kOneWave || (gates_ > 1 && wide.pays());
+    if (tokens_ > 32 && turns) return {wide.choose().form, 1, parts};
+    return among_blocks(parts);
   }
 
  private:
-  static constexpr std::int64_t kOneWave = 144, kTwoWaves = 264;
+  static constexpr std::int64_t kOneWave = 132;
 
   std::int64_t tiles(std::int64_t rows) const { return (channels_ + rows - 1) / rows; }
   std::int64_t blocks(std::int64_t tokens) const {
     return tiles(64) * ((tokens_ + tokens - 1) / tokens);
   }
-  static std::int64_t tokens_of(Form form) {
-    return form == Form::tokens_8    ? 8
-           : form == Form::tokens_16 ? 16
-           : form == Form::tokens_32 ? 32
-                                     : 64;
-  }
-
   Choice among_blocks(int parts) const {
     if (tokens_ <= 8) return {Form::tokens_8, parts};
     if (tokens_ <= 16) return {Form::tokens_16, parts};
     if (tokens_ <= 32) return {Form::tokens_32, parts};
     if (blocks(16) * parts <= kOneWave) return {Form::tokens_16, parts};
     if (blocks(32) * parts <= kOneWave) return {Form::tokens_32, parts};
-    return {blocks(64) * parts <= kOneWave ? Form::tokens_64_deep : Form::tokens_64, parts};
-  }
-
-  // Where a block of three gates' wide form would need more registers than there are, it has 64
-  // tokens; and so have blocks that share a multiprocessor only where there is one gate.
-  Choice in_turn(int parts) const {
-    const bool small = channels_ * gates_ * inputs_ * 2 <= (8 << 20);
-    const std::int64_t wide = tiles(gates_ > 1 ? 64 : 128) * ((tokens_ + 127) / 128);
-    if (gates_ < 3 && wide >= (small ? 190 : 90)) return {Form::tokens_128, 1, parts};
-    if (blocks(64) < 64) return {Form::tokens_32, 1, parts};
-    if (gates_ == 1 && blocks(64) > kOneWave) return {Form::tokens_64, 1, parts};
-    return {Form::tokens_64_deep, 1, parts};
+    return {Form::tokens_64_deep, parts};
   }
 
   std::int64_t channels_, inputs_, gates_, tokens_;

@@ -9,12 +9,12 @@ enum class Form {
   tokens_32,
   tokens_64,
   tokens_64_deep,  // one block to a multiprocessor, with a longer ring
-  tokens_128,      // 128 rows, or all gates of 64 channels; parts of the inputs in turn only
   pairs_8,         // 128 rows by so many tokens
   pairs_16,
   pairs_32,
   pairs_64,
-  wide_64_64,  // wide.cuh: rows of weights by tokens
+  wide_64_32,  // wide.cuh: rows of weights by tokens; this one takes parts in turn only
+  wide_64_64,
   wide_128_64,
   wide_192_64,
   wide_128_128,

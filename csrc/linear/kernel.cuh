@@ -6,8 +6,7 @@
 // are asked for before that kernel has ended.
 //
 // Where there are too few tiles for the GPU, the blocks of a cluster take a part of the inputs
-// each, sum it from zero and send every other one its share of the tokens, who adds up in order. Or
-// one block takes these parts in turn and adds them up in the same order: the same bits.
+// each, sum it from zero and send every other one its share of the tokens, who adds up in order.
 #pragma once
 
 #include "epilogue.cuh"
@@ -19,12 +18,11 @@ namespace cuda {
 
 // kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
 // blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
-template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false,
-          bool kTurns_ = false>
+template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
 struct LinearShape {
   using Type = T;
   static constexpr int kGates = kGates_, kBlocks = kBlocks_, kGroups = kGroups_, kTokens = kTokens_;
-  static constexpr bool kStepping = kGates > 1, kTurns = kTurns_;
+  static constexpr bool kStepping = kGates > 1;
   static_assert(kBlocks * kGroups % kGates == 0, "a block of rows has all gates of its channels");
   static constexpr int kComputing = kGroups * kGroupThreads;
   // One warp copies, one prepares; with the others, all finish sums.
@@ -40,7 +38,7 @@ struct LinearShape {
   // Blocks of two kernels, or several of one, share a multiprocessor: while one waits or finishes
   // its sums, the copies of another go on.
   static constexpr int kWanted = (kDeep ? 200 : kTokens >= 64 ? 96 : 64) * 1024;
-  static constexpr int kFit = (kWanted - (kDeep && kTokens <= 64 ? kSumBytes : 0)) / kStageBytes;
+  static constexpr int kFit = (kWanted - (kDeep ? kSumBytes : 0)) / kStageBytes;
   static constexpr int kStages = kFit > 8 ? 8 : kFit < 2 ? 2 : kFit;
   static constexpr int kRing =
       ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
@@ -89,7 +87,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int begin = part * steps / parts, count = (part + 1) * steps / parts - begin;
 
   float sums[S::kBlocks][S::kTokens / 2];
-  [[maybe_unused]] float totals[S::kTurns ? S::kBlocks : 1][S::kTurns ? S::kTokens / 2 : 1] = {};
   if (warp == S::kComputing / 32) {
     if (lane == 0) {
       prefetch_map(weight_map);
@@ -158,7 +155,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     const auto release = [&](int n) {
       if (lane == 0) arrive(empty[n % S::kStages]);
     };
-    int first = 0, turn = 1, end = S::kTurns ? steps / args.turns : count;  // of the turn
     for (int n = 0; n < count; ++n) {
       const int at = n % S::kStages;
       wait_barrier(full[at], n / S::kStages % 2);
@@ -171,27 +167,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
             describe_tile(stage + (group * S::kBlocks + block) * S::kTileBytes);
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
-          Product<T, S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k,
-                                      n > first || k > 0);
+          Product<T, S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
         }
       }
       commit_products();
-      if (n > first) {
+      if (n > 0) {
         wait_products<1>();
         release(n - 1);
-      }
-      if constexpr (S::kTurns) {
-        if (n + 1 < end) continue;
-        wait_products<0>();
-        release(n);
-#pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block) {
-          sums_are_there(sums[block]);
-#pragma unroll
-          for (int i = 0; i < S::kTokens / 2; ++i) totals[block][i] += sums[block][i];
-        }
-        first = end;
-        end = ++turn * steps / args.turns;
       }
     }
     wait_products<0>();
@@ -200,13 +182,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   // The ring becomes [tokens][rows] of this block's sums.
   __syncthreads();
   float* staged = reinterpret_cast<float*>(ring);
-  const auto finished = [&](int block, int i) {
-    if constexpr (S::kTurns) {
-      return totals[block][i];
-    } else {
-      return sums[block][i];
-    }
-  };
   if (warp < S::kComputing / 32) {
     const int row = warp / 4 * S::kBlocks * kBlockRows + warp % 4 * 16 + lane / 4;
 #pragma unroll
@@ -216,8 +191,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
         float* to = staged + (8 * j + lane % 4 * 2 + odd) * S::kSumRows + row;
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block) {
-          to[block * kBlockRows] = finished(block, 4 * j + odd);
-          to[block * kBlockRows + 8] = finished(block, 4 * j + 2 + odd);
+          to[block * kBlockRows] = sums[block][4 * j + odd];
+          to[block * kBlockRows + 8] = sums[block][4 * j + 2 + odd];
         }
       }
     }

@@ -66,8 +66,20 @@ struct Call {
           "wide linear map");
   }
 
+  // Parts of the inputs in turn: WideChooser has chosen one of these.
+  template <class T, int kGates>
+  void launch_turns(Form form) const {
+    if constexpr (kGates < 3) {
+      if (form == Form::wide_64_32) return launch<WideShape<T, kGates, 1, 1, 32, 1, true>>();
+      if (form == Form::wide_64_64) return launch<WideShape<T, kGates, 1, 1, 64, 1, true>>();
+      if (form == Form::wide_128_64) return launch<WideShape<T, kGates, 2, 1, 64, 1, true>>();
+      if (form == Form::wide_128_128) return launch<WideShape<T, kGates, 2, 1, 128, 1, true>>();
+    }
+    launch<WideShape<T, kGates, 3, 1, 64, 1, true>>();
+  }
   template <class T, int kGates>
   void launch_form(const Choice& choice) const {
+    if (choice.turns > 1) return launch_turns<T, kGates>(choice.form);
     if (choice.form == Form::wide_192_64) return launch<WideShape<T, kGates, 3, 1, 64>>();
     if constexpr (kGates < 3) {
       switch (choice.form) {

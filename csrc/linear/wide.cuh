@@ -11,6 +11,7 @@
 // part of the inputs each and give each other their sums of a share of the tokens.
 #pragma once
 
+#include "exchange_sums.cuh"
 #include "finish_tile.cuh"
 #include "hopper.cuh"
 #include "product.cuh"
@@ -19,15 +20,17 @@ namespace minserve {
 namespace cuda {
 
 // kGroups warpgroups of kBlocks blocks of 64 rows each; kParts blocks have a part of the inputs
-// each, and then one tile.
-template <class T, int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1>
+// each, and then one tile. kTurns: a block has all inputs and takes parts of them in turn.
+template <class T, int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
+          bool kTurns_ = false>
 struct WideShape {
   using Type = T;
   static constexpr int kGates = kGates_, kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kTokens = kTokens_, kParts = kParts_;
-  static constexpr bool kStepping = kGates > 1, kParted = kParts > 1;
+  static constexpr bool kStepping = kGates > 1, kParted = kParts > 1, kTurns = kTurns_;
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
   static_assert(kParts == 1 || kParts == 2 || kParts == 4, "each sends the others' sums");
+  static_assert(!(kParted && kTurns), "parts of other blocks, or in turn");
   static_assert(kTokens % 32 == 0 && kTokens % (16 * kParts) == 0,
                 "a token for each lane, and whole squares");
   static constexpr int kComputing = kGroups * kGroupThreads;
@@ -88,68 +91,6 @@ struct Stage {
     if (++slot == kStages) slot = 0, ++turn;
   }
 };
-
-// The blocks of a cluster have sums over a part of the inputs each. Sends each of the others those
-// of its share of the tokens; `own` becomes the whole sums of this block's share, added up in the
-// order of the inputs. All rings are free; `received` expects kSentBytes.
-template <class S>
-__device__ __forceinline__ void exchange_sums(const float (&sums)[S::kBlocks][S::kTokens / 2],
-                                              float (&own)[S::kBlocks][S::kFinish / 2], int part,
-                                              unsigned char* ring, std::uint64_t& received) {
-  constexpr int kOwn = S::kFinish / 2, kShare = S::kSentBytes / (S::kParts - 1);
-  unsigned char* outbox = ring + S::kSentBytes;
-  // Boxes for and from the others: first of the block that comes next.
-  const auto box_of = [&](int other) { return (other - part - 1) % S::kParts * kShare; };
-  // Of four sums number i of a block of rows: neighbouring threads' are neighbours.
-  const auto four_in = [&](unsigned char* box, int block, int i) -> float4& {
-    const int group = threadIdx.x / kGroupThreads;
-    return reinterpret_cast<float4*>(
-        box)[((group * S::kBlocks + block) * (kOwn / 4) + i / 4) * kGroupThreads +
-             threadIdx.x % kGroupThreads];
-  };
-#pragma unroll
-  for (int to = 0; to < S::kParts; ++to) {  // no index of sums that is known only when it runs
-#pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < kOwn; i += 4) {
-        const float* four = &sums[block][to * kOwn + i];
-        if (to == part) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) own[block][i + k] = four[k];
-        } else {
-          four_in(outbox + box_of(to + S::kParts), block, i) = {four[0], four[1], four[2], four[3]};
-        }
-      }
-    }
-  }
-  fence_for_copies();
-  meet(8, S::kComputing);
-  if (threadIdx.x == 0) {
-    for (int n = 1; n < S::kParts; ++n) {
-      // To where it is the box of this block.
-      copy_to_block((part + n) % S::kParts, ring + (S::kParts - 1 - n) * kShare,
-                    outbox + (n - 1) * kShare, kShare, received);
-    }
-  }
-  __syncwarp();
-  wait_barrier(received, 0);
-#pragma unroll
-  for (int block = 0; block < S::kBlocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 4) {
-      float total[4] = {};
-#pragma unroll
-      for (int from = 0; from < S::kParts; ++from) {
-        float4 four = {own[block][i], own[block][i + 1], own[block][i + 2], own[block][i + 3]};
-        if (from != part) four = four_in(ring + box_of(from + S::kParts), block, i);
-        total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
-      }
-#pragma unroll
-      for (int k = 0; k < 4; ++k) own[block][i + k] = total[k];
-    }
-  }
-}
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -310,9 +251,18 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (lane == 0) arrive(empty[slot]);
     };
     float sums[S::kBlocks][S::kTokens / 2];
+    float totals[S::kTurns ? S::kBlocks : 1][S::kTokens / 2];  // of turns
     At at;
     for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
       int last = 0;
+      int since = 0, turns = 1, until = S::kTurns ? steps / args.turns : count;
+      if constexpr (S::kTurns) {
+#pragma unroll
+        for (auto& block : totals) {
+#pragma unroll
+          for (float& total : block) total = 0.0f;
+        }
+      }
 #pragma unroll 1
       for (int n = 0; n < count; ++n, ++at) {
         wait_barrier(full[at.slot], at.turn % 2);
@@ -327,20 +277,35 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int k = 0; k < kStep / 16; ++k) {
             Product<T, S::kTokens>::add(sums[block],
                                         weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
-                                        inputs + 2 * k, n > 0 || k > 0);
+                                        inputs + 2 * k, n > since || k > 0);
           }
         }
         commit_products();
-        if (n > 0) {
+        if (n > since) {
           wait_products<1>();
           release(last);
         }
         last = at.slot;
-      }
-      wait_products<0>();
+        if constexpr (S::kTurns) {
+          if (n + 1 < until) continue;
+          wait_products<0>();
+          release(last);
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) sums_are_there(sums[block]);
-      release(last);
+          for (int block = 0; block < S::kBlocks; ++block) {
+            sums_are_there(sums[block]);
+#pragma unroll
+            for (int i = 0; i < S::kTokens / 2; ++i) totals[block][i] += sums[block][i];
+          }
+          since = until;
+          until = ++turns * steps / args.turns;
+        }
+      }
+      if constexpr (!S::kTurns) {
+        wait_products<0>();
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block) sums_are_there(sums[block]);
+        release(last);
+      }
 
       int first_channel, first_token;
       find(tile, first_channel, first_token);
@@ -369,7 +334,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int n = 0; n < finishing; ++n, ++place) {
           wait_barrier(full[place.slot], place.turn % 2);
         }
-        of.finish(sums, staged);
+        if constexpr (S::kTurns) {
+          of.finish(totals, staged);
+        } else {
+          of.finish(sums, staged);
+        }
         __syncwarp();
         if (lane == 0) arrive(taken[half]);
         for (int n = 0; n < finishing; ++n, ++at) release(at.slot);

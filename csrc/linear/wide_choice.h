@@ -19,20 +19,24 @@ constexpr WideForm kWideForms[] = {
     {Form::wide_192_64, 192, 64, 1},   {Form::wide_128_64, 128, 64, 1},
     {Form::wide_128_64, 128, 64, 2},   {Form::wide_64_64, 64, 64, 1},
     {Form::wide_64_64, 64, 64, 2},     {Form::wide_64_64, 64, 64, 4},
+    {Form::wide_64_32, 64, 32, 1},
 };
 
 // Fitted to measurements like choice.h: of maps of 6 million to 1.3 billion weights' models, in
 // their layers, with 40 to 2,048 tokens.
 class WideChooser {
  public:
-  // whole: every block has all inputs.
+  // Which blocks have all inputs: no matter; each of them; each of them, and takes them in turns.
+  enum class Inputs { any, whole, turns };
+
   WideChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens,
-              bool whole)
+              Inputs have)
       : rows_(channels * gates),
         inputs_(inputs),
         gates_(gates),
         tokens_(tokens),
-        whole_(whole || gates == 3) {}
+        whole_(have != Inputs::any || gates == 3),
+        turns_(have == Inputs::turns) {}
 
   // Whether there are tiles for enough multiprocessors, small ones in parts where sums are long.
   bool pays() const {
@@ -70,7 +74,9 @@ class WideChooser {
     return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
   }
   bool can_take(const WideForm& form) const {
-    if (gates_ == 3) return form.rows == 192;  // a warpgroup for each
+    if (turns_ && form.rows * form.tokens > 128 * 128) return false;  // two sets of sums
+    if (form.form == Form::wide_64_32 && !turns_) return false;       // hardly ever ahead
+    if (gates_ == 3) return form.rows == 192;                         // a warpgroup for each
     if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
       return false;  // always behind
     }
@@ -96,7 +102,7 @@ class WideChooser {
   }
 
   std::int64_t rows_, inputs_, gates_, tokens_;
-  bool whole_;
+  bool whole_, turns_;
 };
 
 }  // namespace minserve

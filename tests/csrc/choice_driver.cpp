@@ -31,13 +31,11 @@ Known known(Form form) {
     case Form::tokens_16:
       return {"tokens_16", 16, 8, {}};
     case Form::tokens_32:
-      return {"tokens_32", 32, 8, {false, true, true, true}};
+      return {"tokens_32", 32, 8, {}};
     case Form::tokens_64:
-      return {"tokens_64", 64, 8, {false, true, false, false}};
+      return {"tokens_64", 64, 8, {}};
     case Form::tokens_64_deep:
-      return {"tokens_64_deep", 64, 8, {false, true, true, true}};
-    case Form::tokens_128:
-      return {"tokens_128", 128, 0, {false, true, true, false}};
+      return {"tokens_64_deep", 64, 8, {}};
     case Form::pairs_8:
       return {"pairs_8", 8, 1, {}};
     case Form::pairs_16:
@@ -46,14 +44,16 @@ Known known(Form form) {
       return {"pairs_32", 32, 1, {}};
     case Form::pairs_64:
       return {"pairs_64", 64, 1, {}};
+    case Form::wide_64_32:
+      return {"wide_64_32", 32, 0, {false, true, true, false}};
     case Form::wide_64_64:
-      return {"wide_64_64", 64, 4, {}};
+      return {"wide_64_64", 64, 4, {false, true, true, false}};
     case Form::wide_128_64:
-      return {"wide_128_64", 64, 2, {}};
+      return {"wide_128_64", 64, 2, {false, true, true, false}};
     case Form::wide_192_64:
-      return {"wide_192_64", 64, 1, {}};
+      return {"wide_192_64", 64, 1, {false, true, true, true}};
     case Form::wide_128_128:
-      return {"wide_128_128", 128, 2, {}};
+      return {"wide_128_128", 128, 2, {false, true, true, false}};
     case Form::wide_192_128:
       return {"wide_192_128", 128, 1, {}};
     case Form::wide_256_128:
