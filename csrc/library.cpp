@@ -136,9 +136,10 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
       "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
       "Tensor");
-  // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
+  // Ways in which the library of torch can compute out = x weight^T + bias, each a row: [n, 8] on
+  // the CPU
   m.def("product_algorithms(Tensor x, Tensor weight, Tensor out, Tensor? bias=None) -> Tensor");
-  // out = x weight^T, or out += it, in one of these ways
+  // out = x weight^T + bias, or out += it, in one of these ways
   m.def(
       "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False, "
       "Tensor? bias=None) -> ()");

@@ -36,9 +36,10 @@ ModelStep = Callable[[Tensor, Tensor], Tensor]
 
 _WORDS = FILLED_WORDS + MOST_STEPS
 
-# A step that comes after another in one graph begins before that one has ended, and 2 to 4 us
+# A step that comes after another in one graph begins before that one has ended, and 1 to 3 us
 # earlier than one that is a graph of its own. So short steps are also captured several at a time:
-# so many, and for so long, at most.
+# so many at most, and for about so long, half a round, since what is left of a round is taken step
+# by step.
 _MOST_STEPS_OF_GRAPH = 8
 _SECONDS_OF_GRAPH = 1e-3
 
@@ -73,9 +74,8 @@ class DecodeState:
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
         self._graphs: BucketGraphs | None = None
-        # Of several steps, and how many they have by size.
-        self._longer: BucketGraphs | None = None
-        self._steps_of: dict[int, int] = {}
+        self._graphs_of_several: BucketGraphs | None = None
+        self._steps_of: dict[int, int] = {}  # by size, how many steps these have
 
     def capture(self, sizes: list[int], pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
@@ -83,9 +83,9 @@ class DecodeState:
         graphs.capture(pool)
         steps = {size: _steps_of_graph(graphs.seconds(size)) for size in sizes}
         self._steps_of = {size: count for size, count in steps.items() if count > 1}
-        longer = BucketGraphs(self._run_steps, self._clear, list(self._steps_of))
-        longer.capture(pool)
-        self._graphs, self._longer = graphs, longer
+        several = BucketGraphs(self._run_steps, self._clear, list(self._steps_of))
+        several.capture(pool)
+        self._graphs, self._graphs_of_several = graphs, several
 
     def _clear(self, size: int) -> None:
         self._memory.zero_()
@@ -124,10 +124,10 @@ class DecodeState:
         return Round(self._keys, results.view(-1, size))
 
     def _replay(self, size: int, steps: int) -> None:
-        assert self._graphs is not None and self._longer is not None
+        assert self._graphs is not None and self._graphs_of_several is not None
         together = self._steps_of.get(size, 1)
         while together > 1 and steps >= together:
-            self._longer.replay(size)
+            self._graphs_of_several.replay(size)
             steps -= together
         for _ in range(steps):
             self._graphs.replay(size)
@@ -229,7 +229,7 @@ def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
 
 
 def _steps_of_graph(seconds: float) -> int:
-    """A power of two, of which most rounds' steps are several."""
+    """The largest power of two within both limits."""
     steps = 1
     while 2 * steps <= _MOST_STEPS_OF_GRAPH and 2 * steps * seconds <= _SECONDS_OF_GRAPH:
         steps *= 2

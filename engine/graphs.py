@@ -97,7 +97,8 @@ class BucketGraphs:
         self._graphs[size].replay()
 
     def seconds(self, size: int) -> float:
-        """How long a replay keeps the device busy whose rows are all padding. Waits for it."""
+        """How long a replay keeps the device busy whose rows are all padding: somewhat less than
+        with real ones. Waits for it."""
         self._clear(size)
         times: list[float] = []
         for _ in range(3):

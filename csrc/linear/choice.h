@@ -18,10 +18,10 @@ class Chooser {
   Chooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
-  // `have`: of wide forms.
-  Choice choose(WideChooser::Inputs have = WideChooser::Inputs::any) const {
+  // `inputs`: what a block of a wide form may have of them.
+  Choice choose(WideChooser::Inputs inputs = WideChooser::Inputs::any) const {
     if (tokens_ <= 32) return few();
-    const WideChooser wide(channels_, inputs_, gates_, tokens_, have);
+    const WideChooser wide(channels_, inputs_, gates_, tokens_, inputs);
     if (wide.pays()) return wide.choose();
     if (gates_ == 1 && tiles(64) >= kTwoWaves) return {Form::pairs_64, 1};
     return some();
@@ -71,7 +71,7 @@ class Chooser {
     if (tokens == 16) return {Form::tokens_16, shared};
     if (tokens == 32) return {Form::tokens_32, shared};
     if (gates_ == 1 && blocks() * shared > kTwoWaves) return {Form::pairs_64, 1};
-    return {blocks() * shared <= kOneWave ? Form::tokens_64_deep : Form::tokens_64, shared};
+    return {Form::tokens_64, shared};
   }
 
   std::int64_t channels_, inputs_, gates_, tokens_;

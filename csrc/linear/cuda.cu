@@ -61,8 +61,6 @@ void launch_linear(LinearArgs args, const void* weight, const void* input, Dtype
     case Form::tokens_32:
       return launch(LinearShape<T, kGates, kOne, 1, 32>());
     case Form::tokens_64:
-      return launch(LinearShape<T, kGates, kOne, 1, 64>());
-    case Form::tokens_64_deep:
       return launch(LinearShape<T, kGates, kOne, 1, 64, true>());
     case Form::pairs_8:
       return launch(LinearShape<T, kGates, kTwo, 1, 8>());

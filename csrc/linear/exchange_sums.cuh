@@ -1,4 +1,4 @@
-// How the blocks of a cluster, which have a part of the inputs each, come to the whole sums.
+// Sums over parts of the inputs, which the blocks of a cluster have, become whole ones.
 #pragma once
 
 #include "hopper.cuh"

@@ -32,26 +32,29 @@ class FixedChooser {
     if (parts == 1) {
       return {Chooser(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form, 1};
     }
+    // A block for each part pays while all of them run at once. Gates, whose wide forms never share
+    // inputs, take those in turn as soon as there are tiles for many multiprocessors.
     const WideChooser wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
-    const bool turns = blocks(64) * parts > kOneWave || (gates_ > 1 && wide.pays());
-    if (tokens_ > 32 && turns) return {wide.choose().form, 1, parts};
+    const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
+    if (tokens_ > 32 && in_turn) return {wide.choose().form, 1, parts};
     return among_blocks(parts);
   }
 
  private:
-  static constexpr std::int64_t kOneWave = 132;
+  static constexpr std::int64_t kMultiprocessors = 132;
 
   std::int64_t tiles(std::int64_t rows) const { return (channels_ + rows - 1) / rows; }
   std::int64_t blocks(std::int64_t tokens) const {
     return tiles(64) * ((tokens_ + tokens - 1) / tokens);
   }
+
   Choice among_blocks(int parts) const {
     if (tokens_ <= 8) return {Form::tokens_8, parts};
     if (tokens_ <= 16) return {Form::tokens_16, parts};
     if (tokens_ <= 32) return {Form::tokens_32, parts};
-    if (blocks(16) * parts <= kOneWave) return {Form::tokens_16, parts};
-    if (blocks(32) * parts <= kOneWave) return {Form::tokens_32, parts};
-    return {Form::tokens_64_deep, parts};
+    if (blocks(16) * parts <= kMultiprocessors) return {Form::tokens_16, parts};
+    if (blocks(32) * parts <= kMultiprocessors) return {Form::tokens_32, parts};
+    return {Form::tokens_64, parts};
   }
 
   std::int64_t channels_, inputs_, gates_, tokens_;

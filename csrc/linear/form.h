@@ -7,9 +7,8 @@ enum class Form {
   tokens_8,  // 64 rows of weights (or of channels, with all gates) by so many tokens
   tokens_16,
   tokens_32,
-  tokens_64,
-  tokens_64_deep,  // one block to a multiprocessor, with a longer ring
-  pairs_8,         // 128 rows by so many tokens
+  tokens_64,  // one block to a multiprocessor, with a longer ring
+  pairs_8,    // 128 rows by so many tokens
   pairs_16,
   pairs_32,
   pairs_64,

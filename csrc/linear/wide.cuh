@@ -8,7 +8,9 @@
 // What a multiprocessor can ask of the L2 cache is the first limit (about 39 bytes a cycle of the
 // 64 that a tile of 128 by 128 needs), so many tokens have large tiles. Fewer have the smallest of
 // which there are no more than multiprocessors; where sums are long, the blocks of a cluster have a
-// part of the inputs each and give each other their sums of a share of the tokens.
+// part of the inputs each and give each other their sums of a share of the tokens. Where the order
+// of sums is fixed, one block takes these parts in turn: each is summed from zero and added to the
+// totals, which start at zero as those of a cluster do, so the bits are the same.
 #pragma once
 
 #include "exchange_sums.cuh"
@@ -255,7 +257,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     At at;
     for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
       int last = 0;
-      int since = 0, turns = 1, until = S::kTurns ? steps / args.turns : count;
       if constexpr (S::kTurns) {
 #pragma unroll
         for (auto& block : totals) {
@@ -263,47 +264,45 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (float& total : block) total = 0.0f;
         }
       }
+      // Loops of their own, not one that goes on early: else the compiler waits for products at
+      // every step.
 #pragma unroll 1
-      for (int n = 0; n < count; ++n, ++at) {
-        wait_barrier(full[at.slot], at.turn % 2);
-        const unsigned char* stage = ring + at.slot * S::kStageBytes;
-        const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
-        const std::uint64_t weights =
-            describe_tile(stage + group * S::kBlocks * kBlockRows * kStep * 2);
-        begin_products();
-#pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block) {
-#pragma unroll
-          for (int k = 0; k < kStep / 16; ++k) {
-            Product<T, S::kTokens>::add(sums[block],
-                                        weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
-                                        inputs + 2 * k, n > since || k > 0);
-          }
-        }
-        commit_products();
-        if (n > since) {
-          wait_products<1>();
-          release(last);
-        }
-        last = at.slot;
-        if constexpr (S::kTurns) {
-          if (n + 1 < until) continue;
-          wait_products<0>();
-          release(last);
+      for (int share = 0; share < (S::kTurns ? args.turns : 1); ++share) {
+        const int since = S::kTurns ? share * steps / args.turns : 0;
+        const int until = S::kTurns ? (share + 1) * steps / args.turns : count;
+#pragma unroll 1
+        for (int n = since; n < until; ++n, ++at) {
+          wait_barrier(full[at.slot], at.turn % 2);
+          const unsigned char* stage = ring + at.slot * S::kStageBytes;
+          const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
+          const std::uint64_t weights =
+              describe_tile(stage + group * S::kBlocks * kBlockRows * kStep * 2);
+          begin_products();
 #pragma unroll
           for (int block = 0; block < S::kBlocks; ++block) {
-            sums_are_there(sums[block]);
+#pragma unroll
+            for (int k = 0; k < kStep / 16; ++k) {
+              Product<T, S::kTokens>::add(sums[block],
+                                          weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
+                                          inputs + 2 * k, n > since || k > 0);
+            }
+          }
+          commit_products();
+          if (n > since) {
+            wait_products<1>();
+            release(last);
+          }
+          last = at.slot;
+        }
+        wait_products<0>();
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block) {
+          sums_are_there(sums[block]);
+          if constexpr (S::kTurns) {
 #pragma unroll
             for (int i = 0; i < S::kTokens / 2; ++i) totals[block][i] += sums[block][i];
           }
-          since = until;
-          until = ++turns * steps / args.turns;
         }
-      }
-      if constexpr (!S::kTurns) {
-        wait_products<0>();
-#pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block) sums_are_there(sums[block]);
         release(last);
       }
 

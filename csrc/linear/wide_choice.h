@@ -26,17 +26,21 @@ constexpr WideForm kWideForms[] = {
 // their layers, with 40 to 2,048 tokens.
 class WideChooser {
  public:
-  // Which blocks have all inputs: no matter; each of them; each of them, and takes them in turns.
-  enum class Inputs { any, whole, turns };
+  // What a block may have of the inputs.
+  enum class Inputs {
+    any,    // all, or a part
+    whole,  // all
+    turns,  // all, and takes parts of them in turn
+  };
 
   WideChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens,
-              Inputs have)
+              Inputs inputs_of_block)
       : rows_(channels * gates),
         inputs_(inputs),
         gates_(gates),
         tokens_(tokens),
-        whole_(have != Inputs::any || gates == 3),
-        turns_(have == Inputs::turns) {}
+        whole_(inputs_of_block != Inputs::any || gates == 3),
+        turns_(inputs_of_block == Inputs::turns) {}
 
   // Whether there are tiles for enough multiprocessors, small ones in parts where sums are long.
   bool pays() const {
@@ -75,7 +79,7 @@ class WideChooser {
   }
   bool can_take(const WideForm& form) const {
     if (turns_ && form.rows * form.tokens > 128 * 128) return false;  // two sets of sums
-    if (form.form == Form::wide_64_32 && !turns_) return false;       // hardly ever ahead
+    if (form.form == Form::wide_64_32 && !turns_) return false;       // else not built
     if (gates_ == 3) return form.rows == 192;                         // a warpgroup for each
     if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
       return false;  // always behind

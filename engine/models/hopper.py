@@ -130,8 +130,10 @@ class HopperLM:
         whole = 0 if self._whole is None else self._whole.rows
         rows = {count for count in steps if count > whole}
         timed_rows, timed_prompts = _to_be_timed(rows), _to_be_timed(prompts)
-        self._tune({*timed_rows, *timed_prompts}, timed_rows)
-        self._products.tune([], logits)
+        for_products = [n for n in (*timed_rows, *timed_prompts) if n > _FEWEST_OF_THE_LIBRARY]
+        heads = [n for n in timed_rows if n > _FEWEST_OF_THE_LIBRARY]
+        self._products.tune(for_products, [*heads, *logits])
+        self._products.tune_around(for_products)
         many_rows, many_tokens = [_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY], [*_OF_THE_LIBRARY]
         clusters = [] if self._clusters is None else [_Way.CLUSTERS]
         for found, read, sizes, of_many, of_all in (
@@ -144,17 +146,14 @@ class HopperLM:
                 if len(ways) > 1:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
                         found[size] = self._quickest(read, size, ways)
-        ways_of_rows = {size: self._way_of_step(size) for size in rows}
-        products = [size for size, way in ways_of_rows.items() if way in _OF_THE_LIBRARY]
-        heads = [size for size, way in ways_of_rows.items() if way is _Way.CHAIN_TO_HEAD]
-        long = [size for size in prompts if self._way_of_prompt(size) in _OF_THE_LIBRARY]
-        self._tune([*products, *long], [*products, *heads])
+        # Those between, whose ways are known now.
+        of_steps = [(count, self._way_of_step(count)) for count in sorted(rows)]
+        of_prompts = [(count, self._way_of_prompt(count)) for count in sorted(prompts)]
+        heads = [n for n, way in of_steps if way in (_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY)]
+        both = [*of_steps, *of_prompts]
+        self._products.tune([n for n, way in both if way is _Way.LIBRARY], heads)
+        self._products.tune_around([n for n, way in both if way is _Way.LIBRARY_AROUND])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
-
-    def _tune(self, tokens: Iterable[int], heads: Iterable[int]) -> None:
-        assert self._products is not None
-        many = [{n for n in sizes if n > _FEWEST_OF_THE_LIBRARY} for sizes in (tokens, heads)]
-        self._products.tune(*many, middle_elsewhere=True)
 
     @torch.no_grad()
     def _quickest(self, read: _Read, count: int, ways: Sequence[_Way]) -> _Way:
@@ -167,6 +166,7 @@ class HopperLM:
         state = self._model.new_state(count if read == self._step else 1)
         slots = torch.arange(count, dtype=torch.int32, device=device)
         runs = [partial(read, tokens, state, slots, way) for way in ways]
+        # Steps follow one another for as long as somebody is served, prompts come between them.
         return ways[quickest_graph_of(runs, lasting=read == self._step)]
 
     def _one_prompt(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
@@ -333,16 +333,17 @@ class HopperLM:
 
 
 def _to_be_timed(sizes: Iterable[int]) -> list[int]:
-    """Powers of two and the largest: those between go the way of the nearest."""
+    """Powers of two and the largest, for each takes up to a second."""
     rising = sorted(sizes)
     return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
 
 
 def _nearest(found: dict[int, _Way], size: int, unmeasured: _Way) -> _Way:
-    """What was found for this size, or for the one that is nearest to it."""
+    """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
+    powers the larger one counts from 1.42 times the smaller one on."""
     if not found or size == 0:
         return unmeasured
-    way = found[min(found, key=lambda other: abs(other - size))]
+    way = found[min(found, key=lambda other: max(other, size) / min(other, size))]
     if size <= _FEWEST_OF_THE_LIBRARY and way in (_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY):
         return _Way.CHAIN
     beyond = way is _Way.CLUSTERS and size > max(_MOST_ROWS_OF_CLUSTERS, *found)

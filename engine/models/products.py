@@ -5,7 +5,8 @@ products would take half as long again. A layer is four products and two kernels
 norm and scan), and GELU. The residual stream is added up by the products themselves, and norms have
 left their weights in the matrices that read them (engine/ops/normed.py).
 
-Who has quicker kernels for the middle of a layer, from the out projection to GELU, can have it.
+A caller that has quicker kernels for the middle of a layer, from the out projection to GELU, brings
+them (`Middle`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from engine.ops.normed import normed_gelu_, normed_step_
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
-#: From h to an MLP's hidden channels, past GELU; adds the out projection to x. None without an MLP.
-Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]  # ..., h, x
+#: layer, h, x -> an MLP's hidden channels, past GELU, or None without one. Adds the out projection
+#: to x, its bias included; that of the MLP's lower half is not its business.
+Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 
 def supports(model: LM) -> bool:
@@ -67,22 +69,28 @@ class ProductsLM:
         torch.cuda.empty_cache()  # of the matrices that were replaced
 
     @torch.no_grad()
-    def tune(
-        self, tokens: Iterable[int], logits: Iterable[int], *, middle_elsewhere: bool = False
-    ) -> None:
-        """Looks for the quickest products of so many tokens, and of so many rows of logits;
-        `middle_elsewhere`: also those that are read with a Middle. Waits for the device."""
+    def tune(self, tokens: Iterable[int], logits: Iterable[int]) -> None:
+        """Looks for the quickest products of so many tokens, and of so many rows of logits. Waits
+        for the device."""
         for count in tokens:
             for module in ("cell.gates", "mlp.up"):
                 self._products.tune(self._weights(module), count)
             for module in ("cell.out", "mlp.down"):
                 self._products.tune(self._weights(module), count, add=True)
-            if middle_elsewhere and (mlp := self._layers[0].mlp) is not None:
-                bias = cast("nn.Linear", mlp.down).bias
-                self._products.tune(self._weights("mlp.down"), count, add=True, bias=bias)
         for count in logits:
             self._products.tune([self._head], count, single=True)
         torch.cuda.empty_cache()  # of what was multiplied
+
+    @torch.no_grad()
+    def tune_around(self, tokens: Iterable[int]) -> None:
+        """The same of so many tokens that are read with a Middle."""
+        mlp = self._layers[0].mlp
+        for count in tokens:
+            self._products.tune(self._weights("cell.gates"), count)
+            if mlp is not None:
+                bias = cast("nn.Linear", mlp.down).bias
+                self._products.tune(self._weights("mlp.down"), count, add=True, bias=bias)
+        torch.cuda.empty_cache()
 
     def _weights(self, module: str) -> list[Tensor]:
         """Of this module of all layers, where they have it."""
@@ -113,7 +121,7 @@ class ProductsLM:
                 self._eps,
                 self._products.product(x, gates.weight),
                 gates.bias,
-                None if middle else cast("nn.Linear", layer.cell.out).bias,
+                None if middle is not None else cast("nn.Linear", layer.cell.out).bias,
                 state.cell[index],
                 slots,
                 config.candidate == "linear",
@@ -155,7 +163,8 @@ class ProductsLM:
     def _read(
         self, tokens: Tensor, convolve: _Convolve, recur: _Recur, middle: Middle | None
     ) -> Tensor:
-        """`recur` adds the out projection's bias to x, unless there is a `middle`."""
+        """Without a `middle`, kernels between the products add biases to x ahead: `recur` that of
+        the out projection, `_middle` that of the MLP's lower half."""
         x: Tensor = self._model.embedding(tokens)
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
@@ -169,8 +178,7 @@ class ProductsLM:
         return hidden
 
     def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
-        """A Middle of products, but for biases: x has that of the out projection, and gets that of
-        the MLP's lower half."""
+        """As a Middle, but for biases (see _read)."""
         self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
         if layer.mlp is None:
             return None

@@ -41,7 +41,6 @@ def quickest_graph_of(runs: Sequence[Run], *, lasting: bool) -> int:
     near = [index for index, time in enumerate(times) if time <= best * _NEARLY]
     if not lasting or best < _LONG or len(near) == 1:
         return _first_of_the_best(times)
-    _keep_busy(graphs[near[0]], times[near[0]], _UNTIL_STEADY)
     steady = [_lasting_time(graphs[index], times[index]) for index in near]
     return near[_first_of_the_best(steady)]
 
@@ -55,6 +54,7 @@ def _captured(runs: Sequence[Run]) -> list[torch.cuda.CUDAGraph]:
     for run in runs:
         run()  # loads its kernels, which a capture does not allow
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # which a capture could not do when it needs memory
     # One after another they may use the same memory: nobody wants their results.
     pool, graphs = torch.cuda.graph_pool_handle(), []
     for run in runs:

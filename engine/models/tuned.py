@@ -2,7 +2,7 @@
 
 The library chooses its kernel, tile and cluster of blocks for a product by a rule, which needs up
 to a third more time than the best of what it has. So torch's call and the algorithms that the
-library names are timed once for each shape that graphs are made for, with the model's own weights,
+library names are timed once for each shape that a caller asks for, with the model's own weights,
 one after another as a step reads them. Products of other shapes are torch's.
 """
 
@@ -46,7 +46,9 @@ class TunedProducts:
         bias: Tensor | None = None,
     ) -> None:
         """Looks for the quickest way to multiply `tokens` rows with each of `weights`, all of one
-        shape, `bias` (of one of them) standing for all. Waits for the device."""
+        shape; `bias`, of one of them, stands for all, and only what adds (`add`) has one. Waits for
+        the device."""
+        assert add or bias is None
         if not weights:
             return
         first = weights[0]
@@ -72,7 +74,8 @@ class TunedProducts:
             for weight in weights:
                 product_(out, x, weight, algorithm, add=add, bias=bias)
 
-        like = self._chosen.get(shape._replace(biased=False))  # a bias makes no other the quickest
+        # Taken to be the same with a bias, a vector more to read: timing costs a start its time.
+        like = self._chosen.get(shape._replace(biased=False))
         if bias is not None and like is not None and works(partial(by, like)):
             self._chosen[shape] = like
             return
@@ -96,11 +99,12 @@ class TunedProducts:
     def add_(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """out [tokens, rows] += x weight^T + bias [rows]."""
         algorithm = self._algorithm(x, weight, add=True, biased=bias is not None)
-        if algorithm is not None:
-            return product_(out, x, weight, algorithm, add=True, bias=bias)
-        if bias is not None:
-            out += bias
-        out.addmm_(x, weight.t())
+        if algorithm is None:
+            if bias is not None:
+                out += bias
+            out.addmm_(x, weight.t())
+        else:
+            product_(out, x, weight, algorithm, add=True, bias=bias)
 
     def single(self, x: Tensor, weight: Tensor) -> Tensor:
         """As `product`, in float32: sums are not rounded."""

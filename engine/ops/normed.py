@@ -5,7 +5,8 @@ library that multiplies and nothing else reads the residual stream x itself, wit
 in the matrix, and whoever reads the product next divides it, adds the bias and does what was to be
 done anyway. The sum of squares costs it one more look at x, which the cache still has.
 
-The next product is added to x by the library, without a bias: `ahead` adds that one to x already.
+Where the next product is added to x by the library, without a bias, `ahead` adds that one to x
+already.
 """
 
 import torch

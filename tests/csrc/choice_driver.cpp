@@ -34,8 +34,6 @@ Known known(Form form) {
       return {"tokens_32", 32, 8, {}};
     case Form::tokens_64:
       return {"tokens_64", 64, 8, {}};
-    case Form::tokens_64_deep:
-      return {"tokens_64_deep", 64, 8, {}};
     case Form::pairs_8:
       return {"pairs_8", 8, 1, {}};
     case Form::pairs_16:

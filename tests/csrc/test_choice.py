@@ -63,12 +63,20 @@ def test_the_gpu_test_of_wide_maps_takes_every_wide_form(driver: Path) -> None:
 
 
 def test_every_kernel_takes_every_form(driver: Path) -> None:
+    _, every = _run(driver)
+    usual = _kinds_of(driver, every_kernel.MAPS)
+    assert _of("usual", usual) == _of("usual", every)
+    turns = _kinds_of(driver, every_kernel.TURNS)
+    in_turn = {kind for kind in _of("fixed", every) if kind.endswith("in turn")}
+    assert in_turn - turns == set()
+    assert len(in_turn) == 11
+
+
+def _kinds_of(driver: Path, maps: Sequence[tuple[int, int, Sequence[int]]]) -> set[str]:
     cases = [
         (channels, inputs, gates, tokens)
-        for channels, inputs, counts in every_kernel.MAPS
+        for channels, inputs, counts in maps
         for tokens in counts
         for gates in (1, 2, 3)
     ]
-    _, every = _run(driver)
-    _, kinds = _run(driver, [number for case in cases for number in case])
-    assert _of("usual", kinds) == _of("usual", every)
+    return _run(driver, [number for case in cases for number in case])[1]

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine import decoding
 from engine import rounds as rounds_module
 from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
+from engine.graphs import buckets
 from engine.messages import Failed, Finished, Request, SamplingParams
 from engine.models.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, StepResult
@@ -362,6 +364,38 @@ def test_parameters_that_float32_cannot_hold_are_taken_as_the_sampler_takes_them
         assert serve(runner, requests) == expected
 
 
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(1e-5, 8), (1.2e-4, 8), (1.3e-4, 4), (4.9e-4, 2), (5.1e-4, 1), (1.0, 1)]
+)
+def test_short_steps_share_a_graph(seconds: float, steps: int) -> None:
+    assert decoding._steps_of_graph(seconds) == steps
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 8, 11])
+def test_a_round_has_the_steps_that_it_is_asked_for(
+    steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of graphs of four steps and of one."""
+    state = load(folder)._decoding
+    taken: list[tuple[str, int]] = []
+
+    class Graphs:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def replay(self, size: int) -> None:
+            taken.append((self.name, size))
+
+    monkeypatch.setattr(state, "_graphs", Graphs("one"))
+    monkeypatch.setattr(state, "_graphs_of_several", Graphs("four"))
+    monkeypatch.setattr(state, "_steps_of", {2: 4})
+    state._replay(2, steps)
+    assert taken == [("four", 2)] * (steps // 4) + [("one", 2)] * (steps % 4)
+    taken.clear()
+    state._replay(3, steps)  # of which none has several
+    assert taken == [("one", 3)] * steps
+
+
 @pytest.mark.gpu
 def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path) -> None:
     """Every batch size, so that every bucket is used, full and padded; two rounds under way."""
@@ -369,7 +403,7 @@ def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path) -> None:
     graphed = load(folder, device="cuda")
     eager.warm_up()
     graphed.warm_up()
-    assert min(graphed._decoding._steps_of.values()) > 1  # its steps are short
+    assert set(graphed._decoding._steps_of) == set(buckets(SLOTS))  # all of its steps are short
     for count in range(1, SLOTS + 1):
         prompts = {key: random_prompt(3 + key, key) for key in range(count)}
         sampling = {"temperature": 1.0, "max_tokens": 35 + count}  # ends within a graph of many

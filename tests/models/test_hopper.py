@@ -31,7 +31,7 @@ CONFIGS = {
     "own-gates": dataclasses.replace(
         _BASE, cell="minlstm", normalize_gates=False, candidate="linear", mlp_bias=False
     ),
-    "no-mlp": dataclasses.replace(_BASE, mlp_ratio=0.0, conv_kernel=3),
+    "no-mlp": dataclasses.replace(_BASE, mlp_ratio=0.0, conv_kernel=3, out_bias=True),
     "tied": dataclasses.replace(_BASE, tie_embeddings=True, learned_initial_state=True),
     "medium": dataclasses.replace(_BASE, d_model=768, n_layers=2, expansion=1.5),
     "large": dataclasses.replace(_BASE, d_model=2048, n_layers=1, expansion=1.5, vocab_size=20000),

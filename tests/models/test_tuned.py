@@ -23,6 +23,7 @@ class Library:
         monkeypatch.setattr(tuned, "_enough", lambda weight: 6)
         monkeypatch.setattr(tuned, "quickest_of", self.quickest_of)
         self.quickest, self.timed = quickest, 0
+        self.refuses_a_bias: int | None = None  # number of an algorithm
 
     def product_(
         self,
@@ -35,7 +36,7 @@ class Library:
         bias: Tensor | None = None,
     ) -> None:
         self.calls[int(algorithm)] += 1
-        if int(algorithm) == 1:
+        if int(algorithm) == 1 or (bias is not None and int(algorithm) == self.refuses_a_bias):
             raise RuntimeError("not with these shapes")
         product = x.float() @ weight.float().t()
         if bias is not None:
@@ -90,6 +91,24 @@ def test_a_bias_is_another_product(quickest: int, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.03)
         assert library.calls[2] - before == asks
         before = library.calls[2]
+
+
+def test_with_a_bias_the_algorithm_stays_if_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
+    for runs_with_a_bias in (True, False):
+        library = Library(monkeypatch, 2)  # the last one is the quickest
+        products = TunedProducts()
+        products.tune([weight], 5, add=True)
+        if not runs_with_a_bias:
+            library.refuses_a_bias, library.quickest = 2, 1
+        library.timed = 0
+        products.tune([weight], 5, add=True, bias=bias)
+        assert library.timed == (0 if runs_with_a_bias else 2)  # torch's call and the first
+        calls = library.calls.copy()
+        out = torch.ones(5, 16).bfloat16()
+        library.quickest = 0
+        products.add_(out, torch.randn(5, 8).bfloat16(), weight, bias)
+        assert library.calls[2] - calls[2] == runs_with_a_bias
 
 
 @pytest.mark.parametrize(("rows", "single"), [(66, False), (66, True), (36, False)])
