@@ -10,18 +10,14 @@ import torch
 from engine.models import quickest
 
 
-def choosing(times: list[float], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(quickest, "_times", lambda runs: times)
-    return quickest.quickest_of([])
-
-
 @pytest.mark.parametrize(
     ("times", "chosen"), [([3.0, 2.0, 1.0], 2), ([1.005, 1.0], 0), ([1.0, 0.9], 1)]
 )
 def test_the_quickest_is_chosen_and_of_equals_the_first(
     times: list[float], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choosing(times, monkeypatch) == chosen
+    monkeypatch.setattr(quickest, "_times", lambda runs: times)
+    assert quickest.quickest_of([]) == chosen
 
 
 @pytest.mark.parametrize(
