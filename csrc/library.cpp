@@ -113,6 +113,13 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
       "bool gelu=False, bool logits=False, bool fixed_order=False) -> Tensor");
+  // of the logits W x (+ bias), in fp32, the best of each 256; rows of weight beyond the vocabulary
+  // are left out
+  m.def("linear_best(Tensor x, Tensor weight, Tensor? bias, int vocabulary) -> Tensor");
+  // draws the best token of each row as draw_ does, from these
+  m.def(
+      "draw_best_(Tensor best, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "
+      "Tensor(d!) remaining, Tensor(e!) cursor, Tensor(f!) out, Tensor stop_ids) -> ()");
   // gates of a cell and its step; state rows are read and overwritten
   m.def(
       "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
@@ -175,6 +182,8 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
 #ifdef MINSERVE_CUDA
   m.impl("linear_map", TORCH_BOX(&minserve::linear_map));
+  m.impl("linear_best", TORCH_BOX(&minserve::linear_best));
+  m.impl("draw_best_", TORCH_BOX(&minserve::draw_best));
   m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
   m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));

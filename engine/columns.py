@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine import distribution, ops
 from engine.messages import SamplingParams
+from engine.ops.linear_best import draw_best_
 from engine.plan import MOST_STEPS, Admission
 from engine.sampler import FLOAT_MAX, MIN_TEMPERATURE
 from engine.sequence import MOST_STOP_IDS, is_plain, stop_ids
@@ -99,6 +100,13 @@ def draw_rows(logits: Tensor, at: Columns) -> None:
     )  # fmt: skip
 
 
+def draw_bests(best: Tensor, at: Columns) -> None:
+    """`ops.draw_best_`, with bests int64 [rows, parts]."""
+    draw_best_(
+        best, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out, at.stop_ids
+    )
+
+
 class Parameters:
     """What plain requests ask for, by the slot of their sequence: columns on the host."""
 
@@ -127,6 +135,10 @@ class Parameters:
     def all_plain(self, slots: Sequence[int]) -> bool:
         """Whether the device can draw for all of these without the host."""
         return bool(self._plain[list(slots)].all())
+
+    def sampled(self, slots: Sequence[int]) -> NDArray[np.bool_]:
+        """Which of these draw others than the best token: [slots]."""
+        return self._temperature[list(slots)] > 0
 
     def fill(
         self,

@@ -10,7 +10,7 @@ the same memory and is fetched at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,24 +24,19 @@ from engine.columns import (
     Drawing,
     Parameters,
     columns,
+    draw_bests,
     draw_rows,
     words_of,
 )
 from engine.device import upload
 from engine.graphs import BucketGraphs
 from engine.indices import to_device
+from engine.models.cell import ModelState
 from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
-
-ModelStep = Callable[[Tensor, Tensor], Tensor]
+from engine.serving import ServingModel
+from engine.step_graphs import StepGraphs
 
 _WORDS = FILLED_WORDS + MOST_STEPS
-
-# A step that comes after another in one graph begins before that one has ended, and 1 to 3 us
-# earlier than one that is a graph of its own. So short steps are also captured several at a time:
-# so many at most, and for about so long, half a round, since what is left of a round is taken step
-# by step.
-_MOST_STEPS_OF_GRAPH = 8
-_SECONDS_OF_GRAPH = 1e-3
 
 
 class Round(NamedTuple):
@@ -52,13 +47,19 @@ class Round(NamedTuple):
 
 
 class DecodeState:
-    """`step` reads tokens int32 [batch] into the state rows of slots int32 [batch] and gives logits
-    fp32 [batch, vocab]. At most one round may be started before the one before it is finished."""
+    """Batches of up to `max_batch`. At most one round may be started before the one before it is
+    finished."""
 
     def __init__(
-        self, step: ModelStep, max_batch: int, parameters: Parameters, device: torch.device
+        self,
+        model: ServingModel,
+        state: ModelState,
+        max_batch: int,
+        parameters: Parameters,
+        device: torch.device,
     ) -> None:
-        self._step = step
+        self._model = model
+        self._state = state
         self._device = device
         self._parameters = parameters
         on_gpu = device.type == "cuda"
@@ -73,19 +74,17 @@ class DecodeState:
         self._views: dict[int, Columns] = {}  # by size
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
-        self._graphs: BucketGraphs | None = None
-        self._graphs_of_several: BucketGraphs | None = None
-        self._steps_of: dict[int, int] = {}  # by size, how many steps these have
+        self._sampled = np.zeros(max_batch, np.bool_)  # which rows draw others than the best token
+        self._graphs: StepGraphs | None = None
+        self._greedy_graphs: StepGraphs | None = None
 
     def capture(self, sizes: list[int], pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
-        graphs = BucketGraphs(self._run_step, self._clear, sizes)
-        graphs.capture(pool)
-        steps = {size: _steps_of_graph(graphs.seconds(size)) for size in sizes}
-        self._steps_of = {size: count for size, count in steps.items() if count > 1}
-        several = BucketGraphs(self._run_steps, self._clear, list(self._steps_of))
-        several.capture(pool)
-        self._graphs, self._graphs_of_several = graphs, several
+        self._graphs = StepGraphs(self._run_step, self._clear, sizes)
+        greedy = [size for size in sizes if self._model.step_to_bests(size)]
+        self._greedy_graphs = StepGraphs(self._run_greedy_step, self._clear, greedy)
+        self._graphs.capture(pool)
+        self._greedy_graphs.capture(pool)
 
     def _clear(self, size: int) -> None:
         self._memory.zero_()
@@ -93,11 +92,13 @@ class DecodeState:
 
     def _run_step(self, size: int) -> None:
         at = self._at(size)
-        draw_rows(self._step(at.tokens, at.slots), at)
+        draw_rows(self._model.step(at.tokens, self._state, at.slots), at)
 
-    def _run_steps(self, size: int) -> None:
-        for _ in range(self._steps_of[size]):
-            self._run_step(size)
+    def _run_greedy_step(self, size: int) -> None:
+        """The same where all rows draw the best token."""
+        at, step = self._at(size), self._model.step_to_bests(size)
+        assert step is not None
+        draw_bests(step(at.tokens, self._state, at.slots), at)
 
     def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
         """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
@@ -110,11 +111,13 @@ class DecodeState:
 
     def _go(self, steps: int) -> Round:
         size = self._size
-        if self._graphs is not None and self._graphs.size_of(size) is not None:
-            self._replay(size, steps)
+        greedy = not self._sampled.any() and self._model.step_to_bests(size) is not None
+        graphs = self._greedy_graphs if greedy else self._graphs
+        if graphs is not None and graphs.size_of(size) is not None:
+            graphs.replay(size, steps)
         else:
             for _ in range(steps):
-                self._run_step(size)
+                (self._run_greedy_step if greedy else self._run_step)(size)
                 if self._device.type == "cpu" and not bool((self._at(size).slots >= 0).any()):
                     break
         first = RESULT_WORD * size
@@ -122,15 +125,6 @@ class DecodeState:
         self._results.reverse()
         results.copy_(self._memory[first : first + len(results)], non_blocking=True)
         return Round(self._keys, results.view(-1, size))
-
-    def _replay(self, size: int, steps: int) -> None:
-        assert self._graphs is not None and self._graphs_of_several is not None
-        together = self._steps_of.get(size, 1)
-        while together > 1 and steps >= together:
-            self._graphs_of_several.replay(size)
-            steps -= together
-        for _ in range(steps):
-            self._graphs.replay(size)
 
     def _at(self, size: int) -> Columns:
         view = self._views.get(size)
@@ -148,6 +142,8 @@ class DecodeState:
         self._fill(columns(staging, size), rows)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
         self._keys = [row.key for row in rows]
+        self._sampled[:] = False
+        self._sampled[: len(rows)] = self._parameters.sampled([row.slot for row in rows])
         self._size = size
 
     def _fill(self, at: Columns, rows: Sequence[DecodeRow]) -> None:
@@ -163,6 +159,7 @@ class DecodeState:
         at = self._at(self._size)
         if plan.leave:
             at.slots.index_fill_(0, to_device(plan.leave, self._device), -1)
+            self._sampled[plan.leave] = False
         if plan.at:
             size = self._size_for(max(len(self._keys), 1 + max(plan.at)))
             if size != self._size:
@@ -172,6 +169,7 @@ class DecodeState:
             for row, joining in zip(plan.at, plan.decode, strict=True):
                 keys[row] = joining.key
             self._keys = keys
+            self._sampled[plan.at] = self._parameters.sampled([row.slot for row in plan.decode])
         self._at(self._size).cursor.zero_()
 
     def _widen(self, size: int) -> None:
@@ -228,19 +226,12 @@ def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
     return Drawn(tokens.tobytes(), dict(zip(ended, lengths, strict=True))), spoiled
 
 
-def _steps_of_graph(seconds: float) -> int:
-    """The largest power of two within both limits."""
-    steps = 1
-    while 2 * steps <= _MOST_STEPS_OF_GRAPH and 2 * steps * seconds <= _SECONDS_OF_GRAPH:
-        steps *= 2
-    return steps
-
-
 class LogitsStep:
     """The decode step up to its logits, for batches in whose draws the host has a part."""
 
-    def __init__(self, step: ModelStep, device: torch.device) -> None:
-        self._step = step
+    def __init__(self, model: ServingModel, state: ModelState, device: torch.device) -> None:
+        self._model = model
+        self._state = state
         self._device = device
         self._graphs: BucketGraphs | None = None
 
@@ -259,15 +250,17 @@ class LogitsStep:
 
     def _run(self, size: int) -> None:
         tokens, slots = self._inputs[:, :size]
-        self._logits[:size].copy_(self._step(tokens, slots))
+        self._logits[:size].copy_(self._model.step(tokens, self._state, slots))
 
     def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Reads one token into each of these rows of the state: logits fp32 [batch, vocab]; the
         next call may overwrite them."""
         size = None if self._graphs is None else self._graphs.size_of(len(tokens))
         if self._graphs is None or size is None:
-            return self._step(
-                upload(tokens, torch.int32, self._device), upload(slots, torch.int32, self._device)
+            return self._model.step(
+                upload(tokens, torch.int32, self._device),
+                self._state,
+                upload(slots, torch.int32, self._device),
             )
         padding = size - len(tokens)
         inputs = torch.tensor(

@@ -121,9 +121,11 @@ class Runner:
         self._constraints = Constraints(self.grammars, eos_token_id, self.config.threads)
         slots = self.config.max_slots
         self._parameters = Parameters(slots, vocab_size, eos_token_id)
-        self._decoding = DecodeState(self._step, slots, self._parameters, self._device)
+        self._decoding = DecodeState(
+            self._model, self._pool.state, slots, self._parameters, self._device
+        )
         self._prompts = PromptStep(self._model, self._pool.state, self._parameters, self._device)
-        self._logits_step = LogitsStep(self._step, self._device)
+        self._logits_step = LogitsStep(self._model, self._pool.state, self._device)
         self.info = self._describe(folder, parameters)
 
     @property
@@ -295,9 +297,6 @@ class Runner:
         if len(logits) > 1:
             logits = [torch.cat(logits)]
         return _Read(hidden, logits[0] if logits else None, drawings)
-
-    def _step(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        return self._model.step(tokens, self._pool.state, slots)
 
     def _draw(self, plan: Plan, prefill_logits: Tensor | None) -> Draws | None:
         """Decodes, then draws for the chunks that end their prompt and for the decoded rows."""

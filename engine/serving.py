@@ -1,4 +1,4 @@
-"""ServingModel: the five things that the engine asks of a model, and who does them quickest.
+"""ServingModel: the six things that the engine asks of a model, and who does them quickest.
 
 LM says what the model computes, and its own methods compute it. An implementation that fuses or
 prepacks for one kind of device takes its weights from an LM and has these same methods.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models import hopper, products
-from engine.models.cell import ModelState
+from engine.models.cell import ModelState, StepToBests
 from engine.models.lm import LM
 from engine.models.packed import PackedLM, can_pack
 from engine.models.products import ProductsLM
@@ -45,6 +45,10 @@ class ServingModel(Protocol):
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """One token of every sequence: tokens int32 [batch], slots int32 [batch]
         -> logits fp32 [batch, vocab]."""
+
+    def step_to_bests(self, rows: int) -> StepToBests | None:
+        """What takes `step`'s arguments and gives, instead of the logits of so many rows, what
+        `ops.draw_best_` draws from, int64 [rows, parts]; None where that would be no quicker."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, d_model] -> fp32 [n, vocab]."""
@@ -82,6 +86,9 @@ class PlainModel:
         if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
             return self._whole.step(tokens, state, slots)[:, : self._model.config.vocab_size]
         return self._reader.logits(self._reader.step(tokens, state, slots))
+
+    def step_to_bests(self, rows: int) -> StepToBests | None:
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._reader.logits(hidden)

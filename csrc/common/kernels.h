@@ -41,6 +41,7 @@ void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* 
 void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void conv(const ConvArgs& args, Dtype dtype, int device, void* stream);
 void draw(const DrawArgs& args, int device, void* stream);
+void draw_best(const DrawArgs& args, int device, void* stream);
 void target_logprobs(const TargetArgs& args, int device, void* stream);
 }  // namespace cuda
 #endif

@@ -1,6 +1,7 @@
 // Launching draws: how many threads take a row, and where they keep it.
 #include "../common/kernels.h"
 #include "../common/launch.cuh"
+#include "best.cuh"
 #include "kernel.cuh"
 #include "small.cuh"
 #include "streamed.cuh"
@@ -115,6 +116,13 @@ void draw(const DrawArgs& args, int device, void* stream_handle) {
   if (launch_stored(args, stream)) return;
   // From memory, which others read while one computes.
   launch<false, 512, 2>(args, 1, stream);
+}
+
+void draw_best(const DrawArgs& args, int device, void* stream) {
+  const DeviceGuard guard(device);
+  constexpr std::int64_t kRows = kBestThreads / kWarp;
+  const Grid grid = {dim3(static_cast<unsigned>((args.rows + kRows - 1) / kRows)), kBestThreads};
+  launch_early<&best_draw_kernel>(grid, static_cast<cudaStream_t>(stream), "draw", args);
 }
 
 }  // namespace cuda

@@ -33,6 +33,10 @@ struct DrawArgs {
   const std::int64_t* streams = nullptr;
   const std::int32_t* stop_ids = nullptr;  // [rows, stops]
   std::int64_t stops = 0;
+  // Instead of logits, where nothing but the best is drawn: that of parts of a row, [rows, parts],
+  // as BestKey (common/best.cuh).
+  const std::uint64_t* best = nullptr;
+  std::int64_t parts = 0;
 
   // Whether row r draws: padding and rows that have ended do not, nor do those whose cursor points
   // outside of `out` (which the host path has refused).

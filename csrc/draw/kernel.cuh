@@ -4,6 +4,7 @@
 // memory once. Else a block has the whole row and reads it time and again through the caches.
 #pragma once
 
+#include "../common/best.cuh"
 #include "select.cuh"
 
 namespace minserve {
@@ -17,31 +18,13 @@ struct DrawShared {
 constexpr unsigned kDrawSharedBytes = (sizeof(DrawShared) + 15) / 16 * 16;
 
 // What a block's tokens are as they are first read.
-struct Best {
-  // Of the best logit, above all if it is a NaN: bits that order as logits do << 32 | inverted id.
-  std::uint64_t key;
+struct Best : BestKey {
   float least;  // -infinity for fours that the row ends in
   unsigned unused;
-
-  static constexpr unsigned kSign = 0x80000000u;
-  __device__ static std::uint64_t key_of(float logit, unsigned id) {
-    const unsigned bits = __float_as_uint(logit);
-    const unsigned order = logit != logit ? 0xffffffffu : bits & kSign ? ~bits : bits | kSign;
-    return static_cast<std::uint64_t>(order) << 32 | ~id;
-  }
-  __device__ float logit() const {
-    const unsigned order = static_cast<unsigned>(key >> 32);
-    return __uint_as_float(order & kSign ? order & ~kSign : ~order);
-  }
-  __device__ unsigned id() const { return ~static_cast<unsigned>(key); }
-  __device__ bool is_finite() const { return logit() - logit() == 0.0f; }
 };
 
 __device__ __forceinline__ float lesser(float x, float y) {
   return x < y ? x : y;
-}
-__device__ __forceinline__ std::uint64_t greater(std::uint64_t x, std::uint64_t y) {
-  return x > y ? x : y;
 }
 
 // A block's. base: the id of its first token; stored: where its row is left, or null.
@@ -59,7 +42,7 @@ __device__ __forceinline__ Best best_of_block(const Row& row, unsigned base, flo
   });
   Best mine = {};
   best += 0.0f;  // no -0, which is no less than 0
-  mine.key = block.all(Best::key_of(best, id), std::uint64_t{0}, greater);
+  mine.key = block.all(BestKey::of(best, id).key, std::uint64_t{0}, greater);
   if (kLeast) mine.least = block.all(least, -kImpossible, lesser);
   return mine;
 }

@@ -5,6 +5,8 @@
 // shared between warps and nothing waits for memory but the first reads, which go out together.
 #pragma once
 
+#include "../common/best.cuh"
+#include "warp_row.cuh"
 #include "weigh.cuh"
 
 namespace minserve {
@@ -34,11 +36,7 @@ class SmallRow {
     float best = logits_[0];
 #pragma unroll
     for (unsigned i = 1; i < kTokens; ++i) best = max_or_nan(best, logits_[i]);
-    // Bits that order as the numbers do, NaN above all.
-    const unsigned bits = __float_as_uint(best), sign = 0x80000000u;
-    const unsigned order = best != best ? 0xffffffffu : bits & sign ? ~bits : bits | sign;
-    const unsigned most = most_of_warp(order);
-    return __uint_as_float(most & sign ? most & ~sign : ~most);
+    return logit_of(most_of_warp(order_of(best)));
   }
 
   __device__ std::int32_t first_equal(float logit) const {
@@ -188,7 +186,6 @@ __global__ void __launch_bounds__(kSmallThreads)
     small_draw_kernel(const __grid_constant__ DrawArgs args) {
   const std::int64_t r =
       static_cast<std::int64_t>(blockIdx.x) * (kSmallThreads / kWarp) + threadIdx.x / kWarp;
-  const unsigned lane = threadIdx.x % kWarp;
   let_next_kernel_start();
   wait_for_previous_kernel();
   if (r >= args.rows) return;
@@ -196,17 +193,10 @@ __global__ void __launch_bounds__(kSmallThreads)
   const bool aligned = SmallRow<kTokens>::kWhole && Row::is_aligned(logits);
   SmallRow<kTokens> row({logits, static_cast<unsigned>(args.vocab), aligned});
   const RowParameters given(args, r);
-  const Place place(args, r);
-  const std::int32_t* const stop_ids = args.stop_ids + r * args.stops;
-  const std::int32_t stop_id = lane < args.stops ? stop_ids[lane] : -1;
+  const WarpRow place(args, r);
   if (!args.draws(r)) return;
-  const std::int32_t token =
-      small_token(row, args.vocab, given, uniform_number(given.stream, place.position));
-  bool stops = stop_id == token;
-#pragma unroll 1
-  for (std::int64_t s = lane + kWarp; s < args.stops; s += kWarp) stops |= stop_ids[s] == token;
-  stops = __any_sync(kAll, stops);
-  if (lane == 0) move_on(args, r, place, token, stops);
+  place.move_on(
+      small_token(row, args.vocab, given, uniform_number(given.stream, place.position())));
 }
 
 }  // namespace cuda

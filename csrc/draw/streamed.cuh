@@ -336,9 +336,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Best best = {};
   if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
     const float octaves = octaves_of(given.temperature);
-    best.key = Best::key_of(has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
-                                      : best_and_bins<true>(row, octaves, block, bins, counted),
-                            0);
+    const float logit = has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
+                                  : best_and_bins<true>(row, octaves, block, bins, counted);
+    best.key = BestKey::of(logit, 0).key;
   } else {
     best = best_of_block<false>(row, 0, nullptr, block);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "args.h"
+#include "best_args.h"
 #include "form.h"
 
 namespace minserve {
@@ -19,6 +20,10 @@ void linear(const LinearArgs& args, const void* weight, const void* input, int g
 // The same in a wide form, which WideChooser has chosen.
 void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
                  const void* input, int gates, Dtype dtype, int device, void* stream);
+
+// The bests of input [tokens, inputs] times weight [channels, inputs].
+void linear_best(const BestArgs& args, const void* weight, const void* input, Dtype dtype,
+                 int device, void* stream);
 
 void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream);
 

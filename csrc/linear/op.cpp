@@ -129,6 +129,31 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
   return out;
 }
 
+Tensor linear_best(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                   std::int64_t vocabulary) {
+  const Maps maps("linear_best", x, "x", weight);
+  BestArgs args;
+  args.tokens = x.size(0);
+  args.inputs = x.size(1);
+  args.channels = weight.size(0);
+  maps.check.require(vocabulary >= 1 && vocabulary <= args.channels,
+                     "vocabulary must be 1 to the rows of weight, ", args.channels, ", got ",
+                     vocabulary);
+  args.vocabulary = vocabulary;
+  args.tiles = divided_up(args.channels, kBestColumns);
+  if (bias) {
+    maps.rows(*bias, "bias", weight, args.channels);
+    args.bias = bias->const_data_ptr();
+  }
+  Tensor best = torch::stable::new_empty(x, {args.tokens, args.tiles}, ScalarType::Long);
+  args.best = static_cast<std::uint64_t*>(best.mutable_data_ptr());
+  if (args.tokens > 0) {
+    cuda::linear_best(args, weight.const_data_ptr(), x.const_data_ptr(), maps.dtype,
+                      x.get_device_index(), current_stream(x));
+  }
+  return best;
+}
+
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
                    bool linear_candidate, bool normalize_gates, bool fixed_order) {

@@ -38,6 +38,7 @@ struct Product;
   MS_PRODUCT(f16, "f16", TOKENS, PLACES, A, B, KEEP, __VA_ARGS__)
 #define MS_SUMS4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
 #define MS_SUMS16(i) MS_SUMS4(i), MS_SUMS4(i + 4), MS_SUMS4(i + 8), MS_SUMS4(i + 12)
+#define MS_SUMS64(i) MS_SUMS16(i), MS_SUMS16(i + 16), MS_SUMS16(i + 32), MS_SUMS16(i + 48)
 
 // clang-format off
 #define MS_PLACES4 "%0, %1, %2, %3"
@@ -48,22 +49,30 @@ struct Product;
 #define MS_PLACES64 MS_PLACES32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MS_PLACES128 MS_PLACES64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 MS_PRODUCTS(8, MS_PLACES4, "4", "5", "6", MS_SUMS4(0))
 MS_PRODUCTS(16, MS_PLACES8, "8", "9", "10", MS_SUMS4(0), MS_SUMS4(4))
 MS_PRODUCTS(32, MS_PLACES16, "16", "17", "18", MS_SUMS16(0))
 MS_PRODUCTS(64, MS_PLACES32, "32", "33", "34", MS_SUMS16(0), MS_SUMS16(16))
-MS_PRODUCTS(128, MS_PLACES64, "64", "65", "66", MS_SUMS16(0), MS_SUMS16(16), MS_SUMS16(32), MS_SUMS16(48))
+MS_PRODUCTS(128, MS_PLACES64, "64", "65", "66", MS_SUMS64(0))
+MS_PRODUCTS(256, MS_PLACES128, "128", "129", "130", MS_SUMS64(0), MS_SUMS64(64))
 // clang-format on
 
 #undef MS_PRODUCT
 #undef MS_PRODUCTS
 #undef MS_SUMS4
 #undef MS_SUMS16
+#undef MS_SUMS64
 #undef MS_PLACES4
 #undef MS_PLACES8
 #undef MS_PLACES16
 #undef MS_PLACES32
 #undef MS_PLACES64
+#undef MS_PLACES128
 
 }  // namespace cuda
 }  // namespace minserve

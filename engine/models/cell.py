@@ -11,6 +11,7 @@ cu_seqlens[s] up to cu_seqlens[s + 1] and the state row slots[s]; a negative slo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,10 @@ class ModelState:
 
     cell: Tensor  # [layers, rows, inner]
     conv: Tensor | None  # [layers, rows, conv_kernel - 1, d_model]; None without convolutions
+
+
+#: tokens, state, slots -> bests (engine/ops/linear_best.py)
+StepToBests = Callable[[Tensor, ModelState, Tensor], Tensor]
 
 
 def g(x: Tensor) -> Tensor:

@@ -7,65 +7,54 @@ MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who w
 stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
 one ahead of it has ended.
 
-That is quickest up to some hundred tokens, where the head may be better off as a product of the
-library. More are read with such products altogether (products.py), or but for the middle of a
-layer, out projection and MLP up with GELU. Which way is the quickest is measured for some of the
-sizes that graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
+That is quickest up to some hundred tokens, where the head may be better off as a kernel of its own.
+More are read with products of the library (products.py), or but for the middle of a layer, out
+projection and MLP up with GELU. Which way is the quickest is measured for some of the sizes that
+graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
+
+A head apart is the library's, or where all rows draw the best token, one that finds it meanwhile
+(engine/ops/linear_best.py).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.models.cell import Cell, ModelState
+from engine.models.cell import Cell, ModelState, StepToBests
 from engine.models.cluster_step import ClusterStep
 from engine.models.conv import CausalConv
 from engine.models.lm import LM, Layer
 from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
+from engine.models.ways import (
+    FEWEST_OF_THE_LIBRARY,
+    MOST_ROWS_OF_CLUSTERS,
+    OF_THE_LIBRARY,
+    TO_A_HEAD,
+    Way,
+    nearest,
+    to_be_timed,
+    where_the_library_begins,
+)
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.ops import conv_scan, conv_step
+from engine.ops.linear_best import linear_best
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 
-# Steps of more rows and prompts of more tokens are read with products of the library: its large
-# tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200; what
-# `prepare` measures counts before it.
-_MOST_ROWS = 192
-_MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
-_SMALL = 4_000_000
-# Of so few tokens the library was never quicker.
-_FEWEST_OF_THE_LIBRARY = 32
-# Where clusters of blocks read a step, more than so many rows have them take turns on some GPUs.
-_MOST_ROWS_OF_CLUSTERS = 96
-_MOST_TOKENS = 192
-_MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
+# A vocabulary of so many tokens is drawn from in no time.
+_SMALL_VOCABULARY = 1024
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
-
-
-class _Way(Enum):
-    """How tokens are read."""
-
-    CHAIN = auto()
-    CHAIN_TO_HEAD = auto()  # which is the library's; of steps
-    LIBRARY = auto()
-    LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
-    CLUSTERS = auto()
-
-
-_OF_THE_LIBRARY = (_Way.LIBRARY, _Way.LIBRARY_AROUND)
 
 
 class _Stream(NamedTuple):
@@ -78,7 +67,7 @@ class _Stream(NamedTuple):
 
 
 # tokens, state, slots -> what is computed
-_Read = Callable[[Tensor, ModelState, Tensor, _Way], Tensor]
+_Read = Callable[[Tensor, ModelState, Tensor, Way], Tensor]
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
 
@@ -113,13 +102,15 @@ class HopperLM:
         self._linear_candidate = model.config.candidate == "linear"
         self._products = None if deterministic else ProductsLM(model)
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        self._finds_best = not deterministic and self._vocabulary > _SMALL_VOCABULARY
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
         self._clusters = None if deterministic else ClusterStep.of(model)
-        self._most_rows, self._most_tokens = _where_the_library_begins(model)
+        self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
-        self._ways_of_steps: dict[int, _Way] = {}
-        self._ways_of_prompts: dict[int, _Way] = {}
+        self._ways_of_steps: dict[int, Way] = {}
+        self._ways_of_prompts: dict[int, Way] = {}
+        self._ways_to_bests: dict[int, Way] = {}
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
@@ -129,47 +120,61 @@ class HopperLM:
             return
         whole = 0 if self._whole is None else self._whole.rows
         rows = {count for count in steps if count > whole}
-        timed_rows, timed_prompts = _to_be_timed(rows), _to_be_timed(prompts)
-        for_products = [n for n in (*timed_rows, *timed_prompts) if n > _FEWEST_OF_THE_LIBRARY]
-        heads = [n for n in timed_rows if n > _FEWEST_OF_THE_LIBRARY]
+        timed_rows, timed_prompts = to_be_timed(rows), to_be_timed(prompts)
+        for_products = [n for n in (*timed_rows, *timed_prompts) if n > FEWEST_OF_THE_LIBRARY]
+        heads = [n for n in timed_rows if n > FEWEST_OF_THE_LIBRARY]
         self._products.tune(for_products, [*heads, *logits])
         self._products.tune_around(for_products)
-        many_rows, many_tokens = [_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY], [*_OF_THE_LIBRARY]
-        clusters = [] if self._clusters is None else [_Way.CLUSTERS]
+        many_rows, many_tokens = [*TO_A_HEAD], [*OF_THE_LIBRARY]
+        clusters = [] if self._clusters is None else [Way.CLUSTERS]
         for found, read, sizes, of_many, of_all in (
             (self._ways_of_steps, self._step, timed_rows, many_rows, clusters),
             (self._ways_of_prompts, self._one_prompt, timed_prompts, many_tokens, []),
         ):
             for size in sizes:
-                many = size > _FEWEST_OF_THE_LIBRARY
-                ways = [_Way.CHAIN, *(of_many if many else []), *of_all]
+                many = size > FEWEST_OF_THE_LIBRARY
+                ways = [Way.CHAIN, *(of_many if many else []), *of_all]
                 if len(ways) > 1:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
                         found[size] = self._quickest(read, size, ways)
+        for size, way in self._ways_of_steps.items():
+            if self._finds_best and size > FEWEST_OF_THE_LIBRARY:
+                self._ways_to_bests[size] = way if way in TO_A_HEAD else self._quickest_best(size)
         # Those between, whose ways are known now.
         of_steps = [(count, self._way_of_step(count)) for count in sorted(rows)]
         of_prompts = [(count, self._way_of_prompt(count)) for count in sorted(prompts)]
-        heads = [n for n, way in of_steps if way in (_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY)]
+        heads = [n for n, way in of_steps if way in TO_A_HEAD]
         both = [*of_steps, *of_prompts]
-        self._products.tune([n for n, way in both if way is _Way.LIBRARY], heads)
-        self._products.tune_around([n for n, way in both if way is _Way.LIBRARY_AROUND])
+        self._products.tune([n for n, way in both if way is Way.LIBRARY], heads)
+        self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
 
+    def _quickest_best(self, count: int) -> Way:
+        """Of steps that go in a chain: whether to its head, which then draws."""
+
+        def drawn(tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+            if way in TO_A_HEAD:
+                return self._bests(tokens, state, slots, way)
+            return self._step(tokens, state, slots, way).argmax(1)  # takes as long as a draw
+
+        return self._quickest(drawn, count, [Way.CHAIN, Way.CHAIN_TO_HEAD])
+
     @torch.no_grad()
-    def _quickest(self, read: _Read, count: int, ways: Sequence[_Way]) -> _Way:
-        """Reads random tokens each way, of as many sequences or of one."""
+    def _quickest(self, read: _Read, count: int, ways: Sequence[Way]) -> Way:
+        """Reads random tokens each way, of as many sequences or as a prompt."""
         device = self._model.norm.weight.device
         random = torch.Generator(device).manual_seed(0)
         tokens = torch.randint(
             self._vocabulary, (count,), dtype=torch.int32, device=device, generator=random
         )
-        state = self._model.new_state(count if read == self._step else 1)
+        prompt = read == self._one_prompt
+        state = self._model.new_state(1 if prompt else count)
         slots = torch.arange(count, dtype=torch.int32, device=device)
         runs = [partial(read, tokens, state, slots, way) for way in ways]
         # Steps follow one another for as long as somebody is served, prompts come between them.
-        return ways[quickest_graph_of(runs, lasting=read == self._step)]
+        return ways[quickest_graph_of(runs, lasting=not prompt)]
 
-    def _one_prompt(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
+    def _one_prompt(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
         # Made on the device: nothing may wait for it while others are timed.
         bounds = torch.arange(2, dtype=torch.int32, device=tokens.device) * len(tokens)
         return self._prefill(tokens, bounds, state, slots[:1], way)
@@ -181,9 +186,9 @@ class HopperLM:
         """As LM.prefill."""
         return self._prefill(tokens, cu_seqlens, state, slots, self._way_of_prompt(len(tokens)))
 
-    def _way_of_prompt(self, tokens: int) -> _Way:
-        unmeasured = _Way.LIBRARY if tokens > self._most_tokens else _Way.CHAIN
-        return _nearest(self._ways_of_prompts, tokens, unmeasured)
+    def _way_of_prompt(self, tokens: int) -> Way:
+        unmeasured = Way.LIBRARY if tokens > self._most_tokens else Way.CHAIN
+        return nearest(self._ways_of_prompts, tokens, unmeasured)
 
     def _prefill(
         self,
@@ -191,10 +196,10 @@ class HopperLM:
         cu_seqlens: Tensor,
         state: ModelState,
         slots: Tensor,
-        way: _Way,
+        way: Way,
     ) -> Tensor:
-        if self._products is not None and way in _OF_THE_LIBRARY:
-            middle = self._middle if way is _Way.LIBRARY_AROUND else None
+        if self._products is not None and way in OF_THE_LIBRARY:
+            middle = self._middle if way is Way.LIBRARY_AROUND else None
             return self._products.prefill(tokens, cu_seqlens, state, slots, middle)
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
@@ -231,18 +236,50 @@ class HopperLM:
             return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         return self._step(tokens, state, slots, self._way_of_step(len(tokens)))
 
-    def _way_of_step(self, rows: int) -> _Way:
-        unmeasured = _Way.LIBRARY if rows > self._most_rows else _Way.CHAIN
-        if self._clusters is not None and 0 < rows <= _MOST_ROWS_OF_CLUSTERS:
-            unmeasured = _Way.CLUSTERS
-        return _nearest(self._ways_of_steps, rows, unmeasured)
+    def step_to_bests(self, rows: int) -> StepToBests | None:
+        """As ServingModel.step_to_bests."""
+        way = nearest(self._ways_to_bests, rows, self._way_of_step(rows))
+        whole = self._whole is not None and rows <= self._whole.rows
+        if not self._finds_best or whole or way not in TO_A_HEAD:
+            return None
+        return partial(self._bests, way=way)
 
-    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: _Way) -> Tensor:
-        if self._clusters is not None and way is _Way.CLUSTERS:
+    @torch.no_grad()
+    def _bests(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+        head = self._head
+        if way is Way.CHAIN_TO_HEAD and head.bias is None:
+            # What a norm divides all logits of a row by does not change their order.
+            x = self._step_in_chain(tokens, state, slots).scaled
+        else:
+            x = self._to_head(tokens, state, slots, way)
+        return linear_best(x, head.weight, head.bias, self._vocabulary)
+
+    def _way_of_step(self, rows: int) -> Way:
+        unmeasured = Way.LIBRARY if rows > self._most_rows else Way.CHAIN
+        if self._clusters is not None and 0 < rows <= MOST_ROWS_OF_CLUSTERS:
+            unmeasured = Way.CLUSTERS
+        return nearest(self._ways_of_steps, rows, unmeasured)
+
+    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+        if self._clusters is not None and way is Way.CLUSTERS:
             return self._clusters.step(tokens, state, slots)
-        if self._products is not None and way in _OF_THE_LIBRARY:
-            middle = self._middle if way is _Way.LIBRARY_AROUND else None
-            return self._products.logits(self._products.step(tokens, state, slots, middle))
+        if self._products is not None and way in TO_A_HEAD:
+            return self._products.logits(self._to_head(tokens, state, slots, way))
+        _, scaled, squares = self._step_in_chain(tokens, state, slots)
+        return self._head_of(scaled, squares)
+
+    def _to_head(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+        """The last norm's hidden states [batch, d_model], one of the ways TO_A_HEAD."""
+        if way is Way.CHAIN_TO_HEAD:
+            return self._normed(self._step_in_chain(tokens, state, slots, normed=False).x)
+        assert self._products is not None
+        middle = self._middle if way is Way.LIBRARY_AROUND else None
+        return self._products.step(tokens, state, slots, middle)
+
+    def _step_in_chain(
+        self, tokens: Tensor, state: ModelState, slots: Tensor, *, normed: bool = True
+    ) -> _Stream:
+        """As _read."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -262,11 +299,7 @@ class HopperLM:
                 self._fixed_order,
             )
 
-        if self._products is not None and way is _Way.CHAIN_TO_HEAD:
-            x = self._read(tokens, convolve, recur, normed=False).x
-            return self._products.logits(self._normed(x))
-        _, scaled, squares = self._read(tokens, convolve, recur)
-        return self._head_of(scaled, squares)
+        return self._read(tokens, convolve, recur, normed=normed)
 
     def _map(
         self, x: Tensor, squares: Tensor | None, weight: Tensor, bias: Tensor | None, **how: bool
@@ -330,33 +363,6 @@ class HopperLM:
             return self._model.norm.weight if normed else None
         following = self._layers[index + 1]
         return None if following.conv is not None else following.cell_norm.weight
-
-
-def _to_be_timed(sizes: Iterable[int]) -> list[int]:
-    """Powers of two and the largest, for each takes up to a second."""
-    rising = sorted(sizes)
-    return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
-
-
-def _nearest(found: dict[int, _Way], size: int, unmeasured: _Way) -> _Way:
-    """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
-    powers the larger one counts from 1.42 times the smaller one on."""
-    if not found or size == 0:
-        return unmeasured
-    way = found[min(found, key=lambda other: max(other, size) / min(other, size))]
-    if size <= _FEWEST_OF_THE_LIBRARY and way in (_Way.CHAIN_TO_HEAD, *_OF_THE_LIBRARY):
-        return _Way.CHAIN
-    beyond = way is _Way.CLUSTERS and size > max(_MOST_ROWS_OF_CLUSTERS, *found)
-    return unmeasured if beyond else way
-
-
-def _where_the_library_begins(model: LM) -> tuple[int, int]:
-    """The most rows of a step, and the most tokens of a prompt, that go the other way."""
-    if model.config.conv_kernel:
-        return sys.maxsize, _MOST_TOKENS_WITH_CONV
-    layer = next(iter(model.layers))
-    small = sum(weight.numel() for weight in layer.parameters()) < _SMALL
-    return _MOST_ROWS_OF_SMALL_LAYERS if small else _MOST_ROWS, _MOST_TOKENS
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:

@@ -246,6 +246,9 @@ class PackedLM:
         """
         return lm_step(tokens, slots, self._weights, self._plan, state.cell, state.conv)
 
+    def step_to_bests(self, rows: int) -> None:
+        """As ServingModel.step_to_bests."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden fp32 [n, d_model] -> fp32 [n, vocab_size]."""
         return lm_logits(hidden, self._weights, self._plan)

@@ -1,9 +1,10 @@
-// Runs csrc/draw/kernel.cuh, with --each csrc/draw/small.cuh or with --streamed
-// csrc/draw/streamed.cuh, in the emulator: rows of one kind of logits, drawn with many sets of
-// parameters, in many schedules. Every token must be the one that csrc/draw/row_cpu.h finds by
-// partial sorting, with the same powers.
+// Runs csrc/draw/kernel.cuh, with --each csrc/draw/small.cuh, with --streamed
+// csrc/draw/streamed.cuh or with --part csrc/draw/best.cuh, in the emulator: rows of one kind of
+// logits, drawn with many sets of parameters, in many schedules. Every token must be the one that
+// csrc/draw/row_cpu.h finds by partial sorting, with the same powers.
 #include "cases.h"
 
+#include "draw/best.cuh"
 #include "draw/kernel.cuh"
 #include "draw/row_cpu.h"
 #include "draw/small.cuh"
@@ -14,7 +15,7 @@ namespace {
 
 struct Case {
   std::string kind;
-  long vocab, threads, shift, each;
+  long vocab, threads, shift, each, part;
   bool stored, streamed;
   std::vector<int> seeds;
 };
@@ -99,13 +100,14 @@ struct Rows {
       out{"out"}, top_k{"top_k"}, stop_ids{"stop_ids"};
   Tensor<std::int64_t> positions{"positions"}, streams{"streams"};
   Tensor<double> top_p{"top_p"};
-  long vocab;
+  Tensor<std::uint64_t> best{"best"};  // of parts
+  long vocab, parts = 0;
 
   Rows(const Case& given) : vocab(given.vocab) {
     logits = {"logits", static_cast<std::size_t>(given.shift), logits_of(given)};
     for (long r = 0; r < kRows; ++r) {
       const Parameters& one = kParameters[r % (kRows - 4)];
-      temperature.values.push_back(one.temperature);
+      temperature.values.push_back(given.part > 0 ? 0.0f : one.temperature);
       top_k.values.push_back(one.top_k);
       top_p.values.push_back(one.top_p);
       min_p.values.push_back(one.min_p);
@@ -119,6 +121,19 @@ struct Rows {
       stop_ids.values.push_back(static_cast<int>(r % 3));
     }
     out.values.assign(2 * kRows, -9);
+    if (given.part > 0) find_bests(given.part);
+  }
+
+  void find_bests(long part) {
+    parts = (vocab + part - 1) / part;
+    for (long r = 0; r < kRows; ++r) {
+      for (long i = 0; i < vocab; ++i) {
+        if (i % part == 0) best.values.push_back(0);
+        const float logit = logits.values[static_cast<std::size_t>(r * vocab + i)] + 0.0f;
+        const std::uint64_t key = cuda::BestKey::of(logit, static_cast<unsigned>(i)).key;
+        best.values.back() = std::max(best.values.back(), key);
+      }
+    }
   }
 
   // Calls each(tensor, use) for all of them.
@@ -127,7 +142,8 @@ struct Rows {
     using emulator::Use;
     each(logits, Use::read), each(temperature, Use::read), each(min_p, Use::read);
     each(top_k, Use::read), each(top_p, Use::read), each(streams, Use::read);
-    each(stop_ids, Use::read), each(tokens, Use::write), each(slots, Use::write);
+    each(stop_ids, Use::read), each(best, Use::read), each(tokens, Use::write),
+        each(slots, Use::write);
     each(remaining, Use::write), each(cursor, Use::write), each(positions, Use::write);
     each(out, Use::write);
   }
@@ -140,6 +156,7 @@ struct Rows {
     args.temperature = temperature.device, args.top_k = top_k.device, args.top_p = top_p.device;
     args.min_p = min_p.device, args.streams = streams.device;
     args.stop_ids = stop_ids.device, args.stops = 2;
+    args.best = best.device, args.parts = parts;
     return args;
   }
   std::vector<std::int64_t> changed() const {
@@ -172,6 +189,15 @@ emulator::Launch small_launch(const DrawArgs& args) {
           false,  [=] { cuda::small_draw_kernel<kTokens>(args); }};
 }
 emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
+  if (given.part > 0) {
+    constexpr unsigned kEach = cuda::kBestThreads / cuda::kWarp;
+    return {"draw",
+            static_cast<unsigned>((args.rows + kEach - 1) / kEach),
+            cuda::kBestThreads,
+            0,
+            false,
+            [=] { cuda::best_draw_kernel(args); }};
+  }
   if (given.each == 4) return small_launch<4>(args);
   if (given.each == 8) return small_launch<8>(args);
   if (given.each == 9) return small_launch<9>(args);
@@ -225,6 +251,7 @@ int main(int count, char** arguments) {
   given.threads = options.number("threads", 128);
   given.shift = options.number("shift", 0);
   given.each = options.number("each", 0);
+  given.part = options.number("part", 0);
   given.stored = options.number("stored", 0);
   given.streamed = options.number("streamed", 0);
   given.seeds = options.numbers("seeds", "0,1");

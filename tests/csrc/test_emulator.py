@@ -105,6 +105,10 @@ DRAWS = [
     "--vocab 70000 --threads 256 --streamed 1 --seeds 4",
     "--kind later --vocab 5003 --threads 256 --streamed 1 --seeds 1",
     "--kind weightless --vocab 4096 --threads 256 --streamed 1 --seeds 1",
+    "--kind ties --vocab 2999 --part 256",
+    "--kind equal --vocab 3001 --part 7",
+    "--kind few --vocab 700 --part 256",
+    "--vocab 1 --part 256",
 ]
 
 TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]

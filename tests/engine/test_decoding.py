@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine import decoding
+from engine import decoding, step_graphs
 from engine import rounds as rounds_module
 from engine.checkpoint import load_model, save_model
+from engine.columns import Columns, draw_rows
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.graphs import buckets
 from engine.messages import Failed, Finished, Request, SamplingParams
+from engine.models import hopper
+from engine.models.cell import ModelState, StepToBests
 from engine.models.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, StepResult
 from engine.runner import Runner
 from engine.sequence import MOST_STOP_IDS, is_plain
+from engine.serving import ServingModel
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
 
@@ -364,19 +369,111 @@ def test_parameters_that_float32_cannot_hold_are_taken_as_the_sampler_takes_them
         assert serve(runner, requests) == expected
 
 
+class BestsToo:
+    """A model whose greedy steps are apart; notes the sizes of these and of the others."""
+
+    def __init__(self, model: ServingModel) -> None:
+        self._model = model
+        self.greedy: list[int] = []
+        self.others: list[int] = []
+
+    def step_to_bests(self, rows: int) -> StepToBests:
+        return self._logits
+
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        self.others.append(len(tokens))
+        return self._model.step(tokens, state, slots)
+
+    def _logits(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        self.greedy.append(len(tokens))
+        return self._model.step(tokens, state, slots)
+
+
+def draw_as_if_bests(logits: Tensor, at: Columns) -> None:
+    assert not at.temperature[at.slots >= 0].any()
+    draw_rows(logits, at)
+
+
+def test_batches_that_draw_the_best_alone_need_no_logits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While others come and go."""
+    runner = load(folder)
+    chance = random.Random(5)
+    greedy = [request_of(id, [3, id], temperature=0.0, max_tokens=60) for id in range(12)]
+    mixed = [
+        request_of(id, [4, id], temperature=chance.choice([0.0, 0.0, 0.0, 1.0]), max_tokens=9)
+        for id in range(30)
+    ]
+    expected = [serve(runner, requests) for requests in (greedy, mixed)]
+    model = BestsToo(runner._model)
+    monkeypatch.setattr(runner._decoding, "_model", model)
+    monkeypatch.setattr(decoding, "draw_bests", draw_as_if_bests)
+    assert serve(runner, greedy) == expected[0]
+    assert model.greedy
+    assert not model.others
+    model.greedy.clear()
+    assert serve(runner, mixed) == expected[1]
+    assert model.greedy
+    assert model.others
+
+
+@pytest.mark.gpu
+def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary and a batch for which bests are found apart. Others come and go. The head is
+    such that both ways' logits have the same bits: two numbers of a hidden state, added up."""
+    torch.manual_seed(3)
+    config = ModelConfig(
+        cell="mingru",
+        vocab_size=3001,
+        d_model=64,
+        n_layers=2,
+        tie_embeddings=False,
+        head_bias=True,
+        eos_token_id=7,
+        dtype="bfloat16",
+    )
+    model = LM(config)
+    with torch.no_grad():
+        assert model.head is not None
+        model.head.weight.zero_()
+        for id in range(3001):  # no two alike
+            model.head.weight[id, [id % 64, (id // 64 + id % 64 + 1) % 64]] = 1
+    save_model(tmp_path, model, config, "bfloat16")
+    if not hopper.supports(model.to("cuda", torch.bfloat16)):
+        pytest.skip("no kernels for this GPU")
+    # The second of all ways that are compared: to a head apart.
+    monkeypatch.setattr(hopper, "quickest_graph_of", lambda runs, lasting: 1)
+    chance = random.Random(6)
+    greedy = [request_of(id, [3, id], temperature=0.0, max_tokens=50) for id in range(60)]
+    mixed = [
+        request_of(id, [4, id], temperature=chance.choice([0.0, 0.0, 1.0]), max_tokens=25)
+        for id in range(120)
+    ]
+    answers = []
+    for bests in (True, False):
+        if not bests:
+            monkeypatch.setattr(hopper.HopperLM, "step_to_bests", lambda self, rows: None)
+        runner = load(tmp_path, device="cuda", dtype="bfloat16", max_slots=64)
+        runner.warm_up()
+        assert (runner._model.step_to_bests(64) is not None) == bests
+        answers.append([serve(runner, requests) for requests in (greedy, mixed)])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("seconds", "steps"), [(1e-5, 8), (1.2e-4, 8), (1.3e-4, 4), (4.9e-4, 2), (5.1e-4, 1), (1.0, 1)]
 )
 def test_short_steps_share_a_graph(seconds: float, steps: int) -> None:
-    assert decoding._steps_of_graph(seconds) == steps
+    assert step_graphs.steps_of_graph(seconds) == steps
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 8, 11])
 def test_a_round_has_the_steps_that_it_is_asked_for(
-    steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of graphs of four steps and of one."""
-    state = load(folder)._decoding
+    graphs = step_graphs.StepGraphs(lambda size: None, lambda size: None, [2, 3])
     taken: list[tuple[str, int]] = []
 
     class Graphs:
@@ -386,13 +483,13 @@ def test_a_round_has_the_steps_that_it_is_asked_for(
         def replay(self, size: int) -> None:
             taken.append((self.name, size))
 
-    monkeypatch.setattr(state, "_graphs", Graphs("one"))
-    monkeypatch.setattr(state, "_graphs_of_several", Graphs("four"))
-    monkeypatch.setattr(state, "_steps_of", {2: 4})
-    state._replay(2, steps)
+    monkeypatch.setattr(graphs, "_single", Graphs("one"))
+    monkeypatch.setattr(graphs, "_several", Graphs("four"))
+    monkeypatch.setattr(graphs, "_steps_of", {2: 4})
+    graphs.replay(2, steps)
     assert taken == [("four", 2)] * (steps // 4) + [("one", 2)] * (steps % 4)
     taken.clear()
-    state._replay(3, steps)  # of which none has several
+    graphs.replay(3, steps)  # of which none has several
     assert taken == [("one", 3)] * steps
 
 
@@ -403,7 +500,9 @@ def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path) -> None:
     graphed = load(folder, device="cuda")
     eager.warm_up()
     graphed.warm_up()
-    assert set(graphed._decoding._steps_of) == set(buckets(SLOTS))  # all of its steps are short
+    graphs = graphed._decoding._graphs
+    assert graphs is not None
+    assert set(graphs._steps_of) == set(buckets(SLOTS))  # all of its steps are short
     for count in range(1, SLOTS + 1):
         prompts = {key: random_prompt(3 + key, key) for key in range(count)}
         sampling = {"temperature": 1.0, "max_tokens": 35 + count}  # ends within a graph of many

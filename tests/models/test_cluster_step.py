@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models.cluster_step import ClusterStep, takes
-from engine.models.hopper import HopperLM, _Way
+from engine.models.hopper import HopperLM
+from engine.models.ways import Way
 from engine.ops import cluster_step
 from engine.ops.cluster_step import ClusterLayer, ClusterProgram
 from tests.models.test_hopper import build, copied, exact_of
@@ -219,7 +220,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
         at = int32(slots, "cuda")
         theirs, reference = copied(ours), copied(ours)
         got = clusters.step(ids, ours, at)
-        expected = chain._step(ids, theirs, at, _Way.CHAIN)
+        expected = chain._step(ids, theirs, at, Way.CHAIN)
         right = exact.logits(exact.step(ids, reference, at))
         assert got.shape == expected.shape and got.dtype == torch.float32
         for mine, other, best in (
@@ -244,7 +245,7 @@ def test_ids_and_slots_that_are_not_there() -> None:
     ids = int32([3, -1, 257, 100_000, 5], "cuda")
     theirs = copied(state)
     got = clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda"))
-    expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), _Way.CHAIN)
+    expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), Way.CHAIN)
     assert relative_error(got[:4], expected[:4]) < 0.02
     assert relative_error(state.cell, theirs.cell) < 0.02
 

@@ -15,7 +15,9 @@ from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM, supports
 from engine.models.lm import LM
+from engine.models.ways import TO_A_HEAD, Way
 from engine.ops import library
+from engine.ops.linear_best import ids_of
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -139,6 +141,55 @@ def test_what_is_prepared_is_measured() -> None:
         quick.prepare([1, 16, 64, 512], [16, 512], [4])
         assert set(quick._ways_of_steps) == steps
         assert set(quick._ways_of_prompts) == {512}
+
+
+@pytest.mark.parametrize("way", TO_A_HEAD, ids=str)
+@pytest.mark.parametrize(("vocabulary", "bias"), [(3001, True), (3008, False)])
+def test_bests_of_steps(vocabulary: int, bias: bool, way: Way) -> None:
+    """Those of the logits that `step` has."""
+    config = dataclasses.replace(CONFIGS["medium"], vocab_size=vocabulary, head_bias=bias)
+    model = build(config, torch.bfloat16)
+    quick, rows = HopperLM(model), 150
+    quick._ways_of_steps[rows] = way
+    tokens = torch.randint(0, vocabulary, (rows,), dtype=torch.int32, device="cuda")
+    slots = torch.arange(-1, rows - 1, dtype=torch.int32, device="cuda")
+    mine, its = model.new_state(rows), model.new_state(rows)
+    logits = quick.step(tokens, mine, slots)
+    to_bests = quick.step_to_bests(rows)
+    assert to_bests is not None
+    ids = ids_of(to_bests(tokens, its, slots))
+    assert torch.equal(mine.cell, its.cell)
+    at_best = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+    assert relative_error(at_best[1:], logits.amax(1)[1:]) < 0.005
+    assert (ids == logits.argmax(1))[1:].float().mean() > 0.95
+
+
+def test_the_head_of_the_chain_is_left_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CONFIGS["medium"], vocab_size=3001)
+    for number in (0, 1):  # of two ways that are timed, the one that is said to be the quickest
+
+        def quickest(runs: Sequence[object], lasting: bool, of_two: int = number) -> int:
+            return of_two if len(runs) == 2 else 0
+
+        quick = HopperLM(build(config, torch.bfloat16))
+        monkeypatch.setattr(hopper, "quickest_graph_of", quickest)
+        quick.prepare([1, 16, 64, 512], [16], [4])
+        assert set(quick._ways_of_steps.values()) == {Way.CHAIN}
+        served = {rows: quick.step_to_bests(rows) is not None for rows in (1, 16, 32, 48, 64, 512)}
+        assert served == {rows: bool(number) and rows > 32 for rows in served}
+
+
+def test_where_logits_are_as_quick_no_bests_are_told() -> None:
+    """In the chain, in a whole step, of small vocabularies, and where a row's bits are its own."""
+    for rows, vocabulary, exactly in (
+        (40, 3001, False),
+        (3, 3001, False),
+        (400, 900, False),
+        (400, 3001, True),
+    ):
+        config = dataclasses.replace(CONFIGS["medium"], vocab_size=vocabulary)
+        quick = HopperLM(build(config, torch.bfloat16), deterministic=exactly)
+        assert quick.step_to_bests(rows) is None
 
 
 def test_a_prompt_and_its_steps_agree() -> None:

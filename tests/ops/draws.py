@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine import distribution, ops
 from engine.messages import Request, SamplingParams, pack_ids
+from engine.ops.linear_best import draw_best_
 from engine.sampler import Sampler
 
 STEPS = 3
@@ -59,6 +60,19 @@ class Rows:
         """Draws, and returns what went to the first row of `out`."""
         ops.draw_(logits, *self.all())
         return self.out[0]
+
+    def draw_best(self, best: Tensor) -> None:
+        """Draws from the bests of parts of the rows."""
+        draw_best_(
+            best,
+            self.tokens,
+            self.slots,
+            self.positions,
+            self.remaining,
+            self.cursor,
+            self.out,
+            self.stop_ids,
+        )
 
     def all(self) -> tuple[Tensor, ...]:
         """Every tensor, in the operator's order."""

@@ -20,6 +20,7 @@ from engine.models.cluster_step import ClusterStep
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
 from engine.ops.library import cuda_archs
+from engine.ops.linear_best import best_of, linear_best
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
@@ -134,6 +135,7 @@ def drawing(vocab: int, rows: int) -> None:
     params = (PARAMETERS * rows)[:rows]
     for logits in (random(rows, vocab, dtype=torch.float32), torch.zeros(rows, vocab).cuda()):
         rows_of(params, "cuda").draw(logits)
+        rows_of(params, "cuda").draw_best(best_of(logits))
         targets = torch.randint(vocab, (rows,), device="cuda")
         ops.target_logprobs(logits, targets)
 
@@ -165,6 +167,13 @@ def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: boo
     linear_residual_(x, weight, None, stream, None, fixed)
     linear_residual_(x, weight, bias, stream, norm, fixed)
     torch.cuda.synchronize()
+
+
+def heads(rows: int, inputs: int, channels: int, dtype: torch.dtype) -> None:
+    """The last row of weight is padding."""
+    x, weight = random(rows, inputs, dtype=dtype), random(channels, inputs, dtype=dtype)
+    for bias in (None, random(channels, dtype=dtype)):
+        linear_best(x, weight, bias, channels - 1)
 
 
 def normed(width: int, channels: int, gates: int) -> None:
@@ -242,6 +251,9 @@ def main() -> None:
             ):
                 for tokens in counts:
                     maps(channels, inputs, tokens, dtype, fixed)
+        for dtype in (torch.bfloat16, torch.float16):
+            heads(3, 72, 264, dtype)
+            heads(300, 136, 17000, dtype)
         whole_steps()
         clustered_steps()
     torch.cuda.synchronize()

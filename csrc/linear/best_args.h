@@ -1,0 +1,20 @@
+// Arguments of a head that finds bests; shared by host and device code.
+#pragma once
+
+#include <cstdint>
+
+namespace minserve {
+
+constexpr int kBestColumns = 256;  // rows of weights of a tile, which has a best of each token
+
+struct BestArgs {
+  std::int64_t tokens = 0;
+  std::int64_t channels = 0;    // rows of weights
+  std::int64_t vocabulary = 0;  // of these; the others are padding
+  std::int64_t inputs = 0;
+  std::int64_t tiles = 0;         // of kBestColumns rows of weights
+  const void* bias = nullptr;     // [channels], or null
+  std::uint64_t* best = nullptr;  // [tokens, tiles], as BestKey
+};
+
+}  // namespace minserve

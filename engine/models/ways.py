@@ -1,0 +1,63 @@
+"""The ways in which HopperLM reads tokens, and which one a number of them goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from engine.models.lm import LM
+
+# Steps of more rows and prompts of more tokens are read with products of the library: its large
+# tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200; what
+# `prepare` measures counts before it.
+_MOST_ROWS = 192
+_MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
+_SMALL = 4_000_000
+# Of so few tokens the library was never quicker.
+FEWEST_OF_THE_LIBRARY = 32
+# Where clusters of blocks read a step, more than so many rows have them take turns on some GPUs.
+MOST_ROWS_OF_CLUSTERS = 96
+_MOST_TOKENS = 192
+_MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
+
+
+class Way(Enum):
+    """How tokens are read."""
+
+    CHAIN = auto()
+    CHAIN_TO_HEAD = auto()  # which is apart; of steps
+    LIBRARY = auto()
+    LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
+    CLUSTERS = auto()
+
+
+OF_THE_LIBRARY = (Way.LIBRARY, Way.LIBRARY_AROUND)
+TO_A_HEAD = (Way.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
+
+
+def to_be_timed(sizes: Iterable[int]) -> list[int]:
+    """Powers of two and the largest, for each takes up to a second."""
+    rising = sorted(sizes)
+    return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
+
+
+def nearest(found: dict[int, Way], size: int, unmeasured: Way) -> Way:
+    """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
+    powers the larger one counts from 1.42 times the smaller one on."""
+    if not found or size == 0:
+        return unmeasured
+    way = found[min(found, key=lambda other: max(other, size) / min(other, size))]
+    if size <= FEWEST_OF_THE_LIBRARY and way in TO_A_HEAD:
+        return Way.CHAIN
+    beyond = way is Way.CLUSTERS and size > max(MOST_ROWS_OF_CLUSTERS, *found)
+    return unmeasured if beyond else way
+
+
+def where_the_library_begins(model: LM) -> tuple[int, int]:
+    """The most rows of a step, and the most tokens of a prompt, that go the other way."""
+    if model.config.conv_kernel:
+        return sys.maxsize, _MOST_TOKENS_WITH_CONV
+    layer = next(iter(model.layers))
+    small = sum(weight.numel() for weight in layer.parameters()) < _SMALL
+    return _MOST_ROWS_OF_SMALL_LAYERS if small else _MOST_ROWS, _MOST_TOKENS
