@@ -21,7 +21,7 @@ from engine.history import TURN_STEPS, History
 from engine.messages import ID_BYTES, Run, unpack_ids
 from engine.outbox import Outbox
 from engine.plan import DecodeRow, Drawn, Plan
-from engine.sequence import Sequence
+from engine.sequence import Sequence, is_greedy
 
 
 class DecodeBatch:
@@ -36,6 +36,7 @@ class DecodeBatch:
         self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
         self.streamed = 0  # of them, of which each token is told
         self.known = 0  # of them, whose answers end with max_tokens
+        self._sampled = 0  # of them, who draw others than the best token
         self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._ending: dict[int, dict[int, Sequence]] = {}  # the alive by their last step, by row
@@ -85,6 +86,7 @@ class DecodeBatch:
         self._ending.setdefault(sequence.last_step, {})[row] = sequence
         self.streamed += sequence.request.stream
         self.known += not sequence.stop_ids
+        self._sampled += not is_greedy(sequence.request.sampling)
         self._asked += sequence.max_tokens
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
@@ -116,6 +118,7 @@ class DecodeBatch:
             del self._ending[step]
         self.streamed -= sequence.request.stream
         self.known -= not sequence.stop_ids
+        self._sampled -= not is_greedy(sequence.request.sampling)
         self._asked -= sequence.max_tokens
         heapq.heappush(self._free, row)
 
@@ -152,6 +155,7 @@ class DecodeBatch:
     def go_on(self, plan: Plan, steps: int) -> None:
         """The plan is this batch's next round."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
+        plan.greedy = not self._sampled
         if self.started:
             plan.leave, self._ended = self._ended, []
         self.started = True

@@ -19,7 +19,7 @@ from engine.messages import SamplingParams
 from engine.ops.linear_best import draw_best_
 from engine.plan import MOST_STEPS, Admission
 from engine.sampler import FLOAT_MAX, MIN_TEMPERATURE
-from engine.sequence import MOST_STOP_IDS, is_plain, stop_ids
+from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids
 
 _WIDE = 3  # columns of 8 bytes, which come first
 _NARROW = 5  # columns of 4 bytes
@@ -101,7 +101,7 @@ def draw_rows(logits: Tensor, at: Columns) -> None:
 
 
 def draw_bests(best: Tensor, at: Columns) -> None:
-    """`ops.draw_best_`, with bests int64 [rows, parts]."""
+    """`draw_best_`, with bests int64 [rows, parts]."""
     draw_best_(
         best, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out, at.stop_ids
     )
@@ -135,10 +135,6 @@ class Parameters:
     def all_plain(self, slots: Sequence[int]) -> bool:
         """Whether the device can draw for all of these without the host."""
         return bool(self._plain[list(slots)].all())
-
-    def sampled(self, slots: Sequence[int]) -> NDArray[np.bool_]:
-        """Which of these draw others than the best token: [slots]."""
-        return self._temperature[list(slots)] > 0
 
     def fill(
         self,
@@ -189,6 +185,6 @@ class Parameters:
 
 def _temperature(params: SamplingParams) -> float:
     """As the sampler takes it: what float32 cannot hold becomes its nearest positive value."""
-    if params.temperature <= 0:
+    if is_greedy(params):
         return 0.0
     return min(max(params.temperature, MIN_TEMPERATURE), FLOAT_MAX)

@@ -2,7 +2,7 @@
 
 What a row needs (its slot, last token, position, parameters) lies in one piece of device memory,
 the columns of engine/columns.py. It is uploaded at once when the batch is made, and left there
-while rounds follow one another: a step reads it, and `draw_` moves it on. A sequence that joins
+while rounds follow one another: a step reads it, and the draw moves it on. A sequence that joins
 later is copied in from where its first token was drawn, so that the host need not know that.
 What a round brings (which rows are left, how many tokens each drew, and these) lies at the end of
 the same memory and is fetched at once.
@@ -74,7 +74,6 @@ class DecodeState:
         self._views: dict[int, Columns] = {}  # by size
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
-        self._sampled = np.zeros(max_batch, np.bool_)  # which rows draw others than the best token
         self._graphs: StepGraphs | None = None
         self._greedy_graphs: StepGraphs | None = None
 
@@ -107,11 +106,11 @@ class DecodeState:
         else:
             self._upload(plan.decode)
         self._join(plan, drawings)
-        return self._go(plan.steps)
+        return self._go(plan.steps, plan.greedy)
 
-    def _go(self, steps: int) -> Round:
+    def _go(self, steps: int, greedy: bool) -> Round:
         size = self._size
-        greedy = not self._sampled.any() and self._model.step_to_bests(size) is not None
+        greedy = greedy and self._model.step_to_bests(size) is not None
         graphs = self._greedy_graphs if greedy else self._graphs
         if graphs is not None and graphs.size_of(size) is not None:
             graphs.replay(size, steps)
@@ -142,8 +141,6 @@ class DecodeState:
         self._fill(columns(staging, size), rows)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
         self._keys = [row.key for row in rows]
-        self._sampled[:] = False
-        self._sampled[: len(rows)] = self._parameters.sampled([row.slot for row in rows])
         self._size = size
 
     def _fill(self, at: Columns, rows: Sequence[DecodeRow]) -> None:
@@ -159,7 +156,6 @@ class DecodeState:
         at = self._at(self._size)
         if plan.leave:
             at.slots.index_fill_(0, to_device(plan.leave, self._device), -1)
-            self._sampled[plan.leave] = False
         if plan.at:
             size = self._size_for(max(len(self._keys), 1 + max(plan.at)))
             if size != self._size:
@@ -169,7 +165,6 @@ class DecodeState:
             for row, joining in zip(plan.at, plan.decode, strict=True):
                 keys[row] = joining.key
             self._keys = keys
-            self._sampled[plan.at] = self._parameters.sampled([row.slot for row in plan.decode])
         self._at(self._size).cursor.zero_()
 
     def _widen(self, size: int) -> None:

@@ -116,6 +116,7 @@ class Plan:
     # Keys that ended since the last plan; after a step that failed some may be unknown.
     release: list[int] = field(default_factory=list)
     plain: bool = False
+    greedy: bool = False  # `plain`, and every row draws the best token
     again: bool = False
     steps: int = 1  # of those that decode; more than one only where `plain`
 

@@ -50,6 +50,11 @@ def is_plain(params: SamplingParams) -> bool:
     )
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether each token is the most likely one."""
+    return params.temperature <= 0
+
+
 class Sequence:
     """What the scheduler knows of one request, from its arrival to its terminal event.
 

@@ -26,8 +26,8 @@ from engine.models.whole_step import Head, WholeStep, runs_kernels
 
 class ServingModel(Protocol):
     """Reads tokens into `state`, in place. No method but `prepare` waits for the device, looks at
-    indices on the host or changes a row whose slot is negative, so `prefill`, `step` and `logits`
-    can be captured in a CUDA graph on a GPU."""
+    indices on the host or changes a row whose slot is negative, so `prefill`, `step`, what
+    `step_to_bests` gives and `logits` can be captured in a CUDA graph on a GPU."""
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
@@ -48,7 +48,7 @@ class ServingModel(Protocol):
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
         """What takes `step`'s arguments and gives, instead of the logits of so many rows, what
-        `ops.draw_best_` draws from, int64 [rows, parts]; None where that would be no quicker."""
+        `draw_best_` draws from, int64 [rows, parts]; None where all logits are computed anyway."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, d_model] -> fp32 [n, vocab]."""

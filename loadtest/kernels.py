@@ -4,6 +4,7 @@
     python -m loadtest.kernels --device cpu --quick
     python -m loadtest.kernels --cases fused steps --dtype bfloat16 --shapes 1x65536x768 16x768
     python -m loadtest.kernels --cases draws --shapes 1024x32000   # rows x vocabulary
+    python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; on Hopper alone
     python -m loadtest.kernels --json kernels.json --png kernels.png
 
 Each row counts an operator's ideal bytes: every input once, every output once. The limits are
@@ -14,8 +15,8 @@ are finite after it; times are medians, on a GPU of CUDA graphs of many calls. A
 says why and ends nothing else.
 
 The error is against a float64 recurrence from the same inputs, over all tokens of 16 channels: the
-relative 2-norm, of everything or of the last 1,024 tokens, whichever is larger; of draws, the share
-of tokens that are not the reference's.
+relative 2-norm, of everything or of the last 1,024 tokens, whichever is larger; of draws and heads,
+the share of tokens that are not the reference's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from engine import device as machine
 from loadtest.operators.draws import measure_draws
 from loadtest.operators.fused import measure_fused
 from loadtest.operators.fused_cpu import measure_fused_cpu
+from loadtest.operators.heads import measure_heads
 from loadtest.operators.limits import Limits
 from loadtest.operators.linear import measure_backward, measure_linear
 from loadtest.operators.rows import Row, print_rows
@@ -53,6 +55,7 @@ TITLES = {
     "backward": "backward passes",
     "steps": "decode steps beside a copy of the same bytes",
     "draws": "draws, a token for each row of logits",
+    "heads": "heads of greedy steps with 32,000 tokens, their draws included",
     "peers": "linear recurrences by others at the same shapes",
 }
 
@@ -66,7 +69,9 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--cases", nargs="+", choices=list(TITLES), default=list(TITLES))
     options.add_argument(
-        "--shapes", nargs="+", help="8x4096x2048, varlen128x8192x2048; 16x768 of steps and draws"
+        "--shapes",
+        nargs="+",
+        help="8x4096x2048, varlen128x8192x2048; 16x768 of the others",
     )
     options.add_argument(
         "--dtype",
@@ -122,6 +127,7 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         "backward": lambda: measure_backward(shapes.scans, dtypes, limits),
         "steps": lambda: measure_steps(shapes.steps, step_dtypes, limits),
         "draws": lambda: measure_draws(shapes.draws, limits),
+        "heads": lambda: measure_heads(shapes.heads, limits),
         "peers": lambda: measure_peers(shapes.scans, dtypes, limits),
     }
     data: dict[str, Any] = {

@@ -25,6 +25,7 @@ from engine.engine import Engine
 from engine.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
 from engine.runner import Runner
+from engine.sequence import is_greedy
 
 #: Sequences begin with tokens this far apart.
 FIRST_TOKENS_APART = 7
@@ -90,6 +91,7 @@ class Decoding:
     def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
         self._runner: Any = runner  # `start` and `finish` are not in every version
         self._plain = takes_rounds(runner)
+        self._greedy = is_greedy(sampling)
         self._drawn = 0  # tokens of each sequence
         vocab = runner.info.vocab_size
         #: Of every sequence, the last token, which is read next.
@@ -134,14 +136,15 @@ class Decoding:
 
     def _plan(self, steps: int) -> Plan:
         if self._plain and self._begun:
-            return Plan(plain=True, again=True, steps=steps)
+            return Plan(plain=True, greedy=self._greedy, again=True, steps=steps)
         self._begun = True
         rows = [
             DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
             for row, token in enumerate(self.tokens)
         ]
         if self._plain:
-            return Plan(decode=rows, at=list(range(len(rows))), plain=True, steps=steps)
+            at = list(range(len(rows)))
+            return Plan(decode=rows, at=at, plain=True, greedy=self._greedy, steps=steps)
         return Plan(decode=rows)
 
     def _take(self, result: Any, steps: int) -> None:

@@ -22,7 +22,7 @@ __device__ __forceinline__ float logit_of(unsigned order) {
 struct BestKey {
   std::uint64_t key;
 
-  // No -0, which is no less than 0.
+  // The logit is not -0, which is no less than 0.
   __device__ static BestKey of(float logit, unsigned id) {
     return {static_cast<std::uint64_t>(order_of(logit)) << 32 | ~id};
   }

@@ -27,13 +27,6 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
-// --- a constant that the compiler does not see, so that an instruction may have two of them
-
-__device__ __forceinline__ unsigned in_register(unsigned x) {
-  asm("" : "+r"(x));
-  return x;
-}
-
 // --- an addition to shared memory, if at all, without a branch
 
 __device__ __forceinline__ void add_if(bool wanted, unsigned* shared, unsigned at, unsigned more) {

@@ -30,9 +30,7 @@ class OddsBins {
       : bins_(static_cast<unsigned*>(memory)),
         dropped_(bits_to_drop(vocab)),
         block_(block),
-        results_(results),
-        mantissa_(in_register(0x7fffffu)),
-        one_(in_register(0x800000u)) {}
+        results_(results) {}
 
   // Before any `add`, and before a barrier. Odds are to the best, until `set_best` says otherwise.
   __device__ void clear() {
@@ -52,8 +50,8 @@ class OddsBins {
   template <bool kWeighs>
   __device__ __forceinline__ void add(unsigned odds, bool wanted) const {
     const unsigned below = odds - 1;  // so that 1 is in the octave below it
-    // A number's mantissa with its leading one.
-    const unsigned more = kWeighs ? ((below & mantissa_) | one_) >> dropped_ : 1u;
+    // A number's mantissa with its leading one, less the bits to drop.
+    const unsigned more = kWeighs ? __funnelshift_r(below << 9, 1, dropped_ + 9) : 1u;
     add_if(wanted, bins_, place(below >> kBinBits), more);
   }
   // After all `add`.
@@ -148,7 +146,6 @@ class OddsBins {
   const unsigned dropped_;
   Block& block_;
   Results& results_;
-  const unsigned mantissa_, one_;
   unsigned first_;  // the number of the best one's bin, a bin's odds without their lower bits
   float scale_;     // from the odds that are counted to those to the best
   std::uint64_t before_ = 0, total_ = 0;

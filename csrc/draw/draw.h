@@ -41,7 +41,8 @@ struct DrawArgs {
   // Whether row r draws: padding and rows that have ended do not, nor do those whose cursor points
   // outside of `out` (which the host path has refused).
   MS_HD bool draws(std::int64_t r) const {
-    return slots[r] >= 0 && cursor[r] >= 0 && cursor[r] < steps;
+    const std::int32_t slot = slots[r], at = cursor[r];  // both asked for at once
+    return slot >= 0 && at >= 0 && at < steps;
   }
 };
 

@@ -62,20 +62,39 @@ __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit vis
 #pragma unroll
   for (unsigned a = 0; a < kFoursAhead; ++a) next[a] = four(at + a * kStride);
   begin(next);
-#pragma unroll 1
-  for (unsigned from = row.first(warp); from < end; from += kFoursAhead * kStride) {
-    float4 x[kFoursAhead];
-#pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) {
-      x[a] = next[a];
-      next[a] = four(at + (kFoursAhead + a) * kStride);
-    }
+  const auto visit_all = [&](const float4(&x)[kFoursAhead]) {
 #pragma unroll
     for (unsigned a = 0; a < kFoursAhead; ++a) {
       const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
       visit(logits, at + a * kStride);
     }
     at += kFoursAhead * kStride;
+  };
+  unsigned from = row.first(warp);
+  // As long as all that comes next is within the run, nobody looks where it ends.
+  if (row.aligned) {
+    const float4* four_at = reinterpret_cast<const float4*>(row.logits + at);
+#pragma unroll 1
+    for (; from + 2 * kFoursAhead * kStride <= end; from += kFoursAhead * kStride) {
+      float4 x[kFoursAhead];
+      four_at += kFoursAhead * kWarp;
+#pragma unroll
+      for (unsigned a = 0; a < kFoursAhead; ++a) {
+        x[a] = next[a];
+        next[a] = four_at[a * kWarp];
+      }
+      visit_all(x);
+    }
+  }
+#pragma unroll 1
+  for (; from < end; from += kFoursAhead * kStride) {
+    float4 x[kFoursAhead];
+#pragma unroll
+    for (unsigned a = 0; a < kFoursAhead; ++a) {
+      x[a] = next[a];
+      next[a] = four(at + (kFoursAhead + a) * kStride);
+    }
+    visit_all(x);
   }
 }
 

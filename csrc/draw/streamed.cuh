@@ -173,17 +173,18 @@ class StreamedDraw {
   // the edges sum to `before`. False where it is not on the list.
   template <bool kWeighs>
   __device__ __forceinline__ bool find_cut(std::uint64_t before, std::uint64_t limit) {
+    // A thread for each; whole warps, whose lanes look at the same of the others.
 #pragma unroll 1
-    for (unsigned at = block_.warp(); at < listed_; at += block_.warps()) {
-      const Listed one = shared_.list[at];
-      std::uint64_t better = 0;
-#pragma unroll 1
-      for (unsigned i = block_.lane(); i < listed_; i += kWarp) {
+    for (unsigned first = block_.warp() * kWarp; first < listed_; first += blockDim.x) {
+      const unsigned at = first + block_.lane();
+      const Listed one = shared_.list[min(at, listed_ - 1)];
+      std::uint64_t better = before;
+#pragma unroll 4
+      for (unsigned i = 0; i < listed_; ++i) {
         const Listed other = shared_.list[i];
         if (other.key < one.key) better += kWeighs ? other.weight : 1;
       }
-      better = before + long_sum_of_warp(better);
-      if (better < limit && limit - better <= (kWeighs ? one.weight : 1) && block_.lane() == 0) {
+      if (at < listed_ && better < limit && limit - better <= (kWeighs ? one.weight : 1)) {
         shared_.cut = one.key;
       }
     }
@@ -325,8 +326,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const std::int64_t r = blockIdx.x;
   let_next_kernel_start();
   wait_for_previous_kernel();
+  const RowParameters given(args, r);  // asked for at once with what draws() looks at
+  const std::int64_t position = args.positions[r];
   if (!args.draws(r)) return;
-  const RowParameters given(args, r);
   const float* const logits = args.logits + r * args.row_stride;
   const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
   Block block(shared.block);
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   } else if (!(given.temperature > 0.0f)) {
     token = best.id();
   } else {
-    number = uniform_number(given.stream, args.positions[r]);
+    number = uniform_number(given.stream, position);
     const OddsRow odds(row, {best.logit(), octaves_of(given.temperature)});
     token = StreamedDraw(odds, block, shared.draw, bins, counted).token(given, number);
   }

@@ -5,7 +5,8 @@
 
 namespace minserve {
 
-constexpr int kBestColumns = 256;  // rows of weights of a tile, which has a best of each token
+// Rows of weights of a tile, which has a best of each token; PART of engine/ops/linear_best.py.
+constexpr int kBestColumns = 256;
 
 struct BestArgs {
   std::int64_t tokens = 0;

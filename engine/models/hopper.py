@@ -8,9 +8,9 @@ stream also writes what the next norm needs of it. Each kernel asks for its firs
 one ahead of it has ended.
 
 That is quickest up to some hundred tokens, where the head may be better off as a kernel of its own.
-More are read with products of the library (products.py), or but for the middle of a layer, out
-projection and MLP up with GELU. Which way is the quickest is measured for some of the sizes that
-graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
+More are read with products of the library altogether (products.py), or but for the middle of a
+layer, out projection and MLP up with GELU. Which way is the quickest is measured for some of the
+sizes that graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
 
 A head apart is the library's, or where all rows draw the best token, one that finds it meanwhile
 (engine/ops/linear_best.py).
@@ -139,7 +139,8 @@ class HopperLM:
                         found[size] = self._quickest(read, size, ways)
         for size, way in self._ways_of_steps.items():
             if self._finds_best and size > FEWEST_OF_THE_LIBRARY:
-                self._ways_to_bests[size] = way if way in TO_A_HEAD else self._quickest_best(size)
+                with suppress(torch.OutOfMemoryError):
+                    self._ways_to_bests[size] = self._quickest_to_bests(size, way)
         # Those between, whose ways are known now.
         of_steps = [(count, self._way_of_step(count)) for count in sorted(rows)]
         of_prompts = [(count, self._way_of_prompt(count)) for count in sorted(prompts)]
@@ -149,15 +150,18 @@ class HopperLM:
         self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
 
-    def _quickest_best(self, count: int) -> Way:
-        """Of steps that go in a chain: whether to its head, which then draws."""
+    def _quickest_to_bests(self, count: int, found: Way) -> Way:
+        """Whether a step whose way ends with all logits, which are read once more by a draw, had
+        better go to a head that finds the best."""
 
         def drawn(tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
             if way in TO_A_HEAD:
                 return self._bests(tokens, state, slots, way)
             return self._step(tokens, state, slots, way).argmax(1)  # takes as long as a draw
 
-        return self._quickest(drawn, count, [Way.CHAIN, Way.CHAIN_TO_HEAD])
+        if found in TO_A_HEAD:  # this one takes no longer
+            return found
+        return self._quickest(drawn, count, [found, Way.CHAIN_TO_HEAD])
 
     @torch.no_grad()
     def _quickest(self, read: _Read, count: int, ways: Sequence[Way]) -> Way:
@@ -238,11 +242,10 @@ class HopperLM:
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
         """As ServingModel.step_to_bests."""
-        way = nearest(self._ways_to_bests, rows, self._way_of_step(rows))
-        whole = self._whole is not None and rows <= self._whole.rows
-        if not self._finds_best or whole or way not in TO_A_HEAD:
+        if not self._finds_best:
             return None
-        return partial(self._bests, way=way)
+        way = nearest(self._ways_to_bests, rows, self._way_of_step(rows))
+        return partial(self._bests, way=way) if way in TO_A_HEAD else None
 
     @torch.no_grad()
     def _bests(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:

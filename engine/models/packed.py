@@ -247,7 +247,8 @@ class PackedLM:
         return lm_step(tokens, slots, self._weights, self._plan, state.cell, state.conv)
 
     def step_to_bests(self, rows: int) -> None:
-        """As ServingModel.step_to_bests."""
+        """As ServingModel.step_to_bests: a step has all logits."""
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden fp32 [n, d_model] -> fp32 [n, vocab_size]."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
 
-PART = 256  # logits whose best is found
+PART = 256  # logits whose best is found; kBestColumns of csrc/linear/best_args.h
 _LOW = 2**32 - 1
 _SIGN = 2**31
 
@@ -27,8 +27,9 @@ def linear_best(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int)
         vocabulary: rows of weight that are no padding.
 
     Returns:
-        int64 [rows, parts], parts of PART rows of weight, as `best_of`. Sums are float32, in an
-        order that nothing but the inputs has a part in.
+        int64 [rows, parts], parts of PART rows of weight, as `best_of`; where the best is not
+        finite, the id is any. Sums are float32, in an order that nothing but the inputs has a part
+        in.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.

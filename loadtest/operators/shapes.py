@@ -1,8 +1,8 @@
 """The shapes that are measured, and how they are written on the command line.
 
 `8x4096x2048` is sequences x tokens x channels; `varlen128x8192x2048` is 128 packed sequences with
-lengths drawn from 1 to 8,192 by a fixed seed; `16x768` is the batch x width of a step, or the rows
-x vocabulary of draws.
+lengths drawn from 1 to 8,192 by a fixed seed; `16x768` is the batch x width of a step or a head, or
+the rows x vocabulary of draws.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ CPU_STEP_BATCHES = [1, 64, 1024]
 CPU_STEP_WIDTHS = [768, 2048]
 DRAWS = ["1x32000", "16x32000", "64x32000", "256x32000", "1024x32000", "4096x32000"]
 DRAWS += ["1024x128256", "1024x66"]
+HEADS = [f"{rows}x{width}" for width in (768, 2048) for rows in (64, 128, 256, 512, 1024, 4096)]
 CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 
@@ -86,13 +87,14 @@ def parse_step(label: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to measure: scans in both layouts, scans only with time contiguous, steps, and draws,
-    which are rows x vocabulary."""
+    """What to measure: scans in both layouts, scans only with time contiguous, steps, draws, which
+    are rows x vocabulary, and heads, rows x width."""
 
     scans: tuple[ScanShape, ...]
     time_scans: tuple[ScanShape, ...]
     steps: tuple[tuple[int, int], ...]
     draws: tuple[tuple[int, int], ...]
+    heads: tuple[tuple[int, int], ...]
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
@@ -106,20 +108,23 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
             batches, widths = CPU_STEP_BATCHES, CPU_STEP_WIDTHS
         step_labels = [f"{batch}x{width}" for width in widths for batch in batches]
         draw_labels = DRAWS if device.type == "cuda" else CPU_DRAWS
+        head_labels = HEADS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
-        labels = draw_labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
+        labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
+        draw_labels = head_labels = labels
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
             raise ValueError(
                 f"shape {label!r} is neither 8x4096x2048 nor varlen128x8192x2048"
-                " (scans) nor 16x768 (steps, draws)"
+                " (scans) nor 16x768 (steps, draws, heads)"
             )
     return Selection(
         tuple(scan for _, scan, _ in scans if scan is not None),
         tuple(scan for scan in map(parse_scan, time_labels) if scan is not None),
         tuple(step for _, _, step in scans if step is not None),
         tuple(shape for shape in map(parse_step, draw_labels) if shape is not None),
+        tuple(shape for shape in map(parse_step, head_labels) if shape is not None),
     )

@@ -34,7 +34,7 @@ constexpr Parameters kParameters[] = {
     {1.3f, 200, 0.95, 0.01f},    {1.0f, 0, 1.0, 0.2f},        {1.0f, 0, 0.0, 0.0f},
     {1.0f, 0, 0.99999, 0.0f},    {1.0f, 5, 0.5, 1.0f},        {1.0f, 1 << 20, 0.8, 0.5f},
     {1.0f, 700, 1.0, 0.0f},      {1.5f, 900, 0.8, 0.05f},     {1.0f, 600, 0.999, 0.0f},
-    {kOctaves, 4090, 1.0, 0.0f}, {kOctaves, 2000, 0.9, 0.0f},
+    {kOctaves, 4090, 1.0, 0.0f}, {kOctaves, 2000, 0.9, 0.0f}, {1.0f, 3, 1.0, 0.0f},
 };
 constexpr long kRows = sizeof kParameters / sizeof *kParameters + 4;
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -394,21 +394,32 @@ def draw_as_if_bests(logits: Tensor, at: Columns) -> None:
     draw_rows(logits, at)
 
 
+def bests_of(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> BestsToo:
+    model = BestsToo(runner._model)
+    monkeypatch.setattr(runner._decoding, "_model", model)
+    monkeypatch.setattr(decoding, "draw_bests", draw_as_if_bests)
+    return model
+
+
+def greedy_and_mixed(each: int) -> tuple[list[Request], list[Request]]:
+    """`each` that draw the best token, and twice as many, some of the first of which do not."""
+    greedy = [request_of(id, [3, id], max_tokens=50) for id in range(each)]
+    mixed = []
+    for id in range(2 * each):
+        sampled = id < each // 2 and id % 3 == 2
+        length = 9 + id % 17 if sampled else 50
+        mixed.append(request_of(id, [4, id], temperature=float(sampled), max_tokens=length))
+    return greedy, mixed
+
+
 def test_batches_that_draw_the_best_alone_need_no_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While others come and go."""
     runner = load(folder)
-    chance = random.Random(5)
-    greedy = [request_of(id, [3, id], temperature=0.0, max_tokens=60) for id in range(12)]
-    mixed = [
-        request_of(id, [4, id], temperature=chance.choice([0.0, 0.0, 0.0, 1.0]), max_tokens=9)
-        for id in range(30)
-    ]
+    greedy, mixed = greedy_and_mixed(12)
     expected = [serve(runner, requests) for requests in (greedy, mixed)]
-    model = BestsToo(runner._model)
-    monkeypatch.setattr(runner._decoding, "_model", model)
-    monkeypatch.setattr(decoding, "draw_bests", draw_as_if_bests)
+    model = bests_of(runner, monkeypatch)
     assert serve(runner, greedy) == expected[0]
     assert model.greedy
     assert not model.others
@@ -418,10 +429,27 @@ def test_batches_that_draw_the_best_alone_need_no_logits(
     assert model.others
 
 
+@pytest.mark.parametrize("handing_over", [False, True])
+def test_logits_are_needed_only_while_somebody_draws_from_them(
+    handing_over: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever that is: it ends by itself, its row left empty or taken by another."""
+    runner = load(folder, max_slots=4 if handing_over else SLOTS)
+    runner.most_steps = 4
+    model = bests_of(runner, monkeypatch)
+    sampled = request_of(0, [5], temperature=1.0, max_tokens=5, ignore_eos=True)
+    greedy = [request_of(id, [3, id], max_tokens=90, ignore_eos=True) for id in range(1, 4)]
+    later = [request_of(4, [6], max_tokens=9, ignore_eos=True)] if handing_over else []
+    serve(runner, [sampled, *greedy, *later])
+    assert 4 <= len(model.others) <= 12
+    assert len(model.greedy) > 80
+
+
 @pytest.mark.gpu
 def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a vocabulary and a batch for which bests are found apart. Others come and go. The head is
-    such that both ways' logits have the same bits: two numbers of a hidden state, added up."""
+    """Of a vocabulary and a batch for which bests are found apart; others come and go. The head is
+    such that both ways' logits have the same bits: two numbers of a hidden state, added up, many of
+    them alike."""
     torch.manual_seed(3)
     config = ModelConfig(
         cell="mingru",
@@ -429,7 +457,7 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         d_model=64,
         n_layers=2,
         tie_embeddings=False,
-        head_bias=True,
+        head_bias=True,  # so that both read normed hidden states
         eos_token_id=7,
         dtype="bfloat16",
     )
@@ -437,28 +465,38 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         assert model.head is not None
         model.head.weight.zero_()
-        for id in range(3001):  # no two alike
+        for id in range(3001):
             model.head.weight[id, [id % 64, (id // 64 + id % 64 + 1) % 64]] = 1
     save_model(tmp_path, model, config, "bfloat16")
     if not hopper.supports(model.to("cuda", torch.bfloat16)):
         pytest.skip("no kernels for this GPU")
-    # The second of all ways that are compared: to a head apart.
-    monkeypatch.setattr(hopper, "quickest_graph_of", lambda runs, lasting: 1)
-    chance = random.Random(6)
-    greedy = [request_of(id, [3, id], temperature=0.0, max_tokens=50) for id in range(60)]
-    mixed = [
-        request_of(id, [4, id], temperature=chance.choice([0.0, 0.0, 1.0]), max_tokens=25)
-        for id in range(120)
-    ]
-    answers = []
+    # Prompts in a chain, steps to a head apart: the first and second of all that are compared.
+    monkeypatch.setattr(hopper, "quickest_graph_of", lambda runs, lasting: int(lasting))
+    answers, replayed = [], []
     for bests in (True, False):
         if not bests:
             monkeypatch.setattr(hopper.HopperLM, "step_to_bests", lambda self, rows: None)
         runner = load(tmp_path, device="cuda", dtype="bfloat16", max_slots=64)
         runner.warm_up()
-        assert (runner._model.step_to_bests(64) is not None) == bests
-        answers.append([serve(runner, requests) for requests in (greedy, mixed)])
-    assert answers[0] == answers[1]
+        taken: list[str] = []
+        for name in ("_graphs", "_greedy_graphs"):
+            graphs = getattr(runner._decoding, name)
+            monkeypatch.setattr(graphs, "replay", noting(taken, name, graphs.replay))
+        for requests in greedy_and_mixed(60):
+            answers.append(serve(runner, requests))
+            replayed.append(set(taken))
+            taken.clear()
+    assert answers[:2] == answers[2:]
+    # Batches of few rows, while they begin and end, have logits always.
+    assert replayed == [{"_graphs", "_greedy_graphs"}] * 2 + [{"_graphs"}] * 2
+
+
+def noting(taken: list[str], name: str, replay: Callable[[int, int], None]) -> Any:
+    def noted(size: int, steps: int) -> None:
+        taken.append(name)
+        replay(size, steps)
+
+    return noted
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loadtest import kernels, report
-from loadtest.operators import fused, fused_cpu, linear, steps, versus
+from loadtest.operators import fused, fused_cpu, heads, linear, steps, versus
 from loadtest.operators.limits import Limits
 from loadtest.operators.rows import Bar, Row, reported
 from loadtest.operators.shapes import CUDA_SHAPES, parse_scan, parse_step, select
@@ -46,8 +46,10 @@ def test_every_case_gives_finite_figures_and_a_picture(
     rows = data["rows"]
     counts = {case: sum(row["case"] == case for row in rows) for case in kernels.TITLES}
     # Two types each, but for steps: 2 cells x 2 shapes; 2 layouts; those and 2 cells x 2 shapes;
-    # 3 steps; 5 filters; ours and the peers that a CPU can run.
-    assert counts == {"fused": 8, "linear": 4, "backward": 12, "steps": 3, "draws": 5, "peers": 6}
+    # 3 steps; 5 filters; no heads, for want of kernels; ours and the peers that a CPU can run.
+    assert counts == {
+        "fused": 8, "linear": 4, "backward": 12, "steps": 3, "draws": 5, "heads": 0, "peers": 6
+    }  # fmt: skip
     for row in rows:
         assert row["note"] in ("", "in-cache rate lost in noise"), row
         assert 0 < row["rate"] < math.inf and row["timing"]["method"] == "clock"
@@ -60,7 +62,7 @@ def test_every_case_gives_finite_figures_and_a_picture(
         assert row["verdict"] in ("pass", "short")
         assert set(row["times"]) == ({"log-space", "loop"} if row["shape"] == SCAN else set())
     printed = capsys.readouterr().out
-    assert all(title in printed for title in kernels.TITLES.values())
+    assert all((title in printed) == bool(counts[case]) for case, title in kernels.TITLES.items())
     assert "0 without a figure" in printed
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     again = tmp_path / "again.png"
@@ -242,3 +244,17 @@ def test_an_arithmetic_limit_below_what_was_reached_is_none(
     rows = fused_cpu.measure_fused_cpu((shape,), [torch.float32], limits())
     assert [row.arithmetic for row in rows] == [used] * 2
     assert [bool(row.note) for row in rows] == [measured == 1.0] * 2
+
+
+@pytest.mark.gpu
+def test_heads_beside_products_with_logits(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    options = ["--cases", "heads", "--shapes", "70x64", "300x128", "--json", str(path)]
+    assert kernels.main(options) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == (2 if heads.supported(torch.device("cuda")) else 0)
+    for row in rows:
+        assert row["timing"]["method"] == "graph"
+        assert set(row["times"]) == {"product and draw", "torch"}
+        assert row["error"] < 0.05
+        assert row["note"].endswith("TFLOP/s")

@@ -179,8 +179,30 @@ def test_the_head_of_the_chain_is_left_where_that_pays(monkeypatch: pytest.Monke
         assert served == {rows: bool(number) and rows > 32 for rows in served}
 
 
+def test_clusters_are_left_only_for_what_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with a head that finds the best is the way that was the quickest before."""
+    config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
+    quick, compared = HopperLM(build(config, torch.bfloat16)), []
+    assert quick._clusters is not None
+
+    def last(runs: Sequence[object], lasting: bool) -> int:
+        return len(runs) - 1  # clusters, of the steps
+
+    def noted(read: object, count: int, ways: Sequence[Way]) -> Way:
+        compared.append((count, ways))
+        return ways[0]
+
+    monkeypatch.setattr(hopper, "quickest_graph_of", last)
+    quick.prepare([64], [], [])
+    assert quick._ways_of_steps == {64: Way.CLUSTERS}
+    monkeypatch.setattr(quick, "_quickest", noted)
+    assert quick._quickest_to_bests(64, Way.CLUSTERS) is Way.CLUSTERS
+    assert quick._quickest_to_bests(64, Way.LIBRARY) is Way.LIBRARY
+    assert compared == [(64, [Way.CLUSTERS, Way.CHAIN_TO_HEAD])]
+
+
 def test_where_logits_are_as_quick_no_bests_are_told() -> None:
-    """In the chain, in a whole step, of small vocabularies, and where a row's bits are its own."""
+    """In the chain, of few rows, of small vocabularies, and where a row's bits are its own."""
     for rows, vocabulary, exactly in (
         (40, 3001, False),
         (3, 3001, False),

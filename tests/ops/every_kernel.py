@@ -254,6 +254,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float16):
             heads(3, 72, 264, dtype)
             heads(300, 136, 17000, dtype)
+            heads(300, 328, 17000, dtype)
         whole_steps()
         clustered_steps()
     torch.cuda.synchronize()

@@ -24,6 +24,8 @@ SHAPES = [
     (129, 200, 520, 250),
     (300, 2048, 4096, 4090),
     (1030, 136, 8200, 8195),
+    (1030, 256, 8200, 8195),  # the ring's stages are as many as a tile's, and then fewer
+    (1030, 328, 8200, 8195),
 ]
 GREEDY = SamplingParams(temperature=0.0)
 _LOW = 2**32 - 1
@@ -117,20 +119,38 @@ def test_of_equal_logits_the_first_is_the_best() -> None:
         x = torch.ones(2, 64, device="cuda", dtype=torch.bfloat16)
         weight = torch.zeros(512, 64, device="cuda", dtype=torch.bfloat16)
         weight[[first, second]] = 1
+        torch.cuda.synchronize()  # weights are read early
         assert ids_of(linear_best(x, weight, None, 512)).tolist() == [first, first]
         assert ids_of(linear_best(-x, weight, None, 512)).tolist() == [0, 0]
 
 
 @pytest.mark.gpu
-def test_logits_that_are_no_numbers_are_the_best() -> None:
-    x, weight, bias = given((3, 64, 512, 512), torch.bfloat16)
-    x[1], weight[300], bias[400] = 0, math.nan, math.inf
-    best = linear_best(x, weight, bias, 512)
-    assert logits_of(best)[:, 1].isnan().all()
-    assert logits_of(best)[:, 0].isfinite().all()
-    rows = rows_of([GREEDY] * 3, "cuda")
+def test_logits_that_are_not_finite() -> None:
+    """NaN is the best, then infinity; only a row of which they are the best draws nothing."""
+    x, weight, bias = given((4, 64, 768, 768), torch.bfloat16)
+    x[1] = math.nan
+    bias[100], bias[300] = -math.inf, math.inf
+    best = linear_best(x, weight, bias, 768)
+    logits = logits_of(best)
+    assert logits[1].isnan().all()
+    assert logits[:, [0, 2]][[0, 2, 3]].isfinite().all()
+    assert (logits[[0, 2, 3], 1] == math.inf).all()
+    assert ids_of(best)[[0, 2, 3]].tolist() == [300] * 3
+    rows = rows_of([GREEDY] * 4, "cuda")
     rows.draw_best(best)
-    assert rows.out[0].tolist() == [-1, -1, -1]
+    assert rows.out[0].tolist() == [-1] * 4
+
+    bias[300] = bias[:256].clamp(min=-100).amin()
+    best = linear_best(x, weight, bias, 768)
+    rows = rows_of([GREEDY] * 4, "cuda")
+    rows.draw_best(best)
+    assert rows.out[0, 1] == -1
+    assert (rows.out[0, [0, 2, 3]] >= 0).all()
+    assert rows.out[0, [0, 2, 3]].tolist() == ids_of(best)[[0, 2, 3]].tolist()
+    bias[:] = -math.inf
+    rows = rows_of([GREEDY] * 4, "cuda")
+    rows.draw_best(linear_best(x, weight, bias, 768))
+    assert rows.out[0].tolist() == [-1] * 4
 
 
 @pytest.mark.gpu
@@ -165,6 +185,7 @@ def test_a_head_of_its_own_agrees() -> None:
     """With logits of few numbers, whose sums are exact in any order."""
     x = torch.randint(-2, 3, (200, 128), device="cuda").bfloat16()
     weight = torch.randint(-2, 3, (3000, 128), device="cuda").bfloat16()
+    torch.cuda.synchronize()  # weights are read early
     logits = linear_map(x, None, 0.0, weight, logits=True)
     assert torch.equal(linear_best(x, weight, None, 2997), best_of(logits[:, :2997]))
 

@@ -93,6 +93,9 @@ inline int __double2loint(double x) {
 inline int __double2hiint(double x) {
   return static_cast<int>(bits_as<std::uint64_t>(x) >> 32);
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> by % 32);
+}
 inline int __ffs(int x) {
   return __builtin_ffs(x);
 }

@@ -12,9 +12,6 @@ inline float fast_exp2(float x) {
 inline float fast_reciprocal(float x) {
   return 1.0f / x;
 }
-inline unsigned in_register(unsigned x) {
-  return x;
-}
 inline void add_if(bool wanted, unsigned* shared, unsigned at, unsigned more) {
   if (wanted) atomicAdd(shared + at, more);
 }
