@@ -42,7 +42,7 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.sequence import is_plain, stop_ids
+from engine.sequence import is_greedy, is_plain, stop_ids
 
 
 def successor(token: int, vocab_size: int = 257, eos: int | None = 256) -> int:
@@ -307,6 +307,8 @@ class FakeRunner:
     def _decode(self, plan: Plan, result: StepResult) -> None:
         """As the device does it."""
         assert 1 <= plan.steps <= self.most_steps and self.most_steps > 1
+        drawing = [self.requests[row.key].sampling for row in self.batch if row.slot >= 0]
+        assert not plan.greedy or all(is_greedy(params) for params in drawing)
         tokens, counts = array("i"), []
         for device_row in self.batch:
             drawn: list[int] = []
