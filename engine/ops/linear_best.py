@@ -72,9 +72,7 @@ def draw_best_(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    torch.ops.minserve.draw_best_(
-        best, tokens, slots, positions, remaining, cursor, out, stop_ids
-    )  # fmt: skip
+    torch.ops.minserve.draw_best_(best, tokens, slots, positions, remaining, cursor, out, stop_ids)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
