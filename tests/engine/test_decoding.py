@@ -214,9 +214,9 @@ def batch_of(rows: list[DecodeRow], steps: int = 1, **fields: Any) -> Plan:
     return Plan(decode=rows, at=list(range(len(rows))), plain=True, steps=steps, **fields)
 
 
-def more(steps: int = 1) -> Plan:
+def more(steps: int = 1, **fields: Any) -> Plan:
     """A further round of the batch that is there."""
-    return Plan(plain=True, again=True, steps=steps)
+    return Plan(plain=True, again=True, steps=steps, **fields)
 
 
 def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Runner) -> None:
@@ -449,19 +449,34 @@ def test_logits_are_needed_only_while_somebody_draws_from_them(
 
 @pytest.mark.gpu
 def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a vocabulary and a batch for which bests are found apart, wherever that is compared."""
-    torch.manual_seed(3)
-    config = ModelConfig(
-        cell="mingru", vocab_size=3001, d_model=64, n_layers=2, eos_token_id=7, dtype="bfloat16"
-    )
-    model = LM(config)
-    save_model(tmp_path, model, config, "bfloat16")
-    if not hopper.supports(model.to("cuda", torch.bfloat16)):
-        pytest.skip("no kernels for this GPU")
-    # Prompts in a chain, steps to a head apart: the first and second of all that are compared.
-    monkeypatch.setattr(hopper, "quickest_graph_of", lambda runs, lasting: int(lasting))
-    runner = load(tmp_path, device="cuda", dtype="bfloat16", max_slots=64)
-    runner.warm_up()
+    """Batches of one size give the same with and without logits, and each has its own graphs."""
+    runner = runner_with_a_head_of_exact_sums(tmp_path, monkeypatch)
+    taken: list[str] = []
+    for name in ("_graphs", "_greedy_graphs"):
+        graphs = getattr(runner._decoding, name)
+        monkeypatch.setattr(graphs, "replay", noting(taken, name, graphs.replay))
+    prompts = {key: [3, key] for key in range(60)}
+    told = {}
+    for greedy in (True, False):
+        first = begin(runner, prompts, max_tokens=25, ignore_eos=True)
+        rows = [DecodeRow(key, key, first[key], 1) for key in prompts]
+        plans = [batch_of(rows, steps=13, greedy=greedy), more(steps=13, greedy=greedy)]
+        pending = [runner.start(plan) for plan in plans]
+        results = [runner.finish(one) for one in pending]
+        pairs = zip(plans, results, strict=True)
+        told[greedy] = [drawn_by(*pair, list(prompts)) for pair in pairs]
+        runner.run(Plan(release=list(prompts)))
+    assert taken == ["_greedy_graphs"] * 2 + ["_graphs"] * 2
+    assert told[True] == told[False]
+    assert {len(ids) for ids in told[True][1].values()} == {11}  # the first was the prompt's
+    assert len({tuple(ids) for ids in told[True][0].values()}) > 20
+
+
+@pytest.mark.gpu
+def test_greedy_requests_are_served_by_graphs_of_both_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_with_a_head_of_exact_sums(tmp_path, monkeypatch)
     taken: list[str] = []
     for name in ("_graphs", "_greedy_graphs"):
         graphs = getattr(runner._decoding, name)
@@ -471,6 +486,38 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(len(ids) == 50 or reason == "stop" for ids, reason in answers.values())
     # Batches of few rows, while they begin and end, have logits always.
     assert set(taken) == {"_graphs", "_greedy_graphs"}
+
+
+def runner_with_a_head_of_exact_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """Of a vocabulary and batches for which bests are found apart. A logit is the sum of two
+    channels, which no order of summing changes, so both kinds of steps draw the same tokens."""
+    torch.manual_seed(3)
+    config = ModelConfig(
+        cell="mingru",
+        vocab_size=3001,
+        d_model=64,
+        n_layers=2,
+        tie_embeddings=False,
+        head_bias=True,
+        eos_token_id=7,
+        dtype="bfloat16",
+    )
+    model = LM(config)
+    with torch.no_grad():
+        assert model.head is not None
+        channels = torch.rand(config.vocab_size, config.d_model).topk(2).indices
+        signs = torch.randint(0, 2, channels.shape) * 2.0 - 1
+        for parameter in model.head.parameters():
+            parameter.zero_()
+        model.head.weight.scatter_(1, channels, signs)
+    save_model(folder, model, config, "bfloat16")
+    if not hopper.supports(model.to("cuda", torch.bfloat16)):
+        pytest.skip("no kernels for this GPU")
+    # Prompts in a chain, steps to a head apart: the first and second of all that are compared.
+    monkeypatch.setattr(hopper, "quickest_graph_of", lambda runs, lasting: int(lasting))
+    runner = load(folder, device="cuda", dtype="bfloat16", max_slots=64)
+    runner.warm_up()
+    return runner
 
 
 def noting(taken: list[str], name: str, replay: Callable[[int, int], None]) -> Any:
