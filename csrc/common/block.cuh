@@ -58,23 +58,37 @@ __device__ __forceinline__ std::uint64_t sum_so_far(std::uint64_t mine) {
   return mine;
 }
 
+// The warp's sum, which is below 2**59.
+__device__ __forceinline__ std::uint64_t long_sum_of_warp(std::uint64_t mine) {
+  constexpr unsigned kLow = 27;  // 32 numbers of so many bits sum to 32 bits
+  const unsigned low = static_cast<unsigned>(mine) & ((1u << kLow) - 1);
+  return (static_cast<std::uint64_t>(sum_of_warp(static_cast<unsigned>(mine >> kLow))) << kLow) +
+         sum_of_warp(low);
+}
+
 // One dimension of threads, in whole warps.
 class Block {
  public:
   struct Shared {
-    std::uint64_t slots[2][kWarp];
+    std::uint64_t slots[2][2 * kWarp];
   };
   struct Sums {
     std::uint64_t before;  // of the threads before this one
     std::uint64_t total;
     std::uint64_t of_lane, before_lane;  // of the warp that has this lane's number, and before it
   };
+  struct Totals {
+    std::uint64_t total;
+    std::uint64_t of_lane;  // of the warp that has this lane's number
+  };
   struct Holder {
     unsigned warp;
     std::uint64_t before;  // of the warps before it
   };
 
-  __device__ explicit Block(Shared& shared) : shared_(shared) {}
+  // warps: a constant, where the caller knows it, saves divisions.
+  __device__ explicit Block(Shared& shared, unsigned warps = blockDim.x / kWarp)
+      : shared_(shared), warps_(warps) {}
 
   // `nothing` combined with x is x; T has eight bytes at most.
   template <class T, class Combine>
@@ -100,6 +114,31 @@ class Block {
     sums.before = __shfl_sync(kAll, sums.before_lane, static_cast<int>(warp())) + (so_far - mine);
     return sums;
   }
+  // Of up to two numbers of each thread, some of what sums() says, for less: all are below 2**59.
+  template <unsigned kNumbers>
+  __device__ __forceinline__ void totals(const std::uint64_t (&mine)[kNumbers],
+                                         Totals (&totals)[kNumbers]) {
+    static_assert(kNumbers <= 2, "there are no more slots");
+    std::uint64_t* const slots = next_slots();
+#pragma unroll
+    for (unsigned i = 0; i < kNumbers; ++i) {
+      const std::uint64_t of_warp = long_sum_of_warp(mine[i]);
+      if (lane() == 0) slots[i * kWarp + warp()] = of_warp;
+    }
+    __syncthreads();
+#pragma unroll
+    for (unsigned i = 0; i < kNumbers; ++i) {
+      totals[i].of_lane = lane() < warps() ? slots[i * kWarp + lane()] : 0;
+      totals[i].total = long_sum_of_warp(totals[i].of_lane);
+    }
+  }
+  // Of this warp, and of the warps before it.
+  __device__ __forceinline__ std::uint64_t of_warp(const Totals& totals) const {
+    return __shfl_sync(kAll, totals.of_lane, static_cast<int>(warp()));
+  }
+  __device__ __forceinline__ std::uint64_t before_warp(const Totals& totals) const {
+    return long_sum_of_warp(lane() < warp() ? totals.of_lane : 0);
+  }
   // The warp in which the sum passes the target, which is below the total. Has no barrier.
   __device__ Holder holder(const Sums& sums, std::uint64_t target) const {
     const bool holds = target >= sums.before_lane && target - sums.before_lane < sums.of_lane;
@@ -109,7 +148,8 @@ class Block {
 
   __device__ unsigned lane() const { return threadIdx.x % kWarp; }
   __device__ unsigned warp() const { return threadIdx.x / kWarp; }
-  __device__ unsigned warps() const { return blockDim.x / kWarp; }
+  __device__ unsigned warps() const { return warps_; }
+  __device__ unsigned threads() const { return warps_ * kWarp; }
 
  private:
   __device__ std::uint64_t* next_slots() {
@@ -118,6 +158,7 @@ class Block {
   }
 
   Shared& shared_;
+  const unsigned warps_;
   unsigned turn_ = 0;
 };
 

@@ -27,10 +27,25 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
-// --- an addition to shared memory, if at all, without a branch
+// --- additions to shared memory, to the word that is so many bytes behind `shared`
 
-__device__ __forceinline__ void add_if(bool wanted, unsigned* shared, unsigned at, unsigned more) {
-  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + at * 4;
+__device__ __forceinline__ void add_shared(unsigned* shared, unsigned bytes, unsigned more) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + bytes;
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(place), "r"(more) : "memory");
+}
+// One more; what it was before. (For atomicAdd the compiler first counts the lanes that come
+// together, which is for nothing where mostly one does.)
+__device__ __forceinline__ unsigned take_shared(unsigned& shared) {
+  unsigned before;
+  asm volatile("atom.shared.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&shared)))
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ void add_shared_if(bool wanted, unsigned* shared, unsigned bytes,
+                                              unsigned more) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + bytes;
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %2, 0;\n"
       "@wanted red.shared.add.u32 [%0], %1;\n}" ::"r"(place),

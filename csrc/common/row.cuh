@@ -16,7 +16,8 @@ constexpr float kImpossible = -__builtin_huge_valf();  // stands for tokens past
 struct Row {
   const float* logits;
   unsigned vocab;
-  bool aligned;  // to 16 bytes
+  bool aligned;                         // to 16 bytes
+  unsigned warps = blockDim.x / kWarp;  // a constant, where the caller knows it, saves divisions
 
   __device__ static bool is_aligned(const float* logits) {
     return reinterpret_cast<std::uintptr_t>(logits) % 16 == 0;
@@ -24,7 +25,6 @@ struct Row {
 
   // Tokens [first, last) of a warp; runs are in the order of the warps.
   __device__ unsigned run() const {
-    const unsigned warps = blockDim.x / kWarp;
     return ((vocab + warps - 1) / warps + kStride - 1) / kStride * kStride;
   }
   __device__ unsigned first(unsigned warp) const {

@@ -13,89 +13,113 @@
 namespace minserve {
 namespace cuda {
 
+struct BinsResults {
+  std::uint64_t up_to_last;
+  unsigned first, last;
+};
+
+template <unsigned kThreads>
 class OddsBins {
  public:
-  static constexpr unsigned kOfOctave = 128, kOctaves = 38;    // 2**-38 weighs 1
-  static constexpr unsigned kBins = kOfOctave * kOctaves + 2;  // those of 2**-38 and of the best
-  static constexpr unsigned kWords = kOfOctave * 64;
-  // Of the best to another token, at most, when all that are added weigh something beside that one.
-  static constexpr float kMostOctavesBelow = 24.0f;
+  static constexpr unsigned kOfOctave = 128;
+  static constexpr unsigned kWords = kOfOctave * 64;  // of the ring
+  // 2**-38 weighs 1; its bin and that of the best.
+  static constexpr unsigned kBins = kOfOctave * 38 + 2;
+  // Of the best to another token, when all that weigh something beside the best are added.
+  static constexpr float kMostOctavesBelow = 24.0f, kLeastOctavesBelow = -1.0f;
 
-  struct Results {
-    std::uint64_t before, after;
-    unsigned first, last;
-  };
-
-  __device__ OddsBins(void* memory, std::int64_t vocab, Block& block, Results& results)
+  __device__ OddsBins(void* memory, std::int64_t vocab, Block& block, BinsResults& results)
       : bins_(static_cast<unsigned*>(memory)),
-        dropped_(bits_to_drop(vocab)),
+        dropped_(bits_to_drop(static_cast<unsigned>(vocab))),
         block_(block),
         results_(results) {}
 
   // Before any `add`, and before a barrier. Odds are to the best, until `set_best` says otherwise.
   __device__ void clear() {
-    first_ = (kBestOdds - 1) >> kBinBits;
+    first_ = kBestOdds >> kBinBits;
     scale_ = 1.0f;
-    for (unsigned i = threadIdx.x; i < kWords / 4; i += blockDim.x) {
+    for (unsigned i = threadIdx.x; i < kWords / 4; i += kThreads) {
       reinterpret_cast<uint4*>(bins_)[i] = {0, 0, 0, 0};
     }
   }
-  // Odds are to a token that is so many octaves below the best, up to kMostOctavesBelow. Before
-  // `sum`.
+  // Odds are to what is so many octaves below the best, between kLeast- and kMostOctavesBelow.
+  // Before `sum`.
   __device__ void set_best(float octaves) {
     first_ = (__float_as_uint(fast_exp2(octaves)) + kRough) >> kBinBits;
     scale_ = fast_exp2(-octaves);
   }
+  // Of tokens that a thread has side by side, those that may weigh something. A warp's lanes call
+  // this together.
+  template <bool kWeighs, unsigned kTokens>
+  __device__ __forceinline__ void add(const unsigned (&odds)[kTokens]) const {
+    bool all = true;
+#pragma unroll
+    for (unsigned odd : odds) all &= odd >= kLeastCounted;
+    if (__all_sync(kAll, all)) {  // one branch for all instead of one for each
+#pragma unroll
+      for (unsigned odd : odds) add_shared(bins_, bytes_of(odd), more<kWeighs>(odd));
+    } else {
+#pragma unroll
+      for (unsigned odd : odds) add<kWeighs>(odd, odd >= kLeastCounted);
+    }
+  }
   // Of a token whose odds are `wanted`, for which they have to weigh something.
   template <bool kWeighs>
   __device__ __forceinline__ void add(unsigned odds, bool wanted) const {
-    const unsigned below = odds - 1;  // so that 1 is in the octave below it
-    // A number's mantissa with its leading one, less the bits to drop.
-    const unsigned more = kWeighs ? __funnelshift_r(below << 9, 1, dropped_ + 9) : 1u;
-    add_if(wanted, bins_, place(below >> kBinBits), more);
+    add_shared_if(wanted, bins_, bytes_of(odds), more<kWeighs>(odds));
   }
-  // After all `add`.
+  // After all `add`, and a barrier.
   template <bool kWeighs>
-  __device__ void sum() {
-    __syncthreads();
-    std::uint64_t mine = 0;
-    visit([&](unsigned bin) {
-      mine += scaled<kWeighs>(bin);
-      return true;
-    });
-    const Block::Sums sums = block_.sums(mine);
-    before_ = sums.before;
-    total_ = sums.total;
+  __device__ __forceinline__ void sum() {
+    const unsigned first = threadIdx.x * kEach, number = first_ - first;
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i) {  // all asked for at once
+      mine_[i] = first + i < kBins ? bins_[(number - i) % kWords] : 0;
+    }
+    Sum own(*this);
+#pragma unroll
+    for (unsigned i = 0; i < kEach; ++i) own.add(mine_[i], i);
+    own_ = own.template scaled<kWeighs>();
+    Block::Totals totals[1];
+    block_.totals({own_}, totals);
+    before_warp_ = block_.before_warp(totals[0]);
+    of_warp_ = block_.of_warp(totals[0]);
+    total_ = totals[0].total;
   }
   __device__ std::uint64_t total() const { return total_; }
 
   struct Range {
-    Edges edges;                  // of odds to the best
-    std::uint64_t before, after;  // the sums of the bins before the first, and up to the last
+    Edges edges;               // of odds to the best
+    std::uint64_t up_to_last;  // the sum of the bins up to the last
   };
   // The bins from the one in which the sum passes `from` to the one in which it reaches `to`; `to`
   // is at least 1, both are at most the total, `from` below it.
   template <bool kWeighs>
-  __device__ Range range(std::uint64_t from, std::uint64_t to) const {
-    std::uint64_t before = before_;
-    visit([&](unsigned bin) {
-      const std::uint64_t after = before + scaled<kWeighs>(bin);
-      if (before <= from && from < after) {
-        results_.first = bin;
-        results_.before = before;
+  __device__ __forceinline__ Range range(std::uint64_t from, std::uint64_t to) const {
+    if (before_warp_ < to && from < before_warp_ + of_warp_) {  // which few are
+      const std::uint64_t before = before_warp_ + sum_so_far(own_) - own_;
+      unsigned passed = 0, unreached = 0;
+      std::uint64_t sum = 0, reached = 0;
+      Sum own(*this);
+#pragma unroll
+      for (unsigned i = 0; i < kEach; ++i) {
+        own.add(mine_[i], i);
+        sum = before + own.template scaled<kWeighs>();
+        passed += sum <= from;
+        if (sum < to) ++unreached;
+        if (unreached == i) reached = sum;
       }
-      if (before < to && to <= after) {
-        results_.last = bin;
-        results_.after = after;
+      if (before <= from && from < sum) results_.first = threadIdx.x * kEach + passed;
+      if (before < to && to <= sum) {
+        results_.last = threadIdx.x * kEach + unreached;
+        results_.up_to_last = reached;
       }
-      before = after;
-      return after < to;
-    });
+    }
     __syncthreads();
     const unsigned best = bits_above(results_.first), least = bits_above(results_.last + 1);
     const unsigned listed = max(least, kLeastOdds + kRough) - kRough - 1;
     // The last bin may have none but tokens that weigh nothing: then nothing lies between.
-    return {{max(min(best, kBestOdds) + kRough, listed), listed}, results_.before, results_.after};
+    return {{max(min(best, kBestOdds) + kRough, listed), listed}, results_.up_to_last};
   }
   // The bins in which the sum of weights passes this share of the total.
   __device__ Range range_of(double share) const {
@@ -112,43 +136,62 @@ class OddsBins {
 
  private:
   static constexpr unsigned kBinBits = 16;  // of a mantissa's 23, 128 bins are 7
+  // Threads take equal runs of the bins, of an odd length, so that a warp's lanes read other banks.
+  static constexpr unsigned kEach = (kBins + kThreads - 1) / kThreads | 1;
+  // Odds may be to something above the best, by an octave.
+  static constexpr unsigned kLeastCounted = kLeastOdds - (1u << 23);
+
   // Of mantissas, so that the sum of so many fits 32 bits.
-  __device__ static unsigned bits_to_drop(std::int64_t vocab) {
-    unsigned bits = 8;
-    while (vocab > std::int64_t{1} << (bits + 8)) ++bits;
-    return bits;
+  __device__ static unsigned bits_to_drop(unsigned vocab) {
+    const auto bits_of_count = static_cast<unsigned>(32 - __clz(static_cast<int>(vocab - 1)));
+    return max(bits_of_count, 16u) - 8;
   }
-  __device__ __forceinline__ static unsigned place(unsigned number) { return number % kWords; }
-  // In the ring they lie in the order of their odds, the best one's last.
-  __device__ unsigned of(unsigned bin) const { return bins_[place(first_ - bin)]; }
+  // A number's mantissa with its leading one, less the bits to drop; or one for each.
+  template <bool kWeighs>
+  __device__ __forceinline__ unsigned more(unsigned odds) const {
+    return kWeighs ? __funnelshift_r(odds << 9, 1, dropped_ + 9) : 1u;
+  }
+  // In the ring bins lie in the order of their odds, the best one's last.
+  __device__ __forceinline__ static unsigned bytes_of(unsigned odds) {
+    return (odds & ((kWords - 1) << kBinBits)) >> (kBinBits - 2);
+  }
   // The odds, to the best, that those of a bin are not above.
   __device__ unsigned bits_above(unsigned bin) const {
     return __float_as_uint(__uint_as_float((first_ + 1 - bin) << kBinBits) * scale_);
   }
-  // In one unit for all bins; what this drops is less than one part in 2**39 of the total, a bin.
-  template <bool kWeighs>
-  __device__ std::uint64_t scaled(unsigned bin) const {
-    const unsigned octaves = first_ / kOfOctave - (first_ - bin) / kOfOctave;
-    return kWeighs ? (static_cast<std::uint64_t>(of(bin)) << 24) >> octaves : of(bin);
-  }
-  // Threads take equal runs of the bins, of an odd length, as long as visit(bin) says so.
-  template <class Visit>
-  __device__ __forceinline__ void visit(Visit visit) const {
-    const unsigned each = (kBins + blockDim.x - 1) / blockDim.x | 1;
-    const unsigned first = threadIdx.x * each, end = min(first + each, kBins);
-#pragma unroll 1
-    for (unsigned bin = first; bin < end; ++bin) {
-      if (!visit(bin)) break;
+  // Of the first of this thread's bins, which lie in one octave or in two.
+  class Sum {
+   public:
+    __device__ __forceinline__ explicit Sum(const OddsBins& bins)
+        : number_(bins.first_ - threadIdx.x * kEach),
+          octaves_(bins.first_ / kOfOctave - number_ / kOfOctave) {}
+
+    __device__ __forceinline__ void add(unsigned more, unsigned i) {
+      (number_ % kOfOctave < i ? of_next_ : of_first_) += more;
     }
-  }
+    // In one unit for all octaves; what this drops is less than one part in 2**38 of the total.
+    template <bool kWeighs>
+    __device__ __forceinline__ std::uint64_t scaled() const {
+      if (!kWeighs) return of_first_ + of_next_;
+      return ((static_cast<std::uint64_t>(of_first_) << 24) >> octaves_) +
+             ((static_cast<std::uint64_t>(of_next_) << 24) >> (octaves_ + 1));
+    }
+
+   private:
+    const unsigned number_, octaves_;      // of the first bin; below the best one's
+    unsigned of_first_ = 0, of_next_ = 0;  // of all bins together less than 2**32
+  };
+  static_assert(kEach <= kOfOctave, "of more octaves than two");
 
   unsigned* const bins_;
   const unsigned dropped_;
   Block& block_;
-  Results& results_;
+  BinsResults& results_;
   unsigned first_;  // the number of the best one's bin, a bin's odds without their lower bits
   float scale_;     // from the odds that are counted to those to the best
-  std::uint64_t before_ = 0, total_ = 0;
+  unsigned mine_[kEach];
+  // Sums of this thread's bins, of its warp's, of the warps' before it and of all.
+  std::uint64_t own_ = 0, of_warp_ = 0, before_warp_ = 0, total_ = 0;
 };
 
 }  // namespace cuda

@@ -13,7 +13,8 @@ namespace {
 // What the current device gives to a kernel.
 struct Room {
   int device = -1;
-  int shared_bytes = 0;
+  int shared_bytes = 0;     // that a block may have
+  int shared_together = 0;  // that a multiprocessor's blocks may have
   int processors = 0;
   bool clusters = false;
 };
@@ -29,6 +30,7 @@ const Room& room() {
     };
     int clusters = 0;
     ask(found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(found.shared_together, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(found.processors, cudaDevAttrMultiProcessorCount);
     ask(clusters, cudaDevAttrClusterLaunch);
     found.clusters = clusters && waits_for_previous<kKernel>();  // code for Hopper and later
@@ -71,22 +73,28 @@ bool launch_stored(const DrawArgs& args, cudaStream_t stream) {
   return false;
 }
 
-// One small block a row. False where rows are too few or too long.
+// One small block a row, kBlocks of a multiprocessor. False where a row is too long for it or
+// shared memory too small.
 template <int kThreads, int kBlocks>
 bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
-  if (args.vocab > streamed_vocab(kThreads)) return false;
-  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), kThreads,
-                     static_cast<int>(streamed_bytes(kThreads))};
-  launch_early<&streamed_draw_kernel<kThreads, kBlocks>>(grid, stream, "draw", args);
+  constexpr auto kKernel = &streamed_draw_kernel<kThreads, kBlocks>;
+  constexpr int kReserved = 1024;  // of each block, by CUDA
+  const auto bytes = static_cast<int>(streamed_bytes<kThreads>());
+  if (args.vocab > streamed_vocab(kThreads) ||
+      kBlocks * (bytes + kReserved) > room<kKernel>().shared_together) {
+    return false;
+  }
+  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), kThreads, bytes};
+  launch_early<kKernel>(grid, stream, "draw", args);
   return true;
 }
+// False where rows are too few as well.
 bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
-  const int processors = room<&draw_kernel<true, 1024, 1>>().processors;
-  if (args.rows <= processors) return false;
-  // Larger blocks read fewer rows at a time, which stay in the L2 cache, and bring few rows to more
-  // warps; smaller ones have less to do that does not depend on the row's length.
-  const bool large = args.vocab > 8192 && args.rows <= 16 * processors;
-  return (!large && launch_streamed<256, 4>(args, stream)) || launch_streamed<512, 2>(args, stream);
+  if (args.rows <= room<&draw_kernel<true, 1024, 1>>().processors) return false;
+  // Larger blocks read fewer rows at a time, which stay in the L2 cache; smaller ones have less to
+  // do that does not depend on the row's length.
+  return (args.vocab > 8192 && launch_streamed<512, 2>(args, stream)) ||
+         launch_streamed<256, 4>(args, stream) || launch_streamed<256, 2>(args, stream);
 }
 
 // A warp a row, so many tokens a lane. False where a row has more.

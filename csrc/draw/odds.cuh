@@ -49,52 +49,58 @@ class OddsSum {
   unsigned high_ = 0, low_ = 0;
 };
 
-constexpr unsigned kFoursAhead = 2;
+constexpr unsigned kFoursAhead = 4;
+constexpr unsigned kStep = kFoursAhead * kStride;
 // Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
 // together. Past the end there are some that weigh nothing. What comes next is on its way
-// meanwhile. Before that, begin(the first of them), where they are on their way.
-template <class Begin, class Visit>
+// meanwhile. Before that, begin(the first of them), where they are on their way. kLast: nobody
+// reads them after that, so the caches had better keep others.
+template <bool kLast, class Begin, class Visit>
 __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit visit) {
   const unsigned warp = threadIdx.x / kWarp, end = row.last(warp);
-  unsigned at = row.first(warp) + threadIdx.x % kWarp * kTogether;
-  const auto four = [&](unsigned id) { return row.four(id < end ? id : row.vocab); };
-  float4 next[kFoursAhead];
+  unsigned from = row.first(warp), at = from + threadIdx.x % kWarp * kTogether;
+  float4 x[kFoursAhead];
+  const auto load = [&](unsigned a, unsigned id) { x[a] = row.four(id < end ? id : row.vocab); };
+  // Where a whole step is within the run, nobody looks where that ends.
+  bool whole = row.aligned && from + kStep <= end;
+  const float4* next = reinterpret_cast<const float4*>(row.logits + at);
+  if (whole) {
 #pragma unroll
-  for (unsigned a = 0; a < kFoursAhead; ++a) next[a] = four(at + a * kStride);
-  begin(next);
-  const auto visit_all = [&](const float4(&x)[kFoursAhead]) {
+    for (unsigned a = 0; a < kFoursAhead; ++a)
+      x[a] = kLast ? __ldcs(next + a * kWarp) : next[a * kWarp];
+  } else {
+#pragma unroll
+    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, at + a * kStride);
+  }
+  begin(x);
+  const auto visit_then = [&](auto load_next) {
 #pragma unroll
     for (unsigned a = 0; a < kFoursAhead; ++a) {
       const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
       visit(logits, at + a * kStride);
+      load_next(a);
     }
-    at += kFoursAhead * kStride;
+    from += kStep, at += kStep;
   };
-  unsigned from = row.first(warp);
-  // As long as all that comes next is within the run, nobody looks where it ends.
-  if (row.aligned) {
-    const float4* four_at = reinterpret_cast<const float4*>(row.logits + at);
+  const bool begun = whole;
 #pragma unroll 1
-    for (; from + 2 * kFoursAhead * kStride <= end; from += kFoursAhead * kStride) {
-      float4 x[kFoursAhead];
-      four_at += kFoursAhead * kWarp;
+  while (whole) {
+    whole = from + 2 * kStep <= end;
+    next += kFoursAhead * kWarp;
+    visit_then([&](unsigned a) {
+      if (whole) x[a] = kLast ? __ldcs(next + a * kWarp) : next[a * kWarp];
+    });
+  }
+  if (begun && from < end) {
 #pragma unroll
-      for (unsigned a = 0; a < kFoursAhead; ++a) {
-        x[a] = next[a];
-        next[a] = four_at[a * kWarp];
-      }
-      visit_all(x);
-    }
+    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, at + a * kStride);
   }
 #pragma unroll 1
-  for (; from < end; from += kFoursAhead * kStride) {
-    float4 x[kFoursAhead];
-#pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) {
-      x[a] = next[a];
-      next[a] = four(at + (kFoursAhead + a) * kStride);
-    }
-    visit_all(x);
+  while (from < end) {
+    const bool more = from + kStep < end;
+    visit_then([&](unsigned a) {
+      if (more) load(a, at + kStep + a * kStride);
+    });
   }
 }
 
@@ -109,7 +115,7 @@ class OddsRow {
   __device__ __forceinline__ void each_odds(Visit visit) const {
     each([&](const float (&logits)[kTogether], unsigned) {
 #pragma unroll
-      for (unsigned i = 0; i < kTogether; ++i) visit(of(logits[i]));
+      for (unsigned i = 0; i < kTogether; ++i) visit(odds_of(logits[i]));
     });
   }
   // Sums of the weights of this thread's tokens, and a count.
@@ -130,7 +136,7 @@ class OddsRow {
       bool any = false;
 #pragma unroll
       for (unsigned i = 0; i < kTogether; ++i) {
-        bits[i] = of(logits[i]);
+        bits[i] = odds_of(logits[i]);
         any |= bits[i] - edges.listed - 1 < between;
         const Weight weight = raised_weight_of_odds(__uint_as_float(bits[i]));
         const bool is_above = bits[i] > edges.above;
@@ -142,7 +148,7 @@ class OddsRow {
       if (any) {
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
-          if (bits[i] - edges.listed - 1 < between) list(listed(id + i, logits[i], bits[i]));
+          if (bits[i] > edges.listed && bits[i] <= edges.above) list(listed(id + i, logits[i]));
         }
       }
     });
@@ -154,30 +160,36 @@ class OddsRow {
   template <class List>
   __device__ __forceinline__ void list_above(unsigned least, List list) const {
     each([&](const float (&logits)[kTogether], unsigned id) {
+      unsigned bits[kTogether];
+      bool any = false;
 #pragma unroll
       for (unsigned i = 0; i < kTogether; ++i) {
-        const unsigned bits = of(logits[i]);
-        if (bits > least) list(listed(id + i, logits[i], bits));
+        bits[i] = odds_of(logits[i]);
+        any |= bits[i] > least;
+      }
+      if (any) {
+#pragma unroll
+        for (unsigned i = 0; i < kTogether; ++i) {
+          if (bits[i] > least) list(listed(id + i, logits[i]));
+        }
       }
     });
   }
 
-  __device__ __forceinline__ unsigned odds(unsigned id) const { return of(row_.logits[id]); }
-  __device__ Listed listed(unsigned id) const { return listed(id, row_.logits[id], odds(id)); }
+  __device__ __forceinline__ unsigned odds_of(float logit) const {
+    return __float_as_uint(fast_exp2(-distances_(logit)));
+  }
+  __device__ __forceinline__ Listed listed(unsigned id, float logit) const {
+    const std::uint64_t distance = __float_as_uint(distances_(logit));
+    const float odds = __uint_as_float(odds_of(logit));
+    return {distance << 32 | id, whole(weight_of_odds(odds))};
+  }
   __device__ const Row& row() const { return row_; }
 
  private:
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    each_four(row_, [](const float4(&)[kFoursAhead]) {}, visit);
-  }
-
-  __device__ __forceinline__ Listed listed(unsigned id, float logit, unsigned odds) const {
-    const std::uint64_t distance = __float_as_uint(distances_(logit));
-    return {distance << 32 | id, whole(weight_of_odds(__uint_as_float(odds)))};
-  }
-  __device__ __forceinline__ unsigned of(float logit) const {
-    return __float_as_uint(fast_exp2(-distances_(logit)));
+    each_four<true>(row_, [](const float4(&)[kFoursAhead]) {}, visit);
   }
 
   const Row row_;

@@ -20,18 +20,33 @@
 namespace minserve {
 namespace cuda {
 
+constexpr unsigned kListed = 512;  // whose weights sum to 32 bits in either piece
+
+template <unsigned kThreads>
+struct StreamedShared {
+  Listed list[kListed];
+  unsigned bins[OddsBins<kThreads>::kWords];
+  unsigned high_of_warps[kWarp], low_of_warps[kWarp];  // sums of what is kept of the list
+  BinsResults results;
+  std::uint64_t cut;
+  unsigned listed, found;
+  Block::Shared block;
+
+  // Before anything is listed.
+  __device__ __forceinline__ void clear_list() {
+    if (threadIdx.x == 0) listed = 0;
+    if (threadIdx.x < kWarp) high_of_warps[threadIdx.x] = low_of_warps[threadIdx.x] = 0;
+  }
+  __device__ __forceinline__ void clear_cut() {
+    if (threadIdx.x == 0) cut = ~std::uint64_t{0};
+  }
+};
+
+template <unsigned kThreads>
 class StreamedDraw {
  public:
-  static constexpr unsigned kListed = 512;  // whose weights sum to 32 bits in either piece
-
-  struct Shared {
-    Listed list[kListed];
-    unsigned bins[OddsBins::kWords];
-    unsigned high_of_warps[kWarp], low_of_warps[kWarp];  // sums of what is kept of the list
-    OddsBins::Results results;
-    std::uint64_t cut;
-    unsigned listed, found;
-  };
+  using Shared = StreamedShared<kThreads>;
+  using OddsBins = cuda::OddsBins<kThreads>;
 
   // counted: whether the bins have all tokens by best_and_bins().
   __device__ StreamedDraw(const OddsRow& odds, Block& block, Shared& shared, const OddsBins& bins,
@@ -64,9 +79,9 @@ class StreamedDraw {
       }
       const auto most = static_cast<std::uint64_t>(given.top_k);
       if (bins_.total() > most) {
-        const OddsBins::Range range = bins_.template range<false>(most - 1, most);
+        const typename OddsBins::Range range = bins_.template range<false>(most - 1, most);
         edges = range.edges;
-        complete = range.after <= kListed;
+        complete = range.up_to_last <= kListed;
         if (complete) {
           edges.above = kBestOdds;
           if (!list_above(edges.listed) || !find_cut<false>(0, most)) return kGivenUp;
@@ -80,7 +95,7 @@ class StreamedDraw {
     if (complete && given.top_p < 1.0) {
       if (!find_cut<true>(0, nucleus_limit(given.top_p, kept_of_list()))) return kGivenUp;
     } else if (given.top_p < 1.0) {
-      const std::uint64_t left = above_ + kept_of_list();  // by top_k
+      const std::uint64_t left = summed ? above_ + kept_of_list() : 0;  // by top_k
       if (counted_ && !has_top_k) {
         bins_.template sum<true>();
       } else {
@@ -116,12 +131,13 @@ class StreamedDraw {
     __syncthreads();
     odds_.each_odds([&](unsigned odds) { bins_.template add<kWeighs>(odds, odds > above); });
     if (with_list) {
-      for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
+      for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
         if (shared_.list[i].key > cut_.key()) continue;
         const float distance = __uint_as_float(static_cast<unsigned>(shared_.list[i].key >> 32));
         bins_.template add<kWeighs>(__float_as_uint(fast_exp2(-distance)), true);
       }
     }
+    __syncthreads();
     bins_.template sum<kWeighs>();
   }
 
@@ -131,11 +147,17 @@ class StreamedDraw {
   __device__ __forceinline__ bool sum(const Edges& edges) {
     clear_list();
     const OddsRow::Sums sums = odds_.template sums<kWanted>(edges, lister());
-    const Block::Sums of_warps = block_.sums(sums.above);  // has a barrier, so the list is whole
-    above_of_lane_ = of_warps.of_lane;
-    above_ = of_warps.total;
-    if (kWanted == OddsRow::kAboveAndAll) all_ = block_.sums(sums.all).total;
-    if (kWanted == OddsRow::kAboveAndCount) count_above_ = block_.sums(sums.count_above).total;
+    constexpr unsigned kNumbers = kWanted == OddsRow::kAbove ? 1 : 2;
+    std::uint64_t mine[kNumbers] = {sums.above};
+    if (kNumbers > 1) {
+      mine[kNumbers - 1] = kWanted == OddsRow::kAboveAndAll ? sums.all : sums.count_above;
+    }
+    Block::Totals totals[kNumbers];
+    block_.totals(mine, totals);  // has a barrier, so the list is whole
+    above_of_lane_ = totals[0].of_lane;
+    above_ = totals[0].total;
+    if (kWanted == OddsRow::kAboveAndAll) all_ = totals[kNumbers - 1].total;
+    if (kWanted == OddsRow::kAboveAndCount) count_above_ = totals[kNumbers - 1].total;
     listed_ = shared_.listed;
     return listed_ <= kListed;
   }
@@ -148,13 +170,14 @@ class StreamedDraw {
     listed_ = shared_.listed;
     return listed_ <= kListed;
   }
-  __device__ __forceinline__ void clear_list() const {
-    if (threadIdx.x == 0) shared_.listed = 0;
-    if (threadIdx.x < kWarp) {
-      shared_.high_of_warps[threadIdx.x] = shared_.low_of_warps[threadIdx.x] = 0;
+  __device__ __forceinline__ void clear_list() {
+    if (clean_) {
+      clean_ = false;
+      return;
     }
+    shared_.clear_list();
     __syncthreads();
-    if (threadIdx.x == 0) shared_.cut = ~std::uint64_t{0};  // which all have read
+    shared_.clear_cut();  // which all have read
   }
   // Puts a token on the list that is not beyond the cut.
   struct Lister {
@@ -163,7 +186,7 @@ class StreamedDraw {
 
     __device__ __forceinline__ void operator()(const Listed& one) const {
       if (one.key > most) return;
-      const unsigned at = atomicAdd(&shared.listed, 1u);
+      const unsigned at = take_shared(shared.listed);
       if (at < kListed) shared.list[at] = one;
     }
   };
@@ -173,18 +196,27 @@ class StreamedDraw {
   // the edges sum to `before`. False where it is not on the list.
   template <bool kWeighs>
   __device__ __forceinline__ bool find_cut(std::uint64_t before, std::uint64_t limit) {
-    // A thread for each; whole warps, whose lanes look at the same of the others.
+    // So many lanes for each share the others.
+    constexpr unsigned kLanes = 8;
+    constexpr unsigned kOfWarp = kWarp / kLanes;
 #pragma unroll 1
-    for (unsigned first = block_.warp() * kWarp; first < listed_; first += blockDim.x) {
-      const unsigned at = first + block_.lane();
+    for (unsigned first = block_.warp() * kOfWarp; first < listed_; first += kThreads / kLanes) {
+      const unsigned at = first + block_.lane() / kLanes;
       const Listed one = shared_.list[min(at, listed_ - 1)];
-      std::uint64_t better = before;
-#pragma unroll 4
-      for (unsigned i = 0; i < listed_; ++i) {
-        const Listed other = shared_.list[i];
-        if (other.key < one.key) better += kWeighs ? other.weight : 1;
+      std::uint64_t better = 0;
+#pragma unroll 2
+      for (unsigned i = threadIdx.x % kLanes; i < listed_ + threadIdx.x % kLanes; i += kLanes) {
+        const Listed other = shared_.list[min(i, listed_ - 1)];
+        const bool is_better = i < listed_ && other.key < one.key;
+        better += !is_better ? 0 : kWeighs ? other.weight : 1;
       }
-      if (at < listed_ && better < limit && limit - better <= (kWeighs ? one.weight : 1)) {
+#pragma unroll
+      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        better += __shfl_sync(kAll, better, static_cast<int>(block_.lane()) ^ distance);
+      }
+      better += before;
+      const bool asks = at < listed_ && threadIdx.x % kLanes == 0;
+      if (asks && better < limit && limit - better <= (kWeighs ? one.weight : 1)) {
         shared_.cut = one.key;
       }
     }
@@ -196,17 +228,19 @@ class StreamedDraw {
 
   __device__ std::uint64_t kept_of_list() const {
     std::uint64_t kept = 0;
-    for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
+    for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
       if (shared_.list[i].key <= cut_.key()) kept += shared_.list[i].weight;
     }
-    return block_.sums(kept).total;
+    Block::Totals totals[1];
+    block_.totals({kept}, totals);
+    return totals[0].total;
   }
 
   // The token at which the sum of the kept ones' weights, in the order of ids, passes a number.
   __device__ __forceinline__ unsigned drawn(const Edges& edges, double number) {
     const Row& row = odds_.row();
     const std::uint64_t last = cut_.key();
-    for (unsigned i = threadIdx.x; i < listed_; i += blockDim.x) {
+    for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
       const Listed one = shared_.list[i];
       if (one.key > last) continue;
       const unsigned warp = static_cast<unsigned>(one.key) / row.run();
@@ -224,28 +258,44 @@ class StreamedDraw {
     const std::uint64_t target = drawn_weight(number, of_warps.total);
     const Block::Holder holder = block_.holder(of_warps, target);
 
-    const auto weight = [&](unsigned id) -> std::uint64_t {
-      const unsigned odds = odds_.odds(id);
-      if (odds > edges.above) return whole(weight_of_odds(__uint_as_float(odds)));
-      if (odds <= edges.listed) return 0;
-      const Listed one = odds_.listed(id);
-      return one.key <= last ? one.weight : 0;
+    // Threads share that warp's run of tokens, each some neighbouring fours.
+    std::uint64_t weights[kTogether];
+    const auto weigh_four = [&](unsigned id) {
+      const float4 x = row.four(id);
+      const float logits[] = {x.x, x.y, x.z, x.w};
+      std::uint64_t sum = 0;
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        const Listed one = odds_.listed(id + i, logits[i]);
+        const unsigned odds = odds_.odds_of(logits[i]);
+        const bool kept = odds > edges.above || (odds > edges.listed && one.key <= last);
+        weights[i] = kept ? one.weight : 0;
+        sum += weights[i];
+      }
+      return sum;
     };
     const unsigned end = row.last(holder.warp);
-    const unsigned each = (row.run() + blockDim.x - 1) / blockDim.x;
-    const unsigned first = row.first(holder.warp) + threadIdx.x * each;
-    const unsigned past = min(first + each, end);
+    const unsigned threads = kThreads, fours = (row.run() / kTogether + threads - 1) / threads;
+    unsigned id = row.first(holder.warp) + threadIdx.x * fours * kTogether;
+    const unsigned past = min(id + fours * kTogether, end);
     std::uint64_t mine = 0;
 #pragma unroll 1
-    for (unsigned id = first; id < past; ++id) mine += weight(id);
-    const std::uint64_t before = holder.before + block_.sums(mine).before;
-    if (target >= before && target - before < mine) {
-      std::uint64_t sum = 0;
-      unsigned id = first;
-#pragma unroll 1
-      for (; id + 1 < past; ++id) {
-        sum += weight(id);
-        if (target - before < sum) break;
+    for (unsigned at = id; at < past; at += kTogether) mine += weigh_four(at);
+    Block::Totals totals[1];
+    block_.totals({mine}, totals);
+    const std::uint64_t of_warp = block_.of_warp(totals[0]);
+    std::uint64_t left = target - holder.before - block_.before_warp(totals[0]);
+    const bool has_it = left < of_warp;  // if it is not below 0, which is a great number here
+    if (has_it) left -= sum_so_far(mine) - mine;
+    if (has_it && left < mine) {
+      if (fours > 1) {  // else the weights are those of its only four
+        for (std::uint64_t sum; (sum = weigh_four(id)) <= left; left -= sum) id += kTogether;
+      }
+#pragma unroll
+      for (unsigned i = 0; i + 1 < kTogether; ++i) {
+        if (left < weights[i]) break;
+        left -= weights[i];
+        ++id;
       }
       shared_.found = id;
     }
@@ -265,16 +315,15 @@ class StreamedDraw {
   std::uint64_t count_above_ = 0;
   std::uint64_t above_of_lane_ = 0;  // of that, the part of the warp that has this lane's number
   unsigned listed_ = 0;
+  bool clean_ = true;  // nothing was listed yet
 };
 
 // Where this gives up, the row is drawn from memory by the same block.
-struct StreamedShared {
-  Block::Shared block;
-  StreamedDraw::Shared draw;
-};
-inline std::int64_t streamed_bytes(unsigned threads) {
-  const std::int64_t other = draw_shared_bytes(threads);
-  return other > static_cast<std::int64_t>(sizeof(StreamedShared)) ? other : sizeof(StreamedShared);
+template <unsigned kThreads>
+std::int64_t streamed_bytes() {
+  const std::int64_t other = draw_shared_bytes(kThreads);
+  constexpr std::int64_t kOwn = sizeof(StreamedShared<kThreads>);
+  return other > kOwn ? other : kOwn;
 }
 // Tokens of a row.
 constexpr std::int64_t streamed_vocab(unsigned threads) {
@@ -289,31 +338,33 @@ __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::in
 
 // Finds the best logit of a row, and counts odds by weight (kWeighs) or number meanwhile.
 // `counted`: whether the bins can be used.
-template <bool kWeighs>
+template <bool kWeighs, unsigned kThreads>
 __device__ __forceinline__ float best_and_bins(const Row& row, float octaves, Block& block,
-                                               OddsBins& bins, bool& counted) {
+                                               OddsBins<kThreads>& bins, bool& counted) {
   bins.clear();
-  float best = kImpossible, one = 0.0f;
-  each_four(
+  float best = kImpossible, one = 0.0f;  // octaves, of what odds are to
+  each_four<false>(
       row,
       [&](const float4(&first)[kFoursAhead]) {
         for (const float4& x : first) {
           best = max_or_nan(best, max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w)));
         }
-        one = block.all(best, kImpossible, max_or_nan);  // has a barrier, so the bins are empty
+        // Has a barrier, so the bins are empty.
+        one = block.all(best, kImpossible, max_or_nan) * octaves;
         if (one - one != 0.0f) one = 0.0f;
       },
       [&](const float (&logits)[kTogether], unsigned) {
+        unsigned odds[kTogether];
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
           best = max_or_nan(best, logits[i]);
-          const unsigned odds = __float_as_uint(fast_exp2((logits[i] - one) * octaves));
-          bins.template add<kWeighs>(odds, odds > kLeastOdds - 1 - kRough);
+          odds[i] = __float_as_uint(fast_exp2(fmaf(logits[i], octaves, -one)));
         }
+        bins.template add<kWeighs>(odds);
       });
   best = block.all(best, kImpossible, max_or_nan) + 0.0f;  // no -0, as best_of_block() has it
-  const float below = (best - one) * octaves;
-  counted = below >= 0.0f && below <= OddsBins::kMostOctavesBelow;
+  const float below = fmaf(best, octaves, -one);
+  counted = below >= bins.kLeastOctavesBelow && below <= bins.kMostOctavesBelow;
   if (counted) bins.set_best(below);
   return best;
 }
@@ -322,19 +373,23 @@ template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     streamed_draw_kernel(const __grid_constant__ DrawArgs args) {
   extern __shared__ uint4 memory[];
-  StreamedShared& shared = *reinterpret_cast<StreamedShared*>(memory);
+  using Draw = StreamedDraw<kThreads>;
+  auto& shared = *reinterpret_cast<StreamedShared<kThreads>*>(memory);
   const std::int64_t r = blockIdx.x;
   let_next_kernel_start();
   wait_for_previous_kernel();
+  constexpr unsigned kWarps = kThreads / kWarp;
+  const float* const logits = args.logits + r * args.row_stride;
+  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), kWarps};
   const RowParameters given(args, r);  // asked for at once with what draws() looks at
   const std::int64_t position = args.positions[r];
   if (!args.draws(r)) return;
-  const float* const logits = args.logits + r * args.row_stride;
-  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
-  Block block(shared.block);
-  OddsBins bins(shared.draw.bins, args.vocab, block, shared.draw.results);
-  const bool has_top_k = StreamedDraw::has_top_k(given, row.vocab);
+  Block block(shared.block, kWarps);
+  OddsBins<kThreads> bins(shared.bins, args.vocab, block, shared.results);
+  const bool has_top_k = Draw::has_top_k(given, row.vocab);
   bool counted = false;
+  shared.clear_list();
+  shared.clear_cut();
   Best best = {};
   if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
     const float octaves = octaves_of(given.temperature);
@@ -344,7 +399,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   } else {
     best = best_of_block<false>(row, 0, nullptr, block);
   }
-  unsigned token = StreamedDraw::kGivenUp;
+  unsigned token = Draw::kGivenUp;
   double number = 0.0;
   if (!best.is_finite()) {
     token = kNotFinite;
@@ -353,9 +408,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   } else {
     number = uniform_number(given.stream, position);
     const OddsRow odds(row, {best.logit(), octaves_of(given.temperature)});
-    token = StreamedDraw(odds, block, shared.draw, bins, counted).token(given, number);
+    token = Draw(odds, block, shared, bins, counted).token(given, number);
   }
-  if (token == StreamedDraw::kGivenUp) {
+  if (token == Draw::kGivenUp) {
     token = token_from_memory(args, r, number, reinterpret_cast<char*>(memory));
   }
   if (threadIdx.x == 0) move_on(args, r, static_cast<std::int32_t>(token));

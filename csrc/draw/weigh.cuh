@@ -38,14 +38,6 @@ __device__ __forceinline__ std::uint64_t whole(Weight weight) {
   return static_cast<std::uint64_t>(weight.high) * (1u << 23) + weight.low;
 }
 
-// The warp's sum of numbers below 2**54.
-__device__ __forceinline__ std::uint64_t long_sum_of_warp(std::uint64_t mine) {
-  constexpr unsigned kLow = 27;  // 32 numbers of so many bits sum to 32 bits
-  const unsigned low = static_cast<unsigned>(mine) & ((1u << kLow) - 1);
-  return (static_cast<std::uint64_t>(sum_of_warp(static_cast<unsigned>(mine >> kLow))) << kLow) +
-         sum_of_warp(low);
-}
-
 // min_p keeps the tokens whose weight is no less than min_p of the best's.
 __device__ inline Cut min_p_cut(float min_p) {
   const float farthest = -log2f(min_p);

@@ -181,6 +181,13 @@ std::vector<std::int64_t> expected(const Case& given) {
   return rows.changed();
 }
 
+template <int kThreads>
+emulator::Launch streamed_launch(const DrawArgs& args) {
+  return {"draw",   static_cast<unsigned>(kRows),
+          kThreads, static_cast<std::size_t>(cuda::streamed_bytes<kThreads>()),
+          false,    [=] { cuda::streamed_draw_kernel<kThreads, 1>(args); }};
+}
+
 template <unsigned kTokens>
 emulator::Launch small_launch(const DrawArgs& args) {
   if (args.vocab > cuda::kWarp * kTokens) differ("so many tokens have no room in a warp");
@@ -205,10 +212,11 @@ emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
   if (given.each == 32) return small_launch<32>(args);
   if (given.each) differ("no kernel has so many tokens in a lane");
   if (given.streamed) {
-    const auto threads = static_cast<unsigned>(given.threads);
-    return {"draw",  static_cast<unsigned>(kRows),
-            threads, static_cast<std::size_t>(cuda::streamed_bytes(threads)),
-            false,   [=] { cuda::streamed_draw_kernel<256, 4>(args); }};
+    if (given.threads == 64) return streamed_launch<64>(args);
+    if (given.threads == 128) return streamed_launch<128>(args);
+    if (given.threads == 256) return streamed_launch<256>(args);
+    if (given.threads == 512) return streamed_launch<512>(args);
+    differ("no kernel has so many threads");
   }
   const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
   std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));

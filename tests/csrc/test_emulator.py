@@ -103,6 +103,8 @@ DRAWS = [
     "--vocab 3 --streamed 1",
     "--vocab 2999 --shift 3 --threads 256 --streamed 1 --seeds 3",
     "--vocab 70000 --threads 256 --streamed 1 --seeds 4",
+    "--vocab 9001 --threads 512 --streamed 1 --seeds 5",
+    "--kind ties --vocab 3001 --threads 512 --streamed 1",
     "--kind later --vocab 5003 --threads 256 --streamed 1 --seeds 1",
     "--kind weightless --vocab 4096 --threads 256 --streamed 1 --seeds 1",
     "--kind ties --vocab 2999 --part 256",

@@ -99,6 +99,13 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
 inline int __ffs(int x) {
   return __builtin_ffs(x);
 }
+template <class T>
+T __ldcs(const T* at) {
+  return *at;
+}
+inline int __clz(int x) {
+  return x ? __builtin_clz(static_cast<unsigned>(x)) : 32;
+}
 inline int __popc(unsigned x) {
   return __builtin_popcount(x);
 }

@@ -12,8 +12,15 @@ inline float fast_exp2(float x) {
 inline float fast_reciprocal(float x) {
   return 1.0f / x;
 }
-inline void add_if(bool wanted, unsigned* shared, unsigned at, unsigned more) {
-  if (wanted) atomicAdd(shared + at, more);
+inline void add_shared(unsigned* shared, unsigned bytes, unsigned more) {
+  if (bytes % sizeof more) std::abort();
+  atomicAdd(shared + bytes / sizeof more, more);
+}
+inline unsigned take_shared(unsigned& shared) {
+  return atomicAdd(&shared, 1u);
+}
+inline void add_shared_if(bool wanted, unsigned* shared, unsigned bytes, unsigned more) {
+  if (wanted) add_shared(shared, bytes, more);
 }
 inline float min_or_nan(float x, float y) {
   return x != x || y != y ? NAN : x < y ? x : y;
