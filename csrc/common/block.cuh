@@ -1,7 +1,8 @@
 // What the threads of a block find together: sums, bests, sums of those before.
 //
-// All threads call each of these, at the same place; each has one barrier and gives every thread
-// the result. Two rows of slots take turns, so that none is written while it is still read.
+// All threads call each of these, at the same place; `all`, `sums` and `totals` have one barrier
+// each and give every thread the result. Two rows of slots take turns, so that none is written
+// while it is still read.
 #pragma once
 
 #include <cstdint>
@@ -114,10 +115,11 @@ class Block {
     sums.before = __shfl_sync(kAll, sums.before_lane, static_cast<int>(warp())) + (so_far - mine);
     return sums;
   }
-  // Of up to two numbers of each thread, some of what sums() says, for less: all are below 2**59.
+  // Of up to two numbers of each thread, some of what sums() says, for less: the block's sum is
+  // below 2**59.
   template <unsigned kNumbers>
   __device__ __forceinline__ void totals(const std::uint64_t (&mine)[kNumbers],
-                                         Totals (&totals)[kNumbers]) {
+                                         Totals (&found)[kNumbers]) {
     static_assert(kNumbers <= 2, "there are no more slots");
     std::uint64_t* const slots = next_slots();
 #pragma unroll
@@ -128,8 +130,8 @@ class Block {
     __syncthreads();
 #pragma unroll
     for (unsigned i = 0; i < kNumbers; ++i) {
-      totals[i].of_lane = lane() < warps() ? slots[i * kWarp + lane()] : 0;
-      totals[i].total = long_sum_of_warp(totals[i].of_lane);
+      found[i].of_lane = lane() < warps() ? slots[i * kWarp + lane()] : 0;
+      found[i].total = long_sum_of_warp(found[i].of_lane);
     }
   }
   // Of this warp, and of the warps before it.
@@ -149,7 +151,6 @@ class Block {
   __device__ unsigned lane() const { return threadIdx.x % kWarp; }
   __device__ unsigned warp() const { return threadIdx.x / kWarp; }
   __device__ unsigned warps() const { return warps_; }
-  __device__ unsigned threads() const { return warps_ * kWarp; }
 
  private:
   __device__ std::uint64_t* next_slots() {

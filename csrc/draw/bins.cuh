@@ -1,8 +1,9 @@
 // A block's histogram over rough odds: how many tokens, or how much weight, lies in each bin.
 //
-// A bin is 1/128 of an octave of odds, the first has the best token. Weights are counted in 16 bits
-// of their mantissa, fewer where a row has more than 65,536 tokens, so one addition of 32 bits does
-// for a token; from them follows, within a known error, where a sum of weights passes a limit.
+// A bin is 1/128 of an octave of odds, one of the first two has the best token. Weights are counted
+// in 16 bits of their mantissa, fewer where a row has more than 65,536 tokens, so one addition of
+// 32 bits does for a token; from them follows, within a known error, where a sum of weights passes
+// a limit.
 //
 // Bins lie in a ring of 64 octaves, of which a row needs 38. So odds may also be to another token
 // than the best, which is not known before all have been seen.
@@ -26,7 +27,7 @@ class OddsBins {
   // 2**-38 weighs 1; its bin and that of the best.
   static constexpr unsigned kBins = kOfOctave * 38 + 2;
   // Of the best to another token, when all that weigh something beside the best are added.
-  static constexpr float kMostOctavesBelow = 24.0f, kLeastOctavesBelow = -1.0f;
+  static constexpr float kMostOctavesBelow = 24.0f, kLeastOctavesBelow = -0.5f;
 
   __device__ OddsBins(void* memory, std::int64_t vocab, Block& block, BinsResults& results)
       : bins_(static_cast<unsigned*>(memory)),
@@ -138,7 +139,7 @@ class OddsBins {
   static constexpr unsigned kBinBits = 16;  // of a mantissa's 23, 128 bins are 7
   // Threads take equal runs of the bins, of an odd length, so that a warp's lanes read other banks.
   static constexpr unsigned kEach = (kBins + kThreads - 1) / kThreads | 1;
-  // Odds may be to something above the best, by an octave.
+  // Odds may be to something above the best, and are rough.
   static constexpr unsigned kLeastCounted = kLeastOdds - (1u << 23);
 
   // Of mantissas, so that the sum of so many fits 32 bits.
@@ -166,10 +167,11 @@ class OddsBins {
         : number_(bins.first_ - threadIdx.x * kEach),
           octaves_(bins.first_ / kOfOctave - number_ / kOfOctave) {}
 
-    __device__ __forceinline__ void add(unsigned more, unsigned i) {
-      (number_ % kOfOctave < i ? of_next_ : of_first_) += more;
+    __device__ __forceinline__ void add(unsigned bin, unsigned i) {
+      (number_ % kOfOctave < i ? of_next_ : of_first_) += bin;
     }
-    // In one unit for all octaves; what this drops is less than one part in 2**38 of the total.
+    // In one unit for all octaves. It drops less than two units, which of all threads together are
+    // 2**-27 of the total at most: little beside the error in range_of().
     template <bool kWeighs>
     __device__ __forceinline__ std::uint64_t scaled() const {
       if (!kWeighs) return of_first_ + of_next_;

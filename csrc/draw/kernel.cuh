@@ -27,28 +27,43 @@ __device__ __forceinline__ float lesser(float x, float y) {
   return x < y ? x : y;
 }
 
+// Of the tokens that a thread looks at, ids ascending, and of a block's threads.
+class BestOfThread {
+ public:
+  __device__ __forceinline__ void add(const float (&x)[kTogether], unsigned id) {
+    const float most = max_or_nan(max_or_nan(x[0], x[1]), max_or_nan(x[2], x[3]));
+    if (most > best_) id_ = id + (x[0] == most ? 0 : x[1] == most ? 1 : x[2] == most ? 2 : 3);
+    best_ = max_or_nan(best_, most);
+  }
+  __device__ __forceinline__ Best of_block(Block& block) const {
+    Best best = {};
+    // 0 is added since -0 is no less than 0.
+    best.key = block.all(BestKey::of(best_ + 0.0f, id_).key, std::uint64_t{0}, greater);
+    return best;
+  }
+
+ private:
+  float best_ = kImpossible;
+  unsigned id_ = 0;
+};
+
 // A block's. base: the id of its first token; stored: where its row is left, or null.
-template <bool kLeast>
 __device__ __forceinline__ Best best_of_block(const Row& row, unsigned base, float* stored,
                                               Block& block) {
-  float best = kImpossible, least = -kImpossible;
-  unsigned id = base;
+  BestOfThread best;
+  float least = -kImpossible;
   row.each<8>([&](unsigned at, const float4& x) {
     if (stored) *reinterpret_cast<float4*>(stored + at) = x;
-    const float most = max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
-    if (most > best) id = base + at + (x.x == most ? 0 : x.y == most ? 1 : x.z == most ? 2 : 3);
-    best = max_or_nan(best, most);
-    if (kLeast) least = lesser(least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
+    best.add({x.x, x.y, x.z, x.w}, base + at);
+    least = lesser(least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
   });
-  Best mine = {};
-  best += 0.0f;  // no -0, which is no less than 0
-  mine.key = block.all(BestKey::of(best, id).key, std::uint64_t{0}, greater);
-  if (kLeast) mine.least = block.all(least, -kImpossible, lesser);
+  Best mine = best.of_block(block);
+  mine.least = block.all(least, -kImpossible, lesser);
   return mine;
 }
 // The team's.
 __device__ inline Best best_of(const Row& row, unsigned base, float* stored, Team& team) {
-  const Best mine = best_of_block<true>(row, base, stored, team.block);
+  const Best mine = best_of_block(row, base, stored, team.block);
   Best all = mine;
   team.each(mine, [&](unsigned, const Best& said) {
     all.key = greater(all.key, said.key);
@@ -133,7 +148,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   if (threadIdx.x == 0 && token != kElsewhere) move_on(args, r, static_cast<std::int32_t>(token));
 }
 
-inline std::int64_t draw_shared_bytes(unsigned threads) {
+constexpr std::int64_t draw_shared_bytes(unsigned threads) {
   return kDrawSharedBytes + static_cast<std::int64_t>(SelectShared::bytes(threads));
 }
 inline std::int64_t draw_stored_bytes(std::int64_t vocab, unsigned blocks) {

@@ -6,6 +6,7 @@
 // are listed.
 #pragma once
 
+#include "fours.cuh"
 #include "weigh.cuh"
 
 namespace minserve {
@@ -16,8 +17,8 @@ constexpr unsigned kBestOdds = 0x3f800000u;   // 1
 constexpr unsigned kLeastOdds = 0x2c800000u;  // 2**-38, of which the weight is 1
 constexpr unsigned kSlack = 8;
 // Odds by way of another token than the best are so many ulp from these or less: of each of two
-// exponents, together up to 64, two roundings are 2**-23 of it, which is 5e-6 of the odds, 90 ulp;
-// the distance's own make up to 54, and powers a few more.
+// exponents, together up to 64, a rounding is 2**-24 of it, which is 3e-6 of the odds, 45 ulp; the
+// distance's own two make up to 54, and powers a few more.
 constexpr unsigned kRough = 256;
 
 // Of tokens by the bits of their odds: what is above `above` is within a cut, what is not above
@@ -49,61 +50,6 @@ class OddsSum {
   unsigned high_ = 0, low_ = 0;
 };
 
-constexpr unsigned kFoursAhead = 4;
-constexpr unsigned kStep = kFoursAhead * kStride;
-// Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
-// together. Past the end there are some that weigh nothing. What comes next is on its way
-// meanwhile. Before that, begin(the first of them), where they are on their way. kLast: nobody
-// reads them after that, so the caches had better keep others.
-template <bool kLast, class Begin, class Visit>
-__device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit visit) {
-  const unsigned warp = threadIdx.x / kWarp, end = row.last(warp);
-  unsigned from = row.first(warp), at = from + threadIdx.x % kWarp * kTogether;
-  float4 x[kFoursAhead];
-  const auto load = [&](unsigned a, unsigned id) { x[a] = row.four(id < end ? id : row.vocab); };
-  // Where a whole step is within the run, nobody looks where that ends.
-  bool whole = row.aligned && from + kStep <= end;
-  const float4* next = reinterpret_cast<const float4*>(row.logits + at);
-  if (whole) {
-#pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a)
-      x[a] = kLast ? __ldcs(next + a * kWarp) : next[a * kWarp];
-  } else {
-#pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, at + a * kStride);
-  }
-  begin(x);
-  const auto visit_then = [&](auto load_next) {
-#pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) {
-      const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
-      visit(logits, at + a * kStride);
-      load_next(a);
-    }
-    from += kStep, at += kStep;
-  };
-  const bool begun = whole;
-#pragma unroll 1
-  while (whole) {
-    whole = from + 2 * kStep <= end;
-    next += kFoursAhead * kWarp;
-    visit_then([&](unsigned a) {
-      if (whole) x[a] = kLast ? __ldcs(next + a * kWarp) : next[a * kWarp];
-    });
-  }
-  if (begun && from < end) {
-#pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, at + a * kStride);
-  }
-#pragma unroll 1
-  while (from < end) {
-    const bool more = from + kStep < end;
-    visit_then([&](unsigned a) {
-      if (more) load(a, at + kStep + a * kStride);
-    });
-  }
-}
-
 // A block's row in memory. No thread has more than kMostSummed tokens of it.
 class OddsRow {
  public:
@@ -113,7 +59,7 @@ class OddsRow {
   // Calls visit(bits of odds) for this thread's tokens.
   template <class Visit>
   __device__ __forceinline__ void each_odds(Visit visit) const {
-    each([&](const float (&logits)[kTogether], unsigned) {
+    each<false>([&](const float (&logits)[kTogether], unsigned) {
 #pragma unroll
       for (unsigned i = 0; i < kTogether; ++i) visit(odds_of(logits[i]));
     });
@@ -131,7 +77,7 @@ class OddsRow {
     Sums sums;
     unsigned count = 0;
     const unsigned between = edges.above - edges.listed;
-    each([&](const float (&logits)[kTogether], unsigned id) {
+    each<true>([&](const float (&logits)[kTogether], unsigned id) {
       unsigned bits[kTogether];
       bool any = false;
 #pragma unroll
@@ -159,7 +105,7 @@ class OddsRow {
   // Calls list(Listed) for those with greater odds.
   template <class List>
   __device__ __forceinline__ void list_above(unsigned least, List list) const {
-    each([&](const float (&logits)[kTogether], unsigned id) {
+    each<true>([&](const float (&logits)[kTogether], unsigned id) {
       unsigned bits[kTogether];
       bool any = false;
 #pragma unroll
@@ -187,9 +133,9 @@ class OddsRow {
   __device__ const Row& row() const { return row_; }
 
  private:
-  template <class Visit>
+  template <bool kLast, class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    each_four<true>(row_, [](const float4(&)[kFoursAhead]) {}, visit);
+    each_four<kLast>(row_, [](const float4(&)[kFoursAhead]) {}, visit);
   }
 
   const Row row_;

@@ -9,12 +9,13 @@
 // and id. With the listed ones that are kept, each warp's part of the sum is known, so only the
 // tokens of the warp that has the drawn one are looked at again.
 //
-// Blocks are small, so that several share a multiprocessor, and what each has to do alone is done
-// by few warps. Where too many tokens lie between (equal logits, very high temperatures), or more
-// than 32,768 are asked for by top_k, this gives up, and the row is drawn as in kernel.cuh.
+// Several blocks share a multiprocessor, and what each has to do alone is done by few warps. Where
+// too many tokens lie between (equal logits, very high temperatures), or more than 32,768 are asked
+// for by top_k, this gives up, and the row is drawn as in kernel.cuh.
 #pragma once
 
 #include "bins.cuh"
+#include "first_look.cuh"
 #include "kernel.cuh"
 
 namespace minserve {
@@ -320,7 +321,7 @@ class StreamedDraw {
 
 // Where this gives up, the row is drawn from memory by the same block.
 template <unsigned kThreads>
-std::int64_t streamed_bytes() {
+constexpr std::int64_t streamed_bytes() {
   const std::int64_t other = draw_shared_bytes(kThreads);
   constexpr std::int64_t kOwn = sizeof(StreamedShared<kThreads>);
   return other > kOwn ? other : kOwn;
@@ -332,41 +333,9 @@ constexpr std::int64_t streamed_vocab(unsigned threads) {
 
 __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::int64_t r,
                                                    double number, char* memory) {
+  if (threadIdx.x == 0) note_detour();
   __syncthreads();  // others may still use it
   return drawn_token<false>(args, r, RowParameters(args, r), number, memory);
-}
-
-// Finds the best logit of a row, and counts odds by weight (kWeighs) or number meanwhile.
-// `counted`: whether the bins can be used.
-template <bool kWeighs, unsigned kThreads>
-__device__ __forceinline__ float best_and_bins(const Row& row, float octaves, Block& block,
-                                               OddsBins<kThreads>& bins, bool& counted) {
-  bins.clear();
-  float best = kImpossible, one = 0.0f;  // octaves, of what odds are to
-  each_four<false>(
-      row,
-      [&](const float4(&first)[kFoursAhead]) {
-        for (const float4& x : first) {
-          best = max_or_nan(best, max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w)));
-        }
-        // Has a barrier, so the bins are empty.
-        one = block.all(best, kImpossible, max_or_nan) * octaves;
-        if (one - one != 0.0f) one = 0.0f;
-      },
-      [&](const float (&logits)[kTogether], unsigned) {
-        unsigned odds[kTogether];
-#pragma unroll
-        for (unsigned i = 0; i < kTogether; ++i) {
-          best = max_or_nan(best, logits[i]);
-          odds[i] = __float_as_uint(fast_exp2(fmaf(logits[i], octaves, -one)));
-        }
-        bins.template add<kWeighs>(odds);
-      });
-  best = block.all(best, kImpossible, max_or_nan) + 0.0f;  // no -0, as best_of_block() has it
-  const float below = fmaf(best, octaves, -one);
-  counted = below >= bins.kLeastOctavesBelow && below <= bins.kMostOctavesBelow;
-  if (counted) bins.set_best(below);
-  return best;
 }
 
 template <int kThreads, int kBlocks>
@@ -374,30 +343,29 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     streamed_draw_kernel(const __grid_constant__ DrawArgs args) {
   extern __shared__ uint4 memory[];
   using Draw = StreamedDraw<kThreads>;
+  constexpr unsigned kWarps = kThreads / kWarp;
   auto& shared = *reinterpret_cast<StreamedShared<kThreads>*>(memory);
   const std::int64_t r = blockIdx.x;
   let_next_kernel_start();
   wait_for_previous_kernel();
-  constexpr unsigned kWarps = kThreads / kWarp;
-  const float* const logits = args.logits + r * args.row_stride;
-  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), kWarps};
   const RowParameters given(args, r);  // asked for at once with what draws() looks at
   const std::int64_t position = args.positions[r];
   if (!args.draws(r)) return;
+  const float* const logits = args.logits + r * args.row_stride;
+  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), kWarps};
   Block block(shared.block, kWarps);
   OddsBins<kThreads> bins(shared.bins, args.vocab, block, shared.results);
   const bool has_top_k = Draw::has_top_k(given, row.vocab);
   bool counted = false;
   shared.clear_list();
   shared.clear_cut();
-  Best best = {};
+  Best best;
   if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
     const float octaves = octaves_of(given.temperature);
-    const float logit = has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
-                                  : best_and_bins<true>(row, octaves, block, bins, counted);
-    best.key = BestKey::of(logit, 0).key;
+    best = has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
+                     : best_and_bins<true>(row, octaves, block, bins, counted);
   } else {
-    best = best_of_block<false>(row, 0, nullptr, block);
+    best = best_alone(row, block);
   }
   unsigned token = Draw::kGivenUp;
   double number = 0.0;

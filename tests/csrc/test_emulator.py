@@ -73,18 +73,30 @@ ROWS = [f"{case} --backward {b} --reverse {r}" for case in ROWS for b, r in ((0,
     "--type bf16 --time 5001 --backward 1",
 ]
 
+# Rows of 24 that streamed draws give up: where thousands of tokens are about as likely (some of the
+# rows are drawn with temperatures that make them so). They are drawn in another way, which would
+# hide that the first one is wrong.
+GIVEN_UP = {
+    "normal": (1, 1),
+    "ties": (2, 5),
+    "narrow": (14, 13),
+    "equal": (17, 18),
+    "geometric": (15, 16),
+    "few": (0, 1),
+    "outlier": (13, 12),
+}
 # Few threads have few bins and short lists, so that the cut is closed in on in many rounds.
 DRAWS = [
     f"--kind {kind} {size}"
-    for kind in ("normal", "ties", "narrow", "equal", "geometric", "few", "outlier")
+    for kind, given_up in GIVEN_UP.items()
     for size in (
         "--vocab 66",
         "--vocab 66 --each 4",
         "--vocab 999 --each 32 --seeds 2",
         "--vocab 3001 --threads 32",
         "--vocab 3000 --threads 96 --seeds 2",
-        "--vocab 3001 --threads 128 --streamed 1",
-        "--vocab 9000 --threads 64 --streamed 1 --seeds 2",
+        f"--vocab 3001 --threads 128 --streamed 1 --given-up {given_up[0]}",
+        f"--vocab 9000 --threads 64 --streamed 1 --given-up {given_up[1]} --seeds 2",
     )
 ] + [
     "--vocab 1 --each 4",
@@ -101,12 +113,12 @@ DRAWS = [
     "--vocab 3000 --threads 256 --stored 1",
     "--kind ties --vocab 9000 --threads 128",
     "--vocab 3 --streamed 1",
-    "--vocab 2999 --shift 3 --threads 256 --streamed 1 --seeds 3",
-    "--vocab 70000 --threads 256 --streamed 1 --seeds 4",
-    "--vocab 9001 --threads 512 --streamed 1 --seeds 5",
-    "--kind ties --vocab 3001 --threads 512 --streamed 1",
-    "--kind later --vocab 5003 --threads 256 --streamed 1 --seeds 1",
-    "--kind weightless --vocab 4096 --threads 256 --streamed 1 --seeds 1",
+    "--vocab 2999 --shift 3 --threads 256 --streamed 1 --given-up 1 --seeds 3",
+    "--vocab 70000 --threads 256 --streamed 1 --given-up 2 --seeds 4",
+    "--vocab 9001 --threads 512 --streamed 1 --given-up 1 --seeds 5",
+    "--kind ties --vocab 3001 --threads 512 --streamed 1 --given-up 2",
+    "--kind later --vocab 9003 --threads 256 --streamed 1 --given-up 2 --seeds 1",
+    "--kind weightless --vocab 8192 --threads 256 --streamed 1 --given-up 4 --seeds 1",
     "--kind ties --vocab 2999 --part 256",
     "--kind equal --vocab 3001 --part 7",
     "--kind few --vocab 700 --part 256",

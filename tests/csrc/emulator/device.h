@@ -22,6 +22,9 @@ inline unsigned take_shared(unsigned& shared) {
 inline void add_shared_if(bool wanted, unsigned* shared, unsigned bytes, unsigned more) {
   if (wanted) add_shared(shared, bytes, more);
 }
+inline void note_detour() {
+  emulator::note_detour();
+}
 inline float min_or_nan(float x, float y) {
   return x != x || y != y ? NAN : x < y ? x : y;
 }

@@ -31,6 +31,8 @@ struct Launch {
 // Enqueues; run() lets all that was enqueued happen, in the order that the seed makes.
 void launch(Launch what);
 void run(unsigned seed);
+// How often kernels of the last run noted that they take a slower way.
+long detours();
 
 // --- global memory: arrays in which every access must lie
 
@@ -55,6 +57,7 @@ void store_word(void* at, const void* bits, std::size_t bytes);
 // At once, with no other access between; the value before.
 unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to);
 void let_next_kernel_start();
+void note_detour();
 void wait_for_previous_kernel();
 
 // Ends the program: says what, and which thread of which block.

@@ -156,6 +156,7 @@ void run(unsigned seed) {
   constexpr std::uint64_t kQuietPasses = 3000;
   Machine& m = machine;
   m.random.seed(seed);
+  m.detours = 0;
   m.yield_chance = seed ? 2 + m.below(8) : 0;
   m.land_every = seed ? 1u << 2 * m.below(3) : 1;
   std::uint64_t seen = m.progress, seen_at = 0;

@@ -97,6 +97,7 @@ struct Machine {
   std::mt19937 random;
   unsigned yield_chance = 0, land_every = 1;  // one in so many; 0: never
   std::uint64_t progress = 0;                 // counts what a wait without end lacks
+  long detours = 0;
   Thread* current = nullptr;
   Block* loaded = nullptr;  // whose content shared_memory has
 

@@ -225,6 +225,12 @@ unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to) {
   maybe_yield();
   return before;
 }
+void note_detour() {
+  ++machine.detours;
+}
+long detours() {
+  return machine.detours;
+}
 void let_next_kernel_start() {
   me().block->lets_next = true;
   maybe_yield();
