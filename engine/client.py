@@ -313,7 +313,7 @@ class EngineClient:
             # The one loop that every streamed token goes through.
             for request, token in zip(events.requests, events.tokens, strict=False):
                 if (delivery := find(request)) is not None:
-                    delivery.update.tokens.append(token)
+                    delivery.tokens.append(token)
                     if not delivery.told:
                         delivery.tell()
         for request, tokens in events.in_runs():

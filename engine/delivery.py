@@ -29,11 +29,6 @@ class Update(msgspec.Struct):
     scores: list[TokenLogprobs] = []
     finished: Finished | None = None
 
-    @property
-    def empty(self) -> bool:
-        """Nothing has come."""
-        return not (self.tokens or self.scores or self.finished)
-
 
 # Takes the news of deliveries that it can deal with at once; returns the others, untaken.
 Tap = Callable[[list["Delivery"]], list["Delivery"]]
@@ -72,12 +67,14 @@ class Inbox:
     turn of the event loop, and the task is woken for what the tap leaves.
     """
 
+    __slots__ = ("_closed", "_news", "_taps", "_unaware", "_waiter", "tap")
+
     def __init__(self, taps: Taps | None = None) -> None:
         """`taps`: those that its own is asked with; they need not be one engine's."""
         self._taps = taps or Taps()
         self._news: list[Delivery] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._tapping = False  # the tap is going to be asked
+        self._unaware = False  # the task waits, and neither it nor the tap is going to look
         self._closed = False
         self.tap: Tap | None = None
 
@@ -91,10 +88,11 @@ class Inbox:
         """All deliveries with news, each of which is to be taken; waits for the first one."""
         while not self._news:
             self._waiter = self._taps.loop.create_future()
+            self._unaware = True
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter, self._unaware = None, False
         news, self._news = self._news, []
         return news
 
@@ -103,29 +101,33 @@ class Inbox:
         if self._closed:
             return
         self._news.append(delivery)
-        if self._waiter is None or self._tapping or self._waiter.done():
-            return
-        if self.tap is None:
-            self._waiter.set_result(None)
-        else:
-            self._tapping = True
-            self._taps.add(self)
+        if self._unaware:
+            self._unaware = False
+            if self.tap is None:
+                self._wake()
+            else:
+                self._taps.add(self)
 
     def ask_tap(self) -> None:
         """Shows it the news, unless the task sees to them."""
-        self._tapping = False
-        waiter = self._waiter
-        if waiter is None or waiter.done() or self.tap is None:
-            return  # the task sees to it
+        waiter, tap = self._waiter, self.tap
+        if waiter is None or waiter.done() or tap is None:
+            return
         news, self._news = self._news, []
+        self._unaware = True
         try:
-            left = self.tap(news)
+            left = tap(news)
         except Exception as error:
             waiter.set_exception(error)
             return
         if left:
             self._news += left
-            waiter.set_result(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._unaware = False
+        if self._waiter is not None and not self._waiter.done():  # else it has been cancelled
+            self._waiter.set_result(None)
 
 
 class Delivery:
@@ -137,8 +139,8 @@ class Delivery:
     """
 
     __slots__ = (
-        "_begun", "_holding", "_inbox", "_over", "_released", "_waiter", "_wants_logprobs", "error",
-        "id", "interval", "on_finish", "told", "update", "which",
+        "_holding", "_inbox", "_over", "_released", "_rest", "_waiter", "_wants_logprobs", "error",
+        "id", "interval", "on_finish", "only_tokens", "tokens", "told", "which",
     )  # fmt: skip
 
     def __init__(
@@ -154,12 +156,13 @@ class Delivery:
         self.interval = interval
         self.on_finish: Callable[[], None] | None = None
         self._holding = holding
-        self._begun = False  # an update has been read
-        self._released = False  # what is held may be read
+        self._released = True  # what is held may be read, as the first tokens may
         self.id = request.id
         self.which = which
         self.error: EngineError | None = None  # after all that `take` gives
-        self.update = Update()  # what has come since it was last taken
+        self.tokens: list[int] = []  # that have come since they were last taken
+        self._rest = Update()  # what else has
+        self.only_tokens = True  # nothing else has
         self.told = False  # the reader knows that there is news, which it has not taken
         self._wants_logprobs = request.sampling.logprobs is not None
         self._inbox = inbox
@@ -168,26 +171,25 @@ class Delivery:
 
     def take(self) -> Update:
         """All that has come since the last call, which may be nothing."""
-        update, self.update = self.update, Update()
-        self._begun, self._released, self.told = True, False, False
+        update, self._rest = self._rest, Update()
+        update.tokens, self.tokens = self.tokens, []
+        self._released, self.only_tokens, self.told = False, True, False
         return update
 
-    def take_tokens(self) -> None:
-        """As `take`, where nothing but tokens has come, which the caller has seen."""
-        self.update.tokens = []
-        self._begun, self._released, self.told = True, False, False
+    def clear_tokens(self) -> None:
+        """As `take`, where `only_tokens` have come, which the caller has read."""
+        self.tokens.clear()
+        self.told = self._released = False
 
     @property
     def due(self) -> bool:
         """There is something to read, and no reason to wait for more."""
-        update = self.update
-        if update.empty:
-            return False
-        if self.interval == 1 or self._released or not self._begun or self.error is not None:
+        tokens, rest = self.tokens, self._rest
+        if rest.scores or rest.finished is not None:
             return True
-        return bool(
-            len(update.tokens) >= self.interval or update.finished is not None or update.scores
-        )
+        if self.interval == 1 or self._released or self.error is not None:
+            return bool(tokens)
+        return len(tokens) >= self.interval
 
     async def next(self) -> Update:
         """As `take`; waits when that is nothing, or is held.
@@ -224,28 +226,31 @@ class Delivery:
     # Filled by EngineClient. The reader runs after the whole message has been handled.
 
     def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self.update.tokens.append(token)
+        self.tokens.append(token)
         if self._wants_logprobs:
-            self.update.logprobs.append(logprobs)
+            self._rest.logprobs.append(logprobs)
+            self.only_tokens = False
         if not self.told:
             self.tell()
 
     def add_tokens(self, tokens: list[int]) -> None:
         """Tokens of a request that asked for no log-probabilities."""
-        self.update.tokens.extend(tokens)
+        self.tokens.extend(tokens)
         if not self.told:
             self.tell()
 
     def add_scores(self, scores: list[TokenLogprobs]) -> None:
-        self.update.scores.extend(scores)
+        self._rest.scores.extend(scores)
+        self.only_tokens = False
         if not self.told:
             self.tell()
 
     def finish(self, finished: Finished) -> None:
         if finished.answer:
-            self.update.tokens.extend(unpack_ids(finished.answer))
-        self.update.logprobs.extend(finished.logprobs)
-        self.update.finished = finished
+            self.tokens.extend(unpack_ids(finished.answer))
+        self._rest.logprobs.extend(finished.logprobs)
+        self._rest.finished = finished
+        self.only_tokens = False
         if not self.told:
             self.tell()
         if self.on_finish is not None:
@@ -253,6 +258,7 @@ class Delivery:
 
     def fail(self, error: EngineError) -> None:
         self.error = error
+        self.only_tokens = False
         if not self.told:
             self.tell()
 

@@ -93,6 +93,8 @@ class Answer:
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.scores: list[TokenLogprobs] = []  # of the prompt's tokens, where asked for
+        # Tokens that `take_plain` is known to take just now; None where it has to look.
+        self._known: set[int] | None = None
 
     @property
     def stopped(self) -> bool:
@@ -101,6 +103,10 @@ class Answer:
 
     def take(self, update: Update) -> list[Piece]:
         """The pieces of an update. What comes after the answer's end is dropped."""
+        self._known = None
+        return self._take(update)
+
+    def _take(self, update: Update) -> list[Piece]:
         self.scores += update.scores
         self.finished = update.finished or self.finished
         if self._awaits_state:
@@ -152,16 +158,28 @@ class Answer:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
         can belong to a stop string. Else takes nothing and returns False. For requests without
         log-probabilities, whose pieces are all that such a token's text is."""
-        plain, stop, decoder = self._takes_plain, self._stop, self._decoder
-        if plain is None or self.finish_reason is not None:
-            return False
-        if decoder is not None and decoder.holds:  # `_holds`, without a call for every delivery
-            return False
-        if not (plain.has_all(tokens) if stop is None else stop.passes(tokens, plain)):
+        known = self._known or self._look()
+        if known is None or not (known.issuperset(tokens) or self._are_plain(tokens)):
             return False
         # `_decoded`, which is there for log-probabilities, stays as it is.
         self.completion_tokens += len(tokens)
         return True
+
+    def _look(self) -> set[int] | None:
+        """`_known`: None where no token may be taken so, since something is held back."""
+        plain, stop = self._takes_plain, self._stop
+        if plain is not None and self.finish_reason is None and not self._holds:
+            if stop is None:
+                self._known = plain.known
+            elif not (stop.holds or stop.stopped):
+                self._known = stop.strings.spared(plain)
+        return self._known
+
+    def _are_plain(self, tokens: Sequence[int]) -> bool:
+        """Looks at texts of tokens; what is found out is in `_known` from then on."""
+        plain, stop = self._plain, self._stop
+        assert plain is not None
+        return plain.has_all(tokens) if stop is None else stop.strings.spare(tokens, plain)
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:
         """As `take`, where nobody asks for pieces: the text and the tokens that an update adds."""
@@ -169,6 +187,7 @@ class Answer:
             pieces = self.take(update)
             tokens = [piece.token for piece in pieces if piece.token is not None]
             return "".join([piece.text for piece in pieces]), tokens
+        self._known = None
         self.scores += update.scores
         self.finished = update.finished or self.finished
         text = self._text_of(update.tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -32,14 +32,32 @@ LAST_CHUNK = b"0\r\n\r\n"
 _as_line = b"%b: %b\r\n".__mod__  # of a header, its name and value
 
 
-class Writer(NamedTuple):
+class Writer:
     """Writes the rest of a stream that has begun."""
 
-    # False where a part would have to wait for the client, or is pointless: `send` then knows what
-    # to do. Within a turn of the event loop nothing but a write changes that.
-    is_open: Callable[[], bool]
-    write: Callable[[bytes], None]
-    end: Callable[[bytes], None]  # with the last part
+    __slots__ = ("_connection", "_cycle", "_flow", "_write")
+
+    def __init__(self, connection: Connection, cycle: Any) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def is_open(self) -> bool:
+        """False where a part would have to wait for the client, or is pointless: `send` then knows
+        what to do. Within a turn of the event loop nothing but a write changes that."""
+        cycle = self._cycle
+        return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
+
+    def write(self, data: bytes) -> None:
+        """The next part."""
+        if data:  # as _chunk, which every delivery to a stream would call
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self, data: bytes) -> None:
+        """The last part."""
+        self._write(_chunk(data) + LAST_CHUNK)
+        self._connection.end()
 
 
 class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -115,9 +133,9 @@ class Connection:
         cycle.chunked_encoding, cycle.expected_content_length = length is None, left
         cycle.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[message["status"]], lines, body))
         if not more:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """The whole answer has been written."""
         cycle = self._cycle
         cycle.response_complete = True
@@ -163,20 +181,7 @@ class Connection:
         cycle = self._cycle
         if not cycle.chunked_encoding:
             return None
-        flow, write = cycle.flow, cycle.transport.write
-
-        def is_open() -> bool:
-            return not (flow.write_paused or cycle.disconnected or cycle.response_complete)
-
-        def write_chunk(data: bytes) -> None:
-            if data:  # as _chunk, which every delivery to a stream would call
-                write(b"%x\r\n%b\r\n" % (len(data), data))
-
-        def end(data: bytes) -> None:
-            write(_chunk(data) + LAST_CHUNK)
-            self._end()
-
-        return Writer(is_open, write_chunk, end)
+        return Writer(self, cycle)
 
 
 def _chunk(data: bytes) -> bytes:

@@ -22,6 +22,8 @@ _tasks: set[asyncio.Task[None]] = set()
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
 
+RenderTokens = Callable[[list[int]], bytes | None]
+
 ASK_SECONDS = 60.0  # for the engine to answer what is asked of states, a long round included
 LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late with what it has
 
@@ -188,43 +190,20 @@ class Flight:
         self._cut = True
         self.abort()
 
-    def tap(self, render: Callable[[int, list[int]], bytes | None], writer: Writer) -> None:
-        """From now on tokens that come while `arrivals` waits, and are no more than tokens, are
-        rendered and written at once where `render`, which is told their request's position, has
-        something for them. All else comes by `arrivals`."""
-
-        is_open, write, observe = writer.is_open, writer.write, self._observe
-
-        def take(news: list[Delivery]) -> list[Delivery]:
-            if not is_open():
-                return news
-            now = time.perf_counter()
-            left, rendered = [], []
-            for delivery in news:
-                update = delivery.update
-                tokens = update.tokens
-                if tokens and not (update.scores or update.finished or delivery.error):
-                    events = render(delivery.which, tokens)
-                    if events is not None:
-                        rendered.append(events)
-                        delivery.take_tokens()
-                        observe(len(tokens), delivery.which, now)
-                        continue
-                left.append(delivery)
-            if rendered:
-                write(b"".join(rendered))
-            return left
-
-        self._inbox.tap = take
+    def tap(self, renders: list[RenderTokens], writer: Writer) -> None:
+        """From now on tokens that come while `arrived` waits, and are no more than tokens, are
+        rendered and written at once where their request's one of `renders` has something for them.
+        All else comes by `arrived`."""
+        self._inbox.tap = _Tap(self, renders, writer).take
 
     def arrivals(self) -> AsyncIterator[list[Arrival]]:
         """All that arrives, several requests' updates at once where they came together, until
         every request has ended. What comes of a request before it is looked at again is merged
         into one update."""
-        return _Arrivals(self._arrived_next)
+        return _Arrivals(self.arrived)
 
-    async def _arrived_next(self) -> list[Arrival]:
-        """The next of them; nothing where all requests have ended."""
+    async def arrived(self) -> list[Arrival]:
+        """The next of `arrivals`; nothing where all requests have ended."""
         batch: list[Arrival] = []
         while self._unread and not batch:
             news = await self._inbox.next()
@@ -236,7 +215,7 @@ class Flight:
                     self.tokens_out += len(update.tokens)
                     self._metrics.gathered(finished, self._before_engine)
                 elif update.tokens:
-                    self._observe(len(update.tokens), delivery.which, now)
+                    self.observe(len(update.tokens), delivery.which, now)
                 if update.tokens or update.scores or finished is not None:
                     batch.append((delivery.which, update))
                 if finished is not None:
@@ -257,7 +236,7 @@ class Flight:
             error.param = self.keep_field or field
         return error
 
-    def _observe(self, count: int, which: int, now: float) -> None:
+    def observe(self, count: int, which: int, now: float) -> None:
         """Times so many tokens of a request, which came just now."""
         self.tokens_out += count
         last = self._latest[which]
@@ -266,6 +245,37 @@ class Flight:
         else:
             self._metrics.gaps.observe((now - last) / count)
         self._latest[which] = now
+
+
+class _Tap:
+    """A flight's. What it knows is let go of with the inbox's tap."""
+
+    __slots__ = ("_flight", "_renders", "_writer")
+
+    def __init__(self, flight: Flight, renders: list[RenderTokens], writer: Writer) -> None:
+        self._flight = flight
+        self._renders = renders
+        self._writer = writer
+
+    def take(self, news: list[Delivery]) -> list[Delivery]:
+        """As engine.delivery.Tap."""
+        writer = self._writer
+        if not writer.is_open():
+            return news
+        renders, observe, now = self._renders, self._flight.observe, time.perf_counter()
+        left, rendered = [], []
+        for delivery in news:
+            tokens = delivery.tokens
+            events = renders[delivery.which](tokens) if delivery.only_tokens else None
+            if events is None:
+                left.append(delivery)
+                continue
+            rendered.append(events)
+            observe(len(tokens), delivery.which, now)
+            delivery.clear_tokens()
+        if rendered:
+            writer.write(b"".join(rendered))
+        return left
 
 
 class _Arrivals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from service.flight import Flight
 from service.runtime import Runtime
 from service.states import NO_STATES, StateUse
 from service.stop import StopStrings
-from service.streaming import Chunks, ends_all, event_chunks
+from service.streaming import Chunks, ends_all
 from service.template import Template
 from service.wire import TOKENS_AT_ONCE
 
@@ -154,61 +154,89 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
     return outcomes
 
 
+Render = Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
+
+
+class TaskVoice:
+    """A task's Voice in a stream (service.streaming)."""
+
+    __slots__ = (
+        "_flight", "_interval", "_plain", "_render_pieces", "_template", "_template_of", "_which",
+        "answer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        flight: Flight,
+        which: int,
+        task: Task,
+        render_pieces: Render,
+        template_of: Callable[[int], Template | None],
+    ) -> None:
+        """`which` of the flight's requests the task is."""
+        self.answer = task.answer(runtime)
+        self._flight = flight
+        self._which = which
+        self._interval = task.interval
+        # Log-probabilities are rendered for each token.
+        self._plain = task.params.logprobs is None and task.score_top is None
+        self._render_pieces = render_pieces
+        self._template_of = template_of
+        self._template: Template | None = None  # of all its plain tokens to come
+
+    def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
+        begun = b""
+        if self._plain and update.tokens:
+            tokens, interval = update.tokens, self._interval
+            if update.finished is not None:
+                # The last event says more than the others.
+                tokens = tokens[: (len(tokens) - 1) // interval * interval]
+            if tokens and (told := self.render_tokens(tokens)) is not None:
+                begun = told
+                if update.finished is None:
+                    return begun
+                update.tokens = update.tokens[len(tokens) :]
+        answer = self.answer
+        pieces = answer.take(update)
+        _stop(self._flight, self._which, answer, update)
+        rendered = self._render_pieces(self._which, answer, pieces)
+        return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
+
+    def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
+        template = self._template or self._find_template()
+        if template is None or not self.answer.take_plain(tokens):
+            return None
+        return template.events(tokens, self._interval)
+
+    def _find_template(self) -> Template | None:
+        if self._plain:
+            self._template = self._template_of(self._which)
+        return self._template
+
+
+async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
+    return begun + await rendered
+
+
 def stream(
     runtime: Runtime,
     flight: Flight,
     tasks: list[Task],
-    render_pieces: Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]],
+    render_pieces: Render,
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[list[Answer]], bytes],
     template_of: Callable[[int], Template | None],
 ) -> Chunks:
     """Chunks of events. `template_of` gives the template of all of a task's plain tokens to come,
     where their events have one already. Raises EngineUnavailable, Draining; later errors as
-    `streaming.event_chunks`."""
-    answers = [task.answer(runtime) for task in tasks]
-    intervals = [task.interval for task in tasks]
-    # Log-probabilities are rendered for each token.
-    plain = [task.params.logprobs is None and task.score_top is None for task in tasks]
-    templates: list[Template | None] = [None] * len(tasks)
-
-    def find_template(which: int) -> Template | None:
-        if plain[which]:
-            templates[which] = template_of(which)
-        return templates[which]
-
-    def render_update(which: int, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
-        answer, begun = answers[which], b""
-        if plain[which]:
-            tokens, interval = update.tokens, intervals[which]
-            if update.finished is not None:
-                # The last event says more than the others.
-                tokens = tokens[: (len(tokens) - 1) // interval * interval] if tokens else []
-            template = (templates[which] or find_template(which)) if tokens else None
-            if template is not None and answer.take_plain(tokens):
-                begun = template.events(tokens, interval)
-                if update.finished is None:
-                    return begun
-                update.tokens = update.tokens[len(tokens) :]
-        pieces = answer.take(update)
-        _stop(flight, which, answer, update)
-        rendered = render_pieces(which, answer, pieces)
-        return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
-
-    def render_tokens(which: int, tokens: list[int]) -> bytes | None:
-        """Where nothing but plain tokens has come, their events."""
-        template = templates[which] or find_template(which)
-        if template is None or not answers[which].take_plain(tokens):
-            return None
-        return template.events(tokens, intervals[which])
-
+    `streaming.Chunks`."""
+    voices = [
+        TaskVoice(runtime, flight, which, task, render_pieces, template_of)
+        for which, task in enumerate(tasks)
+    ]
     _submit(flight, tasks, stream=True)
-    chunks = event_chunks(flight, len(tasks), render_update, render_error, lambda: last(answers))
-    return Chunks(chunks, lambda writer: flight.tap(render_tokens, writer))
-
-
-async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
-    return begun + await rendered
+    return Chunks(flight, voices, render_error, lambda: last([voice.answer for voice in voices]))
 
 
 def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:

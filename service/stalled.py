@@ -23,6 +23,8 @@ LOOKS = 4  # at every connection, within the time that it may stall
 class MeteredTransport:
     """A transport, and how much of what was written to it the client's side has taken."""
 
+    __slots__ = ("_moved", "_taken", "_transport", "_write", "_written", "is_closing")
+
     def __init__(self, transport: asyncio.Transport, now: float) -> None:
         self._transport = transport
         self._write = transport.write

@@ -23,14 +23,16 @@ class StopStrings:
         self._clear: set[int] = set()
         self._texts: Mapping[int, str | None] | None = None
 
+    def spared(self, texts: Mapping[int, str | None]) -> set[int]:
+        """Tokens of which `spare` is known to be true: a set that grows, of these texts alone."""
+        if self._texts is not texts:
+            self._texts, self._clear = texts, set()
+        return self._clear
+
     def spare(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
         """No token's text, which `texts` gives, is None or holds a character with which a stop
-        string begins. One look at a set where that is known of all tokens."""
-        if self._texts is not texts:
-            self._texts = texts
-            self._clear.clear()
-        if self._clear.issuperset(tokens):
-            return True
+        string begins."""
+        self.spared(texts)
         for token in tokens:
             text = texts[token]
             if text is None or not self._firsts.isdisjoint(text):
@@ -44,9 +46,11 @@ class StopMatcher:
     """Passes text on up to the first stop string, and holds back the longest suffix that could
     begin one. The first stop string to be complete wins; of two that end together, the longer."""
 
+    __slots__ = ("_failures", "_held", "_matched", "_stops", "stopped", "strings")
+
     def __init__(self, strings: StopStrings) -> None:
         self._stops = strings.stops
-        self._strings = strings
+        self.strings = strings
         self._failures = strings.failures
         self._matched = [0] * len(self._stops)  # characters of each that the text ends with
         self._held = ""
@@ -67,11 +71,10 @@ class StopMatcher:
         self._held = text[kept:]
         return text[:kept]
 
-    def passes(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
-        """`feed` would pass the texts of these tokens on as they are, since no stop string has
-        begun or begins in them. They need not be fed then. False also where `texts` has None for
-        one of them."""
-        return not (self._held or self.stopped) and self._strings.spare(tokens, texts)
+    @property
+    def holds(self) -> bool:
+        """Text is held back: a stop string may have begun."""
+        return bool(self._held)
 
     def flush(self) -> str:
         """The text has ended: what was held back."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
@@ -34,6 +33,17 @@ HEADERS = (
 )
 
 T = TypeVar("T")
+
+
+class Voice(Protocol):
+    """What one request has to say in a stream."""
+
+    def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
+        """The events of what has come; a coroutine for what is better rendered beside the event
+        loop."""
+
+    def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
+        """Those of tokens that came alone; None, and nothing is taken, where they are not plain."""
 
 
 class ClientGone(Exception):
@@ -88,21 +98,67 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Chunks:
-    """Chunks of events, of which some may be written without being asked for here."""
+    """The events of a flight of several requests, those that came together in one chunk.
+
+    A request that fails gets an event of its own (`render_error`) where others are served; where
+    none is left to serve, its error ends the stream. `last` is rendered before [DONE].
+    """
+
+    __slots__ = (
+        "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_served", "_voices",
+        "over",
+    )  # fmt: skip
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], write_through: Callable[[Writer], None]
+        self,
+        flight: Flight,
+        voices: Sequence[Voice],
+        render_error: Callable[[int, EngineError], bytes],
+        last: Callable[[], bytes],
     ) -> None:
-        """`write_through` is called once, when the first chunk has been written."""
-        self._chunks = chunks
-        self.write_through = write_through
+        """`voices`: of each of its requests."""
+        self._flight = flight
+        self._voices = voices
+        self._render_error = render_error
+        self._last = last
+        self._failed = 0
+        self._served = False  # some request has been
+        self._held = b""  # error events that came before anything else
+        self._error: EngineError | None = None  # that ends the stream, after what came before it
+        self.over = False  # the last one has been given
 
-    def __aiter__(self) -> AsyncGenerator[bytes]:
-        return self._chunks
+    async def next(self) -> bytes:
+        """The next one. Raises the EngineError that ends the stream."""
+        if self._error is not None:
+            raise self._error
+        flight, voices = self._flight, self._voices
+        while batch := await flight.arrived():
+            chunk, begun = b"", self._served
+            for which, came in batch:
+                if not isinstance(came, EngineError):
+                    rendered = voices[which].render(came)
+                    chunk += rendered if isinstance(rendered, bytes) else await rendered
+                    self._served = True
+                    continue
+                self._failed += 1
+                if self._failed == len(voices) or ends_all(came):
+                    if self._served and (begun or not isinstance(came, QueueFull)):
+                        self._error = came
+                        return self._held + chunk
+                    raise came
+                chunk += self._render_error(which, came)
+            self._held += chunk
+            if flight.is_over:
+                break
+            if self._served and self._held:
+                held, self._held = self._held, b""
+                return held
+        self.over = True
+        return self._held + self._last() + DONE
 
-    async def aclose(self) -> None:
-        """Ends them early."""
-        await self._chunks.aclose()
+    def write_through(self, writer: Writer) -> None:
+        """From now on plain tokens are written as they come, without being asked for here."""
+        self._flight.tap([voice.render_tokens for voice in self._voices], writer)
 
 
 class EventStream(Response):
@@ -118,44 +174,40 @@ class EventStream(Response):
         self.raw_headers = list(HEADERS)
         self._chunks = chunks
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_client_leaves(scope, receive, self._send_all(scope, send))
-        except ClientGone:
-            scope[OUTCOME] = "cancelled"
-            raise
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        return unless_client_leaves(scope, receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        started = over = False
+        chunks, started = self._chunks, False
         connection: Connection | None = scope.get(CONNECTION)
         write = send if connection is None else connection.send
         writer: Writer | None = None
-        # A generator that is not run to its end keeps its engine requests until it is closed.
-        async with aclosing(self._chunks) as chunks:
-            try:
-                async for chunk in chunks:
-                    over = chunk.endswith(DONE)
-                    if not started:
-                        await begin(scope, send, 200, self.raw_headers, chunk, more=not over)
-                        started = True
-                        if connection is not None and (writer := connection.writer()) is not None:
-                            chunks.write_through(writer)
-                    elif writer is not None and writer.is_open():
-                        (writer.end if over else writer.write)(chunk)
-                    else:
-                        body = {"type": "http.response.body", "body": chunk, "more_body": not over}
-                        await write(body)
-            except Exception as error:
+        try:
+            while not chunks.over:
+                chunk = await chunks.next()
                 if not started:
-                    raise
-                scope[OUTCOME] = "error"
-                if not isinstance(error, EngineError):
-                    logger.exception("unexpected error in a stream")
-                told = error_body(error)
-                scope[ERROR_CODE] = told["error"]["code"]
-                await write({"type": "http.response.body", "body": event(told), "more_body": True})
-        if not over:
-            await write({"type": "http.response.body", "body": b"", "more_body": False})
+                    await begin(scope, send, 200, self.raw_headers, chunk, more=not chunks.over)
+                    started = True
+                    if connection is not None and (writer := connection.writer()) is not None:
+                        chunks.write_through(writer)
+                elif writer is not None and writer.is_open():
+                    (writer.end if chunks.over else writer.write)(chunk)
+                else:
+                    await write(_body(chunk, more=not chunks.over))
+        except Exception as error:
+            if not started:
+                raise
+            scope[OUTCOME] = "error"
+            if not isinstance(error, EngineError):
+                logger.exception("unexpected error in a stream")
+            told = error_body(error)
+            scope[ERROR_CODE] = told["error"]["code"]
+            await write(_body(event(told), more=True))
+            await write(_body(b"", more=False))
+
+
+def _body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -173,40 +225,3 @@ def ends_all(error: EngineError) -> bool:
     if isinstance(error, QueueFull):
         return True
     return isinstance(error, EngineUnavailable) and not isinstance(error, StepFailed)
-
-
-async def event_chunks(
-    flight: Flight,
-    count: int,
-    render: Callable[[int, Update], bytes | Coroutine[Any, Any, bytes]],
-    render_error: Callable[[int, EngineError], bytes],
-    last: Callable[[], bytes],
-) -> AsyncGenerator[bytes]:
-    """The events of a flight of `count` requests, those that came together in one chunk.
-
-    A request that fails gets an event of its own (`render_error`) where others are served; where
-    none is left to serve, its error ends the stream. `last` is rendered before [DONE]. `render`
-    gives a coroutine for what is better rendered beside the event loop.
-    """
-    failed = 0
-    served = False  # some request has been
-    held = b""  # error events that came before anything else
-    async for batch in flight.arrivals():
-        chunk, begun = b"", served
-        for which, came in batch:
-            if not isinstance(came, EngineError):
-                rendered = render(which, came)
-                chunk += rendered if isinstance(rendered, bytes) else await rendered
-                served = True
-                continue
-            failed += 1
-            if failed == count or ends_all(came):
-                if served and (begun or not isinstance(came, QueueFull)):
-                    yield held + chunk
-                raise came
-            chunk += render_error(which, came)
-        held += chunk
-        if served and held and not flight.is_over:
-            yield held
-            held = b""
-    yield held + last() + DONE

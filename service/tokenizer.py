@@ -53,11 +53,11 @@ class PlainTexts(dict[int, str | None]):
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
-        self._known: set[int] = set()  # tokens that have one
+        self.known: set[int] = set()  # tokens that are known to have one
 
     def has_all(self, tokens: Sequence[int]) -> bool:
         """Each of these tokens has a text."""
-        known = self._known
+        known = self.known
         if known.issuperset(tokens):
             return True
         known.update(token for token in tokens if self[token] is not None)

@@ -34,16 +34,26 @@ def test_a_stream_is_what_its_plain_answer_is(
     written = []
     tap, writer_of = Flight.tap, Connection.writer
 
-    def counting(flight: Flight, render: Any, writer: Writer) -> None:
-        def count(data: bytes) -> None:
-            writer.write(data)
+    class Counting:
+        """Notes what the tap writes."""
+
+        def __init__(self, writer: Writer) -> None:
+            self._writer = writer
+            self.is_open = writer.is_open
+
+        def write(self, data: bytes) -> None:
+            self._writer.write(data)
             written.append(len(data))
 
-        tap(flight, render, writer._replace(write=count))
+    def counting(flight: Flight, renders: Any, writer: Writer) -> None:
+        tap(flight, renders, cast("Writer", Counting(writer)))
+
+    class Shut(Writer):
+        def is_open(self) -> bool:
+            return False
 
     def shut(connection: Connection) -> Writer | None:
-        writer = writer_of(connection)
-        return writer and writer._replace(is_open=lambda: False)
+        return writer_of(connection) and Shut(connection, connection._cycle)
 
     monkeypatch.setattr(Flight, "tap", counting)
     if not is_open:

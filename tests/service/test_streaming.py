@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from engine.client import Update
 from engine.errors import EngineError, QueueFull, StepFailed
 from service.flight import Arrival, Flight
-from service.streaming import event_chunks
+from service.streaming import Chunks
 
 ERROR = StepFailed("a step failed")
 
@@ -21,25 +21,37 @@ class Arrivals:
     is_over = False
 
     def __init__(self, *batches: list[Arrival]) -> None:
-        self._batches = batches
+        self._batches = list(batches)
 
-    async def arrivals(self) -> AsyncIterator[list[Arrival]]:
-        for batch in self._batches:
-            yield batch
+    async def arrived(self) -> list[Arrival]:
+        return self._batches.pop(0) if self._batches else []
+
+
+class Named:
+    """A request that tells which one it is and its tokens."""
+
+    def __init__(self, which: int) -> None:
+        self._which = which
+
+    def render(self, update: Update) -> bytes:
+        return b"%d:%d " % (self._which, update.tokens[0])
+
+    def render_tokens(self, tokens: Sequence[int]) -> None:
+        """None of them is plain."""
 
 
 async def _sent(count: int, *batches: list[Arrival]) -> list[str]:
     """What a client reads; `raise` where the stream ends with an error."""
     sent = b""
     try:
-        async for chunk in event_chunks(
+        chunks = Chunks(
             cast(Flight, Arrivals(*batches)),
-            count,
-            lambda which, update: b"%d:%d " % (which, update.tokens[0]),
+            [Named(which) for which in range(count)],
             lambda which, error: b"%d:error " % which,
             lambda: b"",
-        ):
-            sent += chunk
+        )
+        while not chunks.over:
+            sent += await chunks.next()
     except EngineError:
         sent += b"raise"
     return sent.replace(b"data: [DONE]\n\n", b"done").decode().split()

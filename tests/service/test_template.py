@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ from engine.errors import EngineDead
 from engine.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
 from service.answer import Answer, Piece, grouped
-from service.generation import Outcome, Task, stream
+from service.generation import Outcome, Task, TaskVoice, stream
 from service.stop import StopMatcher, StopStrings
 from service.tally import MOST_SEEN, Counts, Tally
 from service.template import HOLE, Template, parts_of
 from service.tokenizer import Tokenizer
-from service.wire import event
+from service.wire import DONE, event
 
 TOKENIZER = Tokenizer(byte_level_tokenizer())
 END = 256  # a special token: no text
@@ -37,7 +38,7 @@ class _Flight:
     is_over = False
 
     def __init__(self, updates: list[Update]) -> None:
-        self._updates = updates
+        self._updates = iter(updates)
         self.stopped = False
 
     def submit(self, *_: Any, **__: Any) -> None:
@@ -48,9 +49,8 @@ class _Flight:
     def stop(self, *_: Any) -> None:
         self.stopped = True
 
-    async def arrivals(self) -> AsyncIterator[list[tuple[int, Update]]]:
-        for update in self._updates:
-            yield [(0, update)]
+    async def arrived(self) -> list[tuple[int, Update]]:
+        return [(0, update) for update in itertools.islice(self._updates, 1)]
 
 
 class _Runtime:
@@ -67,9 +67,9 @@ def _updates(runs: Sequence[Sequence[int]], end: bool) -> list[Update]:
 
 
 def _events(
-    runs: list[list[int]], stops: list[str], interval: int, template: Template | None
+    runs: list[list[int]], stops: list[str], interval: int, template: Template | None, tapped: bool
 ) -> bytes:
-    """What a stream sends of an answer of one prompt."""
+    """What a stream sends of an answer of one prompt; `tapped`: as while its task waits."""
 
     def render(_: int, __: Answer, pieces: list[Piece]) -> bytes:
         return b"".join(
@@ -83,10 +83,21 @@ def _events(
         task = Task(ids, pack_ids(ids), SamplingParams(), stop, 1.0, 0, interval)
         flight: Any = _Flight(_updates(runs, end=True))
         runtime: Any = _Runtime()
+        if tapped:
+            voice = TaskVoice(runtime, flight, 0, task, render, lambda _: template)
+            told = b""
+            while came := await flight.arrived():
+                [(_, update)] = came
+                events = None if update.finished else voice.render_tokens(update.tokens)
+                told += voice.render(update) if events is None else events
+            return told + DONE
         chunks = stream(
             runtime, flight, [task], render, lambda *_: b"", lambda _: b"", lambda _: template
         )
-        return b"".join([chunk async for chunk in chunks])
+        told = b""
+        while not chunks.over:
+            told += await chunks.next()
+        return told
 
     return asyncio.run(collect())
 
@@ -97,12 +108,15 @@ def _content(group: list[Piece]) -> dict[str, Any]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(RUNS, min_size=1, max_size=5), STOPS, st.sampled_from([1, 1, 2, 5]))
-def test_a_template_changes_nothing(runs: list[list[int]], stops: list[str], interval: int) -> None:
+@given(st.lists(RUNS, min_size=1, max_size=5), STOPS, st.sampled_from([1, 1, 2, 5]), st.booleans())
+def test_a_template_changes_nothing(
+    runs: list[list[int]], stops: list[str], interval: int, tapped: bool
+) -> None:
     parts = parts_of(TOKENIZER, ids=True)
     assert parts is not None
     template = Template({"text": HOLE, "finish": None}, parts)
-    assert _events(runs, stops, interval, template) == _events(runs, stops, interval, None)
+    expected = _events(runs, stops, interval, None, tapped=False)
+    assert _events(runs, stops, interval, template, tapped) == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -121,12 +135,13 @@ def test_an_outcome_without_pieces_says_the_same(runs: list[list[int]], stops: l
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.text("ab<é\n", max_size=4), max_size=6), STOPS)
-def test_texts_that_a_matcher_passes_need_not_be_fed(texts: list[str], stops: list[str]) -> None:
+def test_texts_that_are_spared_need_not_be_fed(texts: list[str], stops: list[str]) -> None:
     strings = StopStrings(stops or ["never"])
     fed, spared = StopMatcher(strings), StopMatcher(strings)
     for text in texts:
         expected = fed.feed(text)
-        assert (text if spared.passes([0], {0: text}) else spared.feed(text)) == expected
+        passes = not (spared.holds or spared.stopped) and strings.spare([0], {0: text})
+        assert (text if passes else spared.feed(text)) == expected
         assert fed.stopped == spared.stopped
     assert fed.flush() == spared.flush()
 
@@ -181,10 +196,21 @@ async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:
     second.add_tokens([2])
     first.fail(EngineDead("dead"))
     assert await waiting == [second, first]
-    assert second.take().tokens == [1, 2] and second.take().empty
+    assert second.take().tokens == [1, 2] and second.take() == Update()
     assert first.error is not None
     second.add_tokens([3])
     assert await inbox.next() == [second]
+
+
+def test_what_is_known_of_tokens_holds_for_their_texts_alone() -> None:
+    """Models with other tokenizers may have requests with the same stop strings."""
+    strings = StopStrings(["stop"])
+    one: dict[int, str | None] = {7: "a"}
+    other: dict[int, str | None] = {7: "s", 8: None}
+    assert strings.spare([7], one) and strings.spared(one) == {7}
+    known = strings.spared(one)
+    assert not strings.spare([7], other) and not strings.spare([8], other)
+    assert strings.spared(other) == set() and known == {7}
 
 
 async def test_an_inbox_whose_reader_was_cancelled_keeps_its_news() -> None:
