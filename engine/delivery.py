@@ -103,10 +103,10 @@ class Inbox:
         self._news.append(delivery)
         if self._unaware:
             self._unaware = False
-            if self.tap is None:
-                self._wake()
-            else:
+            if self.tap is not None:
                 self._taps.add(self)
+            elif self._waiter is not None and not self._waiter.done():  # it may be cancelled
+                self._waiter.set_result(None)
 
     def ask_tap(self) -> None:
         """Shows it the news, unless the task sees to them."""
@@ -114,7 +114,6 @@ class Inbox:
         if waiter is None or waiter.done() or tap is None:
             return
         news, self._news = self._news, []
-        self._unaware = True
         try:
             left = tap(news)
         except Exception as error:
@@ -122,12 +121,9 @@ class Inbox:
             return
         if left:
             self._news += left
-            self._wake()
-
-    def _wake(self) -> None:
-        self._unaware = False
-        if self._waiter is not None and not self._waiter.done():  # else it has been cancelled
-            self._waiter.set_result(None)
+            waiter.set_result(None)
+        else:
+            self._unaware = True
 
 
 class Delivery:

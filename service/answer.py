@@ -93,7 +93,7 @@ class Answer:
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.scores: list[TokenLogprobs] = []  # of the prompt's tokens, where asked for
-        # Tokens that `take_plain` is known to take just now; None where it has to look.
+        # Tokens of which `take_plain` knows that it takes them just now; None or empty: it looks.
         self._known: set[int] | None = None
 
     @property
@@ -104,9 +104,6 @@ class Answer:
     def take(self, update: Update) -> list[Piece]:
         """The pieces of an update. What comes after the answer's end is dropped."""
         self._known = None
-        return self._take(update)
-
-    def _take(self, update: Update) -> list[Piece]:
         self.scores += update.scores
         self.finished = update.finished or self.finished
         if self._awaits_state:
@@ -158,28 +155,29 @@ class Answer:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
         can belong to a stop string. Else takes nothing and returns False. For requests without
         log-probabilities, whose pieces are all that such a token's text is."""
-        known = self._known or self._look()
+        known = self._known or self._find_known()
         if known is None or not (known.issuperset(tokens) or self._are_plain(tokens)):
             return False
         # `_decoded`, which is there for log-probabilities, stays as it is.
         self.completion_tokens += len(tokens)
         return True
 
-    def _look(self) -> set[int] | None:
-        """`_known`: None where no token may be taken so, since something is held back."""
+    def _find_known(self) -> set[int] | None:
+        """`_known`, which may be empty; None where no token may be taken so, since something is
+        held back, the answer is over, or its tokens are counted one by one."""
         plain, stop = self._takes_plain, self._stop
         if plain is not None and self.finish_reason is None and not self._holds:
             if stop is None:
                 self._known = plain.known
             elif not (stop.holds or stop.stopped):
-                self._known = stop.strings.spared(plain)
+                self._known = stop.strings.known_clear(plain)
         return self._known
 
     def _are_plain(self, tokens: Sequence[int]) -> bool:
-        """Looks at texts of tokens; what is found out is in `_known` from then on."""
+        """Looks at texts of tokens; `_known` mostly has them from then on."""
         plain, stop = self._plain, self._stop
         assert plain is not None
-        return plain.has_all(tokens) if stop is None else stop.strings.spare(tokens, plain)
+        return plain.has_all(tokens) if stop is None else stop.strings.all_clear(tokens, plain)
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:
         """As `take`, where nobody asks for pieces: the text and the tokens that an update adds."""

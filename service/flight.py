@@ -22,6 +22,7 @@ _tasks: set[asyncio.Task[None]] = set()
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
 
+# Gives the events of plain tokens; None, and takes nothing, where they are not plain.
 RenderTokens = Callable[[list[int]], bytes | None]
 
 ASK_SECONDS = 60.0  # for the engine to answer what is asked of states, a long round included
@@ -191,19 +192,19 @@ class Flight:
         self.abort()
 
     def tap(self, renders: list[RenderTokens], writer: Writer) -> None:
-        """From now on tokens that come while `arrived` waits, and are no more than tokens, are
+        """From now on tokens that come while `next_arrivals` waits, and come alone, are
         rendered and written at once where their request's one of `renders` has something for them.
-        All else comes by `arrived`."""
+        All else comes by `next_arrivals`."""
         self._inbox.tap = _Tap(self, renders, writer).take
 
     def arrivals(self) -> AsyncIterator[list[Arrival]]:
         """All that arrives, several requests' updates at once where they came together, until
         every request has ended. What comes of a request before it is looked at again is merged
         into one update."""
-        return _Arrivals(self.arrived)
+        return _Arrivals(self.next_arrivals)
 
-    async def arrived(self) -> list[Arrival]:
-        """The next of `arrivals`; nothing where all requests have ended."""
+    async def next_arrivals(self) -> list[Arrival]:
+        """The next of `arrivals`; none where all requests have ended."""
         batch: list[Arrival] = []
         while self._unread and not batch:
             news = await self._inbox.next()
@@ -266,7 +267,9 @@ class _Tap:
         left, rendered = [], []
         for delivery in news:
             tokens = delivery.tokens
-            events = renders[delivery.which](tokens) if delivery.only_tokens else None
+            events = None
+            if tokens and delivery.only_tokens:
+                events = renders[delivery.which](tokens)
             if events is None:
                 left.append(delivery)
                 continue

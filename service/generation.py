@@ -154,7 +154,8 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
     return outcomes
 
 
-Render = Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
+# Gives the events of a task's new pieces; a coroutine where they are many.
+RenderPieces = Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
 
 
 class TaskVoice:
@@ -171,7 +172,7 @@ class TaskVoice:
         flight: Flight,
         which: int,
         task: Task,
-        render_pieces: Render,
+        render_pieces: RenderPieces,
         template_of: Callable[[int], Template | None],
     ) -> None:
         """`which` of the flight's requests the task is."""
@@ -223,7 +224,7 @@ def stream(
     runtime: Runtime,
     flight: Flight,
     tasks: list[Task],
-    render_pieces: Render,
+    render_pieces: RenderPieces,
     render_error: Callable[[int, EngineError], bytes],
     last: Callable[[list[Answer]], bytes],
     template_of: Callable[[int], Template | None],

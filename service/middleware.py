@@ -65,7 +65,7 @@ class Account:
         try:
             await self.app(scope, receive, send_and_note)
         except ClientGone as error:
-            status = CLIENT_CLOSED
+            status, scope[OUTCOME] = CLIENT_CLOSED, "cancelled"
             forget(error)
         except Exception as error:
             answer = unexpected(scope, error)

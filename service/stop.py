@@ -23,22 +23,23 @@ class StopStrings:
         self._clear: set[int] = set()
         self._texts: Mapping[int, str | None] | None = None
 
-    def spared(self, texts: Mapping[int, str | None]) -> set[int]:
-        """Tokens of which `spare` is known to be true: a set that grows, of these texts alone."""
+    def known_clear(self, texts: Mapping[int, str | None]) -> set[int]:
+        """Tokens that are known to be clear (`all_clear`): a set that may grow, of these texts
+        alone."""
         if self._texts is not texts:
             self._texts, self._clear = texts, set()
         return self._clear
 
-    def spare(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
+    def all_clear(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
         """No token's text, which `texts` gives, is None or holds a character with which a stop
         string begins."""
-        self.spared(texts)
+        clear = self.known_clear(texts)
         for token in tokens:
             text = texts[token]
             if text is None or not self._firsts.isdisjoint(text):
                 return False
-            if len(self._clear) < MOST_KNOWN:
-                self._clear.add(token)
+            if len(clear) < MOST_KNOWN:
+                clear.add(token)
         return True
 
 

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from engine.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
 from service.direct import Connection, Writer, begin
-from service.errors import ApiError, from_engine
+from service.errors import ApiError, forget, from_engine
 from service.flight import Flight
 from service.scope import CONNECTION, ERROR_CODE, OUTCOME
 from service.wire import DONE, event
@@ -123,7 +123,7 @@ class Chunks:
         self._last = last
         self._failed = 0
         self._served = False  # some request has been
-        self._held = b""  # error events that came before anything else
+        self._held = b""  # what is not given yet: errors that came before anything else
         self._error: EngineError | None = None  # that ends the stream, after what came before it
         self.over = False  # the last one has been given
 
@@ -132,7 +132,7 @@ class Chunks:
         if self._error is not None:
             raise self._error
         flight, voices = self._flight, self._voices
-        while batch := await flight.arrived():
+        while batch := await flight.next_arrivals():
             chunk, begun = b"", self._served
             for which, came in batch:
                 if not isinstance(came, EngineError):
@@ -153,8 +153,9 @@ class Chunks:
             if self._served and self._held:
                 held, self._held = self._held, b""
                 return held
+        end = self._held + self._last() + DONE
         self.over = True
-        return self._held + self._last() + DONE
+        return end
 
     def write_through(self, writer: Writer) -> None:
         """From now on plain tokens are written as they come, without being asked for here."""
@@ -204,6 +205,7 @@ class EventStream(Response):
             scope[ERROR_CODE] = told["error"]["code"]
             await write(_body(event(told), more=True))
             await write(_body(b"", more=False))
+            forget(error)
 
 
 def _body(data: bytes, *, more: bool) -> Message:

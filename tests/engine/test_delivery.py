@@ -11,7 +11,7 @@ from engine import holding
 from engine.client import Delivery, Inbox
 from engine.errors import StepFailed
 from engine.holding import Holding
-from engine.messages import Finished, Request, TokenLogprobs, pack_ids
+from engine.messages import Finished, Request, SamplingParams, TokenLogprobs, pack_ids
 
 FINISHED = Finished(0, "length", 1, 0, 9)
 
@@ -72,6 +72,35 @@ async def test_what_is_released_is_read_and_the_next_is_held_again() -> None:
     assert (await one.next()).tokens == [1]
     one.add_tokens([2])
     assert not one.due
+
+
+async def test_tokens_that_were_read_alone_do_not_let_the_next_ones_out() -> None:
+    """As a tap reads what was held for long enough."""
+    one = await begun(100)
+    one.add_tokens([1])
+    one.release()
+    assert one.due and one.only_tokens
+    one.clear_tokens()
+    one.add_tokens([2])
+    assert not one.due and one.tokens == [2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda one: one.add_scores([TokenLogprobs(-1.0)]),
+        lambda one: one.add_token(2, TokenLogprobs(-1.0)),
+        lambda one: one.finish(FINISHED),
+        lambda one: one.fail(StepFailed("boom")),
+    ],
+)
+async def test_what_is_more_than_tokens_is_known(other: Callable[[Delivery], None]) -> None:
+    one = Delivery(Request(id=0, prompt=pack_ids([1]), sampling=SamplingParams(logprobs=0)))
+    one.add_tokens([1])
+    assert one.only_tokens
+    other(one)
+    assert not one.only_tokens
+    assert one.take().tokens[0] == 1 and one.only_tokens
 
 
 @pytest.mark.parametrize("interval", [1, 2])

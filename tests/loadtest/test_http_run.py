@@ -130,7 +130,7 @@ def test_two_runs_are_compared(
 def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = (*COMMON, "--sweep", "50:100", "--sweep-precision", "0.5")
+    options = (*COMMON, "--sweep", "50:100")
     # Whether this machine leaves the client enough time is not what is tested.
     monkeypatch.setattr("loadtest.http.summary.LATE_SECONDS", math.inf)
     monkeypatch.setattr("loadtest.http.summary.BUSY", math.inf)

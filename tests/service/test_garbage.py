@@ -75,6 +75,21 @@ def test_what_a_request_brought_goes_with_it(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.usefixtures("_uncollected")
+def test_so_does_a_stream_that_fails_in_the_middle(tmp_path: Path) -> None:
+    runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
+    body = {"prompts": ["ka"], "stream": True, **LONG}
+    with listening(runner) as (url, _), httpx.Client(base_url=f"{url}/v1") as client:
+        for _ in range(3):
+            with client.stream("POST", "/generate", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                runner.failures.append(RuntimeError("boom"))
+                assert "step_failed" in list(lines)[-2]
+        client.get("/models")  # the connection's latest request
+        assert (left(), errors()) == ([], 0)
+
+
+@pytest.mark.usefixtures("_uncollected")
 @pytest.mark.parametrize("stream", [False, True])
 def test_so_does_what_a_client_that_left_had_asked(tmp_path: Path, stream: bool) -> None:
     runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)

@@ -18,13 +18,15 @@ ERROR = StepFailed("a step failed")
 class Arrivals:
     """A flight to which this comes."""
 
-    is_over = False
-
     def __init__(self, *batches: list[Arrival]) -> None:
         self._batches = list(batches)
 
-    async def arrived(self) -> list[Arrival]:
-        return self._batches.pop(0) if self._batches else []
+    @property
+    def is_over(self) -> bool:
+        return not self._batches
+
+    async def next_arrivals(self) -> list[Arrival]:
+        return [] if self.is_over else self._batches.pop(0)
 
 
 class Named:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +34,13 @@ STOPS = st.lists(st.text("ab<é\n", min_size=1, max_size=3), max_size=3)
 class _Flight:
     """Brings updates of one request."""
 
-    is_over = False
-
     def __init__(self, updates: list[Update]) -> None:
-        self._updates = iter(updates)
+        self._updates = list(updates)
         self.stopped = False
+
+    @property
+    def is_over(self) -> bool:
+        return not self._updates
 
     def submit(self, *_: Any, **__: Any) -> None:
         """Takes anything."""
@@ -49,8 +50,8 @@ class _Flight:
     def stop(self, *_: Any) -> None:
         self.stopped = True
 
-    async def arrived(self) -> list[tuple[int, Update]]:
-        return [(0, update) for update in itertools.islice(self._updates, 1)]
+    async def next_arrivals(self) -> list[tuple[int, Update]]:
+        return [] if self.is_over else [(0, self._updates.pop(0))]
 
 
 class _Runtime:
@@ -86,7 +87,7 @@ def _events(
         if tapped:
             voice = TaskVoice(runtime, flight, 0, task, render, lambda _: template)
             told = b""
-            while came := await flight.arrived():
+            while came := await flight.next_arrivals():
                 [(_, update)] = came
                 events = None if update.finished else voice.render_tokens(update.tokens)
                 told += voice.render(update) if events is None else events
@@ -135,12 +136,12 @@ def test_an_outcome_without_pieces_says_the_same(runs: list[list[int]], stops: l
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.text("ab<é\n", max_size=4), max_size=6), STOPS)
-def test_texts_that_are_spared_need_not_be_fed(texts: list[str], stops: list[str]) -> None:
+def test_texts_that_are_clear_need_not_be_fed(texts: list[str], stops: list[str]) -> None:
     strings = StopStrings(stops or ["never"])
     fed, spared = StopMatcher(strings), StopMatcher(strings)
     for text in texts:
         expected = fed.feed(text)
-        passes = not (spared.holds or spared.stopped) and strings.spare([0], {0: text})
+        passes = not (spared.holds or spared.stopped) and strings.all_clear([0], {0: text})
         assert (text if passes else spared.feed(text)) == expected
         assert fed.stopped == spared.stopped
     assert fed.flush() == spared.flush()
@@ -207,10 +208,10 @@ def test_what_is_known_of_tokens_holds_for_their_texts_alone() -> None:
     strings = StopStrings(["stop"])
     one: dict[int, str | None] = {7: "a"}
     other: dict[int, str | None] = {7: "s", 8: None}
-    assert strings.spare([7], one) and strings.spared(one) == {7}
-    known = strings.spared(one)
-    assert not strings.spare([7], other) and not strings.spare([8], other)
-    assert strings.spared(other) == set() and known == {7}
+    assert strings.all_clear([7], one) and strings.known_clear(one) == {7}
+    known = strings.known_clear(one)
+    assert not strings.all_clear([7], other) and not strings.all_clear([8], other)
+    assert strings.known_clear(other) == set() and known == {7}
 
 
 async def test_an_inbox_whose_reader_was_cancelled_keeps_its_news() -> None:
