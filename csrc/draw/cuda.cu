@@ -13,8 +13,7 @@ namespace {
 // What the current device gives to a kernel.
 struct Room {
   int device = -1;
-  int shared_bytes = 0;     // that a block may have
-  int shared_together = 0;  // that a multiprocessor's blocks may have
+  int shared_bytes = 0;  // that a block may have
   int processors = 0;
   bool clusters = false;
 };
@@ -30,7 +29,6 @@ const Room& room() {
     };
     int clusters = 0;
     ask(found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    ask(found.shared_together, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(found.processors, cudaDevAttrMultiProcessorCount);
     ask(clusters, cudaDevAttrClusterLaunch);
     found.clusters = clusters && waits_for_previous<kKernel>();  // code for Hopper and later
@@ -73,28 +71,26 @@ bool launch_stored(const DrawArgs& args, cudaStream_t stream) {
   return false;
 }
 
-// One small block a row, kBlocks of a multiprocessor. False where a row is too long for it or
-// shared memory too small.
+// One small block a row, kBlocks of a multiprocessor where its shared memory has room for them.
 template <int kThreads, int kBlocks>
-bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
-  constexpr auto kKernel = &streamed_draw_kernel<kThreads, kBlocks>;
-  constexpr int kReserved = 1024;  // of each block, by CUDA
-  const auto bytes = static_cast<int>(streamed_bytes<kThreads>());
-  if (args.vocab > streamed_vocab(kThreads) ||
-      kBlocks * (bytes + kReserved) > room<kKernel>().shared_together) {
-    return false;
-  }
-  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), kThreads, bytes};
-  launch_early<kKernel>(grid, stream, "draw", args);
-  return true;
+void launch_streamed(const DrawArgs& args, cudaStream_t stream) {
+  constexpr auto kBytes = static_cast<int>(streamed_bytes<kThreads>());
+  static_assert(kBytes <= 48 * 1024, "what every GPU gives to a block that does not ask for more");
+  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), kThreads, kBytes};
+  launch_early<&streamed_draw_kernel<kThreads, kBlocks>>(grid, stream, "draw", args);
 }
-// False where rows are too few as well.
+// False where rows are too few or too long for it.
 bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
   if (args.rows <= room<&draw_kernel<true, 1024, 1>>().processors) return false;
+  if (args.vocab > streamed_vocab(512)) return false;
   // Larger blocks read fewer rows at a time, which stay in the L2 cache; smaller ones have less to
   // do that does not depend on the row's length.
-  return (args.vocab > 8192 && launch_streamed<512, 2>(args, stream)) ||
-         launch_streamed<256, 4>(args, stream) || launch_streamed<256, 2>(args, stream);
+  if (args.vocab > 8192) {
+    launch_streamed<512, 2>(args, stream);
+  } else {
+    launch_streamed<256, 4>(args, stream);
+  }
+  return true;
 }
 
 // A warp a row, so many tokens a lane. False where a row has more.

@@ -12,56 +12,67 @@ constexpr unsigned kStepTokens = kFoursAhead * kStride;
 
 // Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
 // together. Past the end there are some that weigh nothing. What comes next is on its way
-// meanwhile. Before that, begin(the first of them), where they are on their way. kLast:
-// mostly nobody reads all of them once more, so the caches had better keep others.
-template <bool kLast, class Begin, class Visit>
+// meanwhile. Before that, begin(the first of them), where they are on their way. kAgain: of a row
+// that was read before, whole steps from the last to the first, since caches have what was read
+// last; they had better keep others then, since mostly nobody reads all of it once more.
+template <bool kAgain, class Begin, class Visit>
 __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit visit) {
   const unsigned warp = threadIdx.x / kWarp, end = row.last(warp);
-  unsigned from = row.first(warp), at = from + threadIdx.x % kWarp * kTogether;
-  float4 x[kFoursAhead];
-  const auto load = [&](unsigned a, unsigned id) { x[a] = row.four(id < end ? id : row.vocab); };
+  const unsigned lane_first = threadIdx.x % kWarp * kTogether;
+  unsigned from = row.first(warp);  // of the step that is looked at
   // Where a whole step is within the run, nobody looks where that ends.
-  bool is_whole = row.aligned && from + kStepTokens <= end;
-  const float4* next = reinterpret_cast<const float4*>(row.logits + at);
-  const auto load_next = [&](unsigned a) {
-    x[a] = kLast ? __ldcs(next + a * kWarp) : next[a * kWarp];
+  unsigned whole = row.aligned ? (end - from) / kStepTokens : 0;
+  const unsigned rest = from + whole * kStepTokens;
+  if (kAgain && whole > 0) from = rest - kStepTokens;
+  float4 x[kFoursAhead];
+  const auto load = [&](unsigned a, unsigned first) {
+    const unsigned id = first + lane_first + a * kStride;
+    x[a] = row.four(id < end ? id : row.vocab);
   };
-  if (is_whole) {
+  const float4* next = reinterpret_cast<const float4*>(row.logits + from + lane_first);
+  const auto load_next = [&](unsigned a) {
+    x[a] = kAgain ? __ldcs(next + a * kWarp) : next[a * kWarp];
+  };
+  const bool begun = whole > 0;
+  if (begun) {
 #pragma unroll
     for (unsigned a = 0; a < kFoursAhead; ++a) load_next(a);
   } else {
 #pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, at + a * kStride);
+    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, from);
   }
   begin(x);
   const auto visit_then = [&](auto load_four) {
 #pragma unroll
     for (unsigned a = 0; a < kFoursAhead; ++a) {
       const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
-      visit(logits, at + a * kStride);
+      visit(logits, from + lane_first + a * kStride);
       load_four(a);
     }
-    from += kStepTokens, at += kStepTokens;
   };
-  const bool begun = is_whole;
 #pragma unroll 1
-  while (is_whole) {
-    is_whole = from + 2 * kStepTokens <= end;
-    next += kFoursAhead * kWarp;
+  while (whole > 0) {
+    --whole;
+    if (kAgain) next -= kFoursAhead * kWarp;
+    if (!kAgain) next += kFoursAhead * kWarp;
     visit_then([&](unsigned a) {
-      if (is_whole) load_next(a);
+      if (whole > 0) load_next(a);
     });
+    if (kAgain) from -= kStepTokens;
+    if (!kAgain) from += kStepTokens;
   }
+  from = rest;
   if (begun && from < end) {
 #pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, at + a * kStride);
+    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, from);
   }
 #pragma unroll 1
   while (from < end) {
     const bool more = from + kStepTokens < end;
     visit_then([&](unsigned a) {
-      if (more) load(a, at + kStepTokens + a * kStride);
+      if (more) load(a, from + kStepTokens);
     });
+    from += kStepTokens;
   }
 }
 

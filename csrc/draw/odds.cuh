@@ -32,23 +32,67 @@ struct Listed {
   std::uint64_t key, weight;
 };
 
-// A sum of the weights of up to kMostSummed tokens.
+// A sum of the weights of up to kMostSummed tokens. On GPUs that are quick with doubles it is one
+// whose last place is what a weight of 1 is, so that adding odds, rounded down, adds the weight;
+// else there are sums of both pieces.
 constexpr unsigned kMostSummed = 512;
-class OddsSum {
+template <bool kQuickDoubles>
+class OddsSumOf;
+
+template <>
+class OddsSumOf<true> {
  public:
-  // With kWhole in both pieces, which is cheaper to take off from all together.
-  __device__ __forceinline__ void add_raised(Weight weight) {
+  using Term = double;
+
+  // Of a float's bits, in three more bits of exponent; 0 becomes a number that weighs nothing.
+  // (The GPU's own conversion takes the unit that powers of two do.)
+  __device__ __forceinline__ static Term term(float odds) {
+    const unsigned bits = __float_as_uint(odds);
+    return __hiloint2double(static_cast<int>((bits >> 3) + ((1023u - 127u) << 20)),
+                            static_cast<int>(bits << 29));
+  }
+  __device__ __forceinline__ void add(Term odds) { sum_ = __dadd_rd(sum_, odds); }
+  __device__ __forceinline__ void add_if(bool wanted, Term odds) {
+    if (wanted) add(odds);
+  }
+  __device__ __forceinline__ std::uint64_t sum() const {
+    return static_cast<std::uint64_t>(__double_as_longlong(sum_) - __double_as_longlong(kNothing));
+  }
+
+ private:
+  static constexpr double kNothing = 16384.0;  // 2**14: up to 2**15 the last place is 2**-38
+  double sum_ = kNothing;
+};
+
+template <>
+class OddsSumOf<false> {
+ public:
+  using Term = Weight;  // raised, which is cheaper to take off from all together
+
+  __device__ __forceinline__ static Term term(float odds) { return raised_weight_of_odds(odds); }
+  __device__ __forceinline__ void add(Term weight) {
     high_ += weight.high;
     low_ += weight.low;
+    ++count_;
   }
-  __device__ std::uint64_t sum(unsigned count) const {
-    const unsigned raised = count * kRaised;
+  __device__ __forceinline__ void add_if(bool wanted, Term weight) {
+    add({wanted ? weight.high : kRaised, wanted ? weight.low : kRaised});
+  }
+  __device__ __forceinline__ std::uint64_t sum() const {
+    const unsigned raised = count_ * kRaised;
     return whole({high_ - raised, low_ - raised});
   }
 
  private:
-  unsigned high_ = 0, low_ = 0;
+  unsigned high_ = 0, low_ = 0, count_ = 0;
 };
+
+// Half as many doubles as floats in a cycle, where others have a 32nd or a 64th.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+using OddsSum = OddsSumOf<true>;
+#else
+using OddsSum = OddsSumOf<false>;
+#endif
 
 // A block's row in memory. No thread has more than kMostSummed tokens of it.
 class OddsRow {
@@ -75,22 +119,24 @@ class OddsRow {
   __device__ __forceinline__ Sums sums(const Edges& edges, List list) const {
     OddsSum all, above;
     Sums sums;
-    unsigned count = 0;
-    const unsigned between = edges.above - edges.listed;
+    // Distances from the middle are rounded as those of its ends are, so none between is missed.
+    const float highest = __uint_as_float(edges.above), lowest = __uint_as_float(edges.listed);
+    const float middle = (highest + lowest) / 2;
+    const float apart = edges.above > edges.listed ? max(highest - middle, middle - lowest) : -1.0f;
     each<true>([&](const float (&logits)[kTogether], unsigned id) {
       unsigned bits[kTogether];
       bool any = false;
 #pragma unroll
       for (unsigned i = 0; i < kTogether; ++i) {
         bits[i] = odds_of(logits[i]);
-        any |= bits[i] - edges.listed - 1 < between;
-        const Weight weight = raised_weight_of_odds(__uint_as_float(bits[i]));
+        const float odds = __uint_as_float(bits[i]);
+        any |= fabsf(odds - middle) <= apart;
+        const OddsSum::Term term = OddsSum::term(odds);
         const bool is_above = bits[i] > edges.above;
-        if (kWanted == kAboveAndAll) all.add_raised(weight);
-        above.add_raised({is_above ? weight.high : kRaised, is_above ? weight.low : kRaised});
+        if (kWanted == kAboveAndAll) all.add(term);
+        above.add_if(is_above, term);
         if (kWanted == kAboveAndCount) sums.count_above += is_above;
       }
-      count += kTogether;
       if (any) {
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
@@ -98,8 +144,8 @@ class OddsRow {
         }
       }
     });
-    if (kWanted == kAboveAndAll) sums.all = all.sum(count);
-    sums.above = above.sum(count);
+    if (kWanted == kAboveAndAll) sums.all = all.sum();
+    sums.above = above.sum();
     return sums;
   }
   // Calls list(Listed) for those with greater odds.
@@ -133,9 +179,9 @@ class OddsRow {
   __device__ const Row& row() const { return row_; }
 
  private:
-  template <bool kLast, class Visit>
+  template <bool kAgain, class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
-    each_four<kLast>(row_, [](const float4(&)[kFoursAhead]) {}, visit);
+    each_four<kAgain>(row_, [](const float4(&)[kFoursAhead]) {}, visit);
   }
 
   const Row row_;

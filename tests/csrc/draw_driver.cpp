@@ -1,7 +1,8 @@
 // Runs csrc/draw/kernel.cuh, with --each csrc/draw/small.cuh, with --streamed
 // csrc/draw/streamed.cuh or with --part csrc/draw/best.cuh, in the emulator: rows of one kind of
 // logits, drawn with many sets of parameters, in many schedules. Every token must be the one that
-// csrc/draw/row_cpu.h finds by partial sorting, with the same powers.
+// csrc/draw/row_cpu.h finds by partial sorting, with the same powers. With --sums it compares sums
+// of weights instead, those of GPUs with quick doubles with those of others.
 #include "cases.h"
 
 #include "draw/best.cuh"
@@ -252,6 +253,32 @@ void check(const Case& given) {
   }
 }
 
+// Of odds from 2**-45 to 1, which weigh nothing below 2**-38.
+template <bool kQuickDoubles>
+std::uint64_t sum_of(const std::vector<float>& odds) {
+  using Sum = cuda::OddsSumOf<kQuickDoubles>;
+  Sum sum;
+  for (std::size_t i = 0; i < odds.size(); ++i) sum.add_if(i % 3 > 0, Sum::term(odds[i]));
+  return sum.sum();
+}
+void check_sums(long rounds) {
+  std::mt19937 random(0);
+  std::uniform_real_distribution<float> octaves(0.0f, 45.0f);
+  for (long round = 0; round < rounds; ++round) {
+    std::vector<float> odds = {1.0f, 0.0f, 1.0f, 0x1p-38f, 0x1.fffffep-39f, 0x1p-126f};
+    const float steep = 1.0f / static_cast<float>(1 + round % 8);
+    while (odds.size() < cuda::kMostSummed) {
+      odds.push_back(round == 0 ? 1.0f : std::exp2(-octaves(random) * steep));
+    }
+    std::uint64_t want = 0;
+    for (std::size_t i = 0; i < odds.size(); ++i) {
+      if (i % 3 > 0) want += static_cast<std::uint64_t>(odds[i] * kWeightOne);
+    }
+    if (sum_of<true>(odds) != want) differ("a sum of doubles");
+    if (sum_of<false>(odds) != want) differ("a sum of pieces");
+  }
+}
+
 }  // namespace
 }  // namespace minserve
 
@@ -269,8 +296,10 @@ int main(int count, char** arguments) {
   given.streamed = options.number("streamed", 0);
   given.given_up = options.number("given-up", 0);
   given.seeds = options.numbers("seeds", "0,1");
+  const long sums = options.number("sums", 0);
   options.none_left();
-  check(given);
+  if (sums > 0) check_sums(sums);
+  if (sums == 0) check(given);
   std::puts("ok");
   return 0;
 }

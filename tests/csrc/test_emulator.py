@@ -123,6 +123,7 @@ DRAWS = [
     "--kind equal --vocab 3001 --part 7",
     "--kind few --vocab 700 --part 256",
     "--vocab 1 --part 256",
+    "--sums 200",
 ]
 
 TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]

@@ -140,6 +140,11 @@ inline float __fmaf_rd(float x, float y, float z) {
 inline float __fadd_rd(float x, float y) {
   return __fmaf_rd(x, 1.0f, y);
 }
+inline double __dadd_rd(double x, double y) {
+  const double sum = x + y, of_y = sum - x;
+  const double lost = (x - (sum - of_y)) + (y - of_y);  // exactly (Knuth's TwoSum)
+  return lost < 0 ? std::nextafter(sum, -INFINITY) : sum;
+}
 
 // --- two-byte floats
 
