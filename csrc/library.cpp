@@ -113,9 +113,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
       "bool gelu=False, bool logits=False, bool fixed_order=False) -> Tensor");
-  // of the logits W x (+ bias), in fp32, the best of each 256; rows of weight beyond the vocabulary
-  // are left out
-  m.def("linear_best(Tensor x, Tensor weight, Tensor? bias, int vocabulary) -> Tensor");
+  // of the logits that linear_map has in a fixed order, the best of each 256; rows of weight beyond
+  // the vocabulary are left out
+  m.def(
+      "linear_best(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
+      "int vocabulary) -> Tensor");
   // draws the best token of each row as draw_ does, from these
   m.def(
       "draw_best_(Tensor best, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "

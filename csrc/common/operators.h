@@ -53,8 +53,8 @@ Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan
 #ifdef MINSERVE_CUDA
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                   const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order);
-Tensor linear_best(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                   std::int64_t vocabulary);
+Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, std::int64_t vocabulary);
 void draw_best(const Tensor& best, const Tensor& tokens, const Tensor& slots,
                const Tensor& positions, const Tensor& remaining, const Tensor& cursor,
                const Tensor& out, const Tensor& stop_ids);

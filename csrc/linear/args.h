@@ -19,17 +19,19 @@ enum class Epilogue : int {
 // Rows of x whose squares are summed together; a norm adds these sums up in their order.
 constexpr int kSquareRows = 64;
 
-struct LinearArgs {
+// The input is x norm_weight, and its RMS norm's division is left for the product's sums.
+struct LeftNorm {
+  const float* squares = nullptr;  // [blocks, tokens]; null: there is no norm
+  int square_blocks = 0;
+  float width = 1.0f;  // what the sum of squares is divided by
+  float eps = 0.0f;
+};
+
+struct LinearArgs : LeftNorm {
   Epilogue epilogue = Epilogue::plain;
   std::int64_t tokens = 0;
   std::int64_t channels = 0;  // of the output: rows of W, over the gates
   std::int64_t inputs = 0;
-
-  // The input is x norm_weight; its RMS norm's division is left for here: squares [blocks, tokens].
-  const float* squares = nullptr;
-  int square_blocks = 0;
-  float width = 1.0f;  // what the sum of squares is divided by
-  float eps = 0.0f;
 
   const void* bias = nullptr;  // [rows of W]
   void* out = nullptr;         // [tokens, channels]

@@ -6,18 +6,23 @@
 // other way round than in kernel.cuh: a thread has many logits of a token, so that it finds their
 // best without asking others. A block stays on its multiprocessor and takes tiles in turn; one
 // thread feeds a ring of stages, two warpgroups multiply, each all rows of weights by its tokens.
-// Sums of a row of weights are added up in the order of the inputs, whatever the number of tokens.
+// Sums of a row of weights are added up in the order of the inputs, whatever the number of tokens:
+// the logits are to the bit those of linear maps with sums in a fixed order, where these have the
+// inputs in one part.
 #pragma once
 
 #include "../common/best.cuh"
 #include "../common/channels.cuh"
 #include "../common/row.cuh"
 #include "best_args.h"
+#include "epilogue.cuh"
 #include "hopper.cuh"
 #include "product.cuh"
 
 namespace minserve {
 namespace cuda {
+
+static_assert(kSquareRows == kStep, "squares come as the steps of a product do");
 
 struct BestShape {
   static constexpr int kGroups = 2;
@@ -60,14 +65,31 @@ struct BestTile {
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int thread_column() const { return first_column + lane() % 4 * 2; }
+  __device__ __forceinline__ std::int64_t thread_token(int half) const {
+    return first_token + threadIdx.x % kGroupThreads / 32 * 16 + lane() / 4 + 8 * half;
+  }
+  // Of a token the sum of the squares of one step's inputs.
+  __device__ __forceinline__ float squares_of(int step, int half) const {
+    const std::int64_t token = thread_token(half);
+    return token < args.tokens ? args.squares[step * args.tokens + token] : 0.0f;
+  }
 
-  __device__ __forceinline__ void finish(BestSums& sums) const {
+  // squares: of the thread's two tokens, where a norm's division was left.
+  __device__ __forceinline__ void finish(BestSums& sums, const float (&squares)[2]) const {
+    if (args.squares) divide(sums, squares);
     if (args.bias) add_bias(sums);
     if (first_column + S::kColumns > args.vocabulary) leave_out_padding(sums);
     write_bests(sums);
   }
 
  private:
+  // Does not change which is the best, but by rounding, as which logits are equal depends on it.
+  __device__ __forceinline__ void divide(BestSums& sums, const float (&squares)[2]) const {
+    const float scale[2] = {norm_scale_of(args, squares[0]), norm_scale_of(args, squares[1])};
+#pragma unroll
+    for (int i = 0; i < S::kColumns / 2; ++i) sums[i] *= scale[i / 2 % 2];
+  }
+
   __device__ __forceinline__ void add_bias(BestSums& sums) const {
 #pragma unroll
     for (int j = 0; j < S::kColumns / 8; ++j) {
@@ -92,7 +114,6 @@ struct BestTile {
   }
 
   __device__ __forceinline__ void write_bests(const BestSums& sums) const {
-    const int row = threadIdx.x % kGroupThreads / 32 * 16 + lane() / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint64_t key = best_of_thread(sums, half, thread_column());
@@ -100,7 +121,7 @@ struct BestTile {
       for (int distance = 1; distance < 4; distance *= 2) {
         key = greater(key, __shfl_xor_sync(0xffffffffu, key, distance));
       }
-      const std::int64_t token = first_token + row + 8 * half;
+      const std::int64_t token = thread_token(half);
       if (lane() % 4 == 0 && token < args.tokens) {
         args.best[token * args.tiles + first_column / S::kColumns] = key;
       }
@@ -172,9 +193,14 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
   BestSums sums;
   int slot = 0, turn = 0;
   for (int tile = first; tile < tiles; tile += stride) {
+    const BestTile<T> at{args, tile % pieces * S::kTokens + group * kBlockRows,
+                         tile / pieces * S::kColumns};
+    float squares[2] = {0.0f, 0.0f};  // added up in their order
     int last = 0;
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
+      float next[2] = {0.0f, 0.0f};  // asked for while the step is multiplied
+      if (args.squares) next[0] = at.squares_of(n, 0), next[1] = at.squares_of(n, 1);
       wait_barrier(full[slot], turn % 2);
       const unsigned char* stage = ring + slot * S::kStageBytes;
       const std::uint64_t inputs = describe_tile(stage + group * kBlockRows * kStep * 2);
@@ -189,14 +215,14 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
         wait_products<1>();
         release(last);
       }
+      squares[0] += next[0], squares[1] += next[1];
       last = slot;
       if (++slot == S::kStages) slot = 0, ++turn;
     }
     wait_products<0>();
     sums_are_there(sums);
     release(last);
-    BestTile<T>{args, tile % pieces * S::kTokens + group * kBlockRows, tile / pieces * S::kColumns}
-        .finish(sums);
+    at.finish(sums, squares);
   }
 #endif
 }

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "args.h"
+
 namespace minserve {
 
 // Rows of weights of a tile, which has a best of each token; PART of engine/ops/linear_best.py.
 constexpr int kBestColumns = 256;
 
-struct BestArgs {
+struct BestArgs : LeftNorm {
   std::int64_t tokens = 0;
   std::int64_t channels = 0;    // rows of weights
   std::int64_t vocabulary = 0;  // of these; the others are padding

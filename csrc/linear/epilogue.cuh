@@ -30,8 +30,11 @@ struct Place {
   }
 };
 
-// What the sums of a token are multiplied by: its norm's division, or nothing. Sums of squares are
-// added up in their order, kAhead of them on their way at a time.
+// What the sums of a token are multiplied by: its norm's division, or nothing.
+__device__ __forceinline__ float norm_scale_of(const LeftNorm& norm, float squares) {
+  return rsqrtf(squares / norm.width + norm.eps);
+}
+// Sums of squares are added up in their order, kAhead of them on their way at a time.
 template <int kAhead>
 __device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t token) {
   if (!args.squares) return 1.0f;
@@ -49,7 +52,7 @@ __device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) sum += next[i];
   }
-  return rsqrtf(sum / args.width + args.eps);
+  return norm_scale_of(args, sum);
 }
 
 // What is read for a quad before its sums are looked at: the state, or the residual stream.

@@ -70,15 +70,15 @@ struct Maps {
     return args;
   }
 
-  void normed(LinearArgs& args, const MaybeTensor& squares, double eps) const {
+  void normed(LeftNorm& norm, const Tensor& x, const MaybeTensor& squares, double eps) const {
     if (!squares) return;
     check.tensor(*squares, "squares", ScalarType::Float,
-                 {divided_up(args.inputs, kSquareRows), args.tokens}, "[inputs / 64, tokens]");
+                 {divided_up(x.size(1), kSquareRows), x.size(0)}, "[inputs / 64, tokens]");
     check.require(squares->is_contiguous(), "squares must be contiguous");
-    args.squares = static_cast<const float*>(squares->const_data_ptr());
-    args.square_blocks = static_cast<int>(squares->size(0));
-    args.width = static_cast<float>(args.inputs);
-    args.eps = static_cast<float>(eps);
+    norm.squares = static_cast<const float*>(squares->const_data_ptr());
+    norm.square_blocks = static_cast<int>(squares->size(0));
+    norm.width = static_cast<float>(x.size(1));
+    norm.eps = static_cast<float>(eps);
   }
 
   void run(const LinearArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
@@ -121,7 +121,7 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
                                        : Epilogue::plain,
                               x, weight, 1, bias);
   args.fixed_order = fixed_order;
-  maps.normed(args, squares, eps);
+  maps.normed(args, x, squares, eps);
   Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels},
                                         logits ? ScalarType::Float : x.scalar_type());
   args.out = out.mutable_data_ptr();
@@ -129,8 +129,8 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
   return out;
 }
 
-Tensor linear_best(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                   std::int64_t vocabulary) {
+Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, std::int64_t vocabulary) {
   const Maps maps("linear_best", x, "x", weight);
   BestArgs args;
   args.tokens = x.size(0);
@@ -141,6 +141,7 @@ Tensor linear_best(const Tensor& x, const Tensor& weight, const MaybeTensor& bia
                      vocabulary);
   args.vocabulary = vocabulary;
   args.tiles = divided_up(args.channels, kBestColumns);
+  maps.normed(args, x, squares, eps);
   if (bias) {
     maps.rows(*bias, "bias", weight, args.channels);
     args.bias = bias->const_data_ptr();
@@ -171,7 +172,7 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
                      "rows of state must be aligned to 16 bytes");
   LinearArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
   args.fixed_order = fixed_order;
-  maps.normed(args, squares, eps);
+  maps.normed(args, x, squares, eps);
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
   args.state = static_cast<float*>(state.mutable_data_ptr());

@@ -44,7 +44,7 @@ from engine.models.ways import (
 )
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.ops import conv_scan, conv_step
-from engine.ops.linear_best import linear_best
+from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
@@ -102,7 +102,8 @@ class HopperLM:
         self._linear_candidate = model.config.candidate == "linear"
         self._products = None if deterministic else ProductsLM(model)
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
-        self._finds_best = not deterministic and self._vocabulary > _SMALL_VOCABULARY
+        # In a fixed order the bests are those of the logits to the bit, if these have one part.
+        self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
         whole = not deterministic and WholeStep.most_rows(model) > 0
         self._whole = WholeStep(model, self._head) if whole else None
         self._clusters = None if deterministic else ClusterStep.of(model)
@@ -244,6 +245,8 @@ class HopperLM:
         """As ServingModel.step_to_bests."""
         if not self._finds_best:
             return None
+        if self._fixed_order:
+            return self._bests_in_fixed_order if rows > FEWEST_OF_THE_LIBRARY else None
         way = nearest(self._ways_to_bests, rows, self._way_of_step(rows))
         return partial(self._bests, way=way) if way in TO_A_HEAD else None
 
@@ -255,7 +258,13 @@ class HopperLM:
             x = self._step_in_chain(tokens, state, slots).scaled
         else:
             x = self._to_head(tokens, state, slots, way)
-        return linear_best(x, head.weight, head.bias, self._vocabulary)
+        return linear_best(x, None, 0.0, head.weight, head.bias, self._vocabulary)
+
+    @torch.no_grad()
+    def _bests_in_fixed_order(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        head = self._head
+        _, scaled, squares = self._step_in_chain(tokens, state, slots)
+        return linear_best(scaled, squares, self._eps, head.weight, head.bias, self._vocabulary)
 
     def _way_of_step(self, rows: int) -> Way:
         unmeasured = Way.LIBRARY if rows > self._most_rows else Way.CHAIN

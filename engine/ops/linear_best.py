@@ -12,15 +12,27 @@ from torch import Tensor
 from engine.ops import library  # noqa: F401  (registers the operators)
 
 PART = 256  # logits whose best is found; kBestColumns of csrc/linear/best_args.h
+IN_ONE_PART = (
+    6400  # rows of weight; of more, fixed orders have one part (csrc/linear/fixed_choice.h)
+)
 _LOW = 2**32 - 1
 _SIGN = 2**31
 
 
-def linear_best(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
-    """The bests of the logits W x, plus bias.
+def linear_best(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    vocabulary: int,
+) -> Tensor:
+    """The bests of the logits W x, divided by the norm, plus bias.
 
     Args:
         x: [rows, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8.
+        squares, eps: as of `linear_map`. Without them the best is the same but where logits are
+            equal or not by rounding.
         weight: [vocabulary and padding, inputs]; rows a multiple of 8. Read before the kernel ahead
             on the stream has ended (see linear_map).
         bias: [vocabulary and padding], in x's dtype.
@@ -29,12 +41,12 @@ def linear_best(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int)
     Returns:
         int64 [rows, parts], parts of PART rows of weight, as `best_of`; where the best is not
         finite, the id is any. Sums are float32, in an order that nothing but the inputs has a part
-        in.
+        in; those of `linear_map` with `fixed_order`, for a weight of more than `IN_ONE_PART` rows.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    best: Tensor = torch.ops.minserve.linear_best(x, weight, bias, vocabulary)
+    best: Tensor = torch.ops.minserve.linear_best(x, squares, eps, weight, bias, vocabulary)
     return best
 
 
@@ -75,7 +87,14 @@ def draw_best_(
     torch.ops.minserve.draw_best_(best, tokens, slots, positions, remaining, cursor, out, stop_ids)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+def _fake(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    vocabulary: int,
+) -> Tensor:
     return x.new_empty((len(x), -(-len(weight) // PART)), dtype=torch.int64)
 
 

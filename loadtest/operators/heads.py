@@ -66,9 +66,9 @@ def _fill(row: Row, count: int, width: int, limits: Limits) -> None:
 
     def of_bests(weight: Tensor) -> None:
         rest = [*drawn[1 : _OF_LOGITS.start], *drawn[_OF_LOGITS.stop :]]
-        draw_best_(linear_best(x, weight, None, VOCABULARY), *rest)
+        draw_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
 
-    best = ids_of(linear_best(x, weights[0], None, VOCABULARY))
+    best = ids_of(linear_best(x, None, 0.0, weights[0], None, VOCABULARY))
     row.error = float((best != with_argmax(weights[0])).double().mean())
     launches = max(16, len(weights))
     calls = [partial(of_bests, weight) for weight in weights]

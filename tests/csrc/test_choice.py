@@ -40,7 +40,7 @@ def _of(rule: str, kinds: set[str]) -> set[str]:
 
 def test_every_choice_can_be_run(driver: Path) -> None:
     """Parts divide a block's tokens, have inputs each, and only forms that can have any do; in a
-    fixed order there are as many for every number of tokens."""
+    fixed order there are as many for every number of tokens, one of more than IN_ONE_PART rows."""
     shapes, _ = _run(driver)
     assert shapes > 100_000
 

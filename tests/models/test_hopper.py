@@ -17,7 +17,7 @@ from engine.models.hopper import HopperLM, supports
 from engine.models.lm import LM
 from engine.models.ways import TO_A_HEAD, Way
 from engine.ops import library
-from engine.ops.linear_best import ids_of
+from engine.ops.linear_best import PART, best_of, ids_of
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -164,6 +164,27 @@ def test_bests_of_steps(vocabulary: int, bias: bool, way: Way) -> None:
     assert (ids == logits.argmax(1))[1:].float().mean() > 0.95
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_bests_in_a_fixed_order(bias: bool) -> None:
+    """Those of the logits to the bit, whatever the number of rows."""
+    config = dataclasses.replace(CONFIGS["medium"], vocab_size=7001, head_bias=bias)
+    model = build(config, torch.bfloat16)
+    quick, most = HopperLM(model, deterministic=True), 1030
+    tokens = torch.randint(0, 7001, (most,), dtype=torch.int32, device="cuda")
+    of_all = None
+    for rows in (33, 64, 200, most):
+        slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+        mine, its = model.new_state(rows), model.new_state(rows)
+        logits = quick.step(tokens[:rows], mine, slots)
+        to_bests = quick.step_to_bests(rows)
+        assert to_bests is not None
+        best = to_bests(tokens[:rows], its, slots)
+        assert torch.equal(mine.cell, its.cell)
+        assert torch.equal(best[:, : -(-7001 // PART)], best_of(logits))
+        of_all = best[:33] if of_all is None else of_all
+        assert torch.equal(best[:33], of_all)
+
+
 def test_the_head_of_the_chain_is_left_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CONFIGS["medium"], vocab_size=3001)
     for number in (0, 1):  # of two ways that are timed, the one that is said to be the quickest
@@ -202,12 +223,14 @@ def test_clusters_are_left_only_for_what_is_quicker(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_logits_are_as_quick_no_bests_are_told() -> None:
-    """In the chain, of few rows, of small vocabularies, and where a row's bits are its own."""
+    """In the chain, of few rows, of small vocabularies, which are not so small where a row's bits
+    are its own."""
     for rows, vocabulary, exactly in (
         (40, 3001, False),
         (3, 3001, False),
         (400, 900, False),
         (400, 3001, True),
+        (3, 7001, True),
     ):
         config = dataclasses.replace(CONFIGS["medium"], vocab_size=vocabulary)
         quick = HopperLM(build(config, torch.bfloat16), deterministic=exactly)

@@ -172,8 +172,10 @@ def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: boo
 def heads(rows: int, inputs: int, channels: int, dtype: torch.dtype) -> None:
     """The last row of weight is padding."""
     x, weight = random(rows, inputs, dtype=dtype), random(channels, inputs, dtype=dtype)
+    squares = random(-(-inputs // SQUARE_ROWS), rows, dtype=torch.float32).square()
     for bias in (None, random(channels, dtype=dtype)):
-        linear_best(x, weight, bias, channels - 1)
+        for norm in (None, squares):
+            linear_best(x, norm, EPS, weight, bias, channels - 1)
 
 
 def normed(width: int, channels: int, gates: int) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.messages import SamplingParams
-from engine.ops.linear_best import PART, best_of, ids_of, linear_best
-from engine.ops.linear_map import linear_map, reference
+from engine.ops.linear_best import IN_ONE_PART, PART, best_of, ids_of, linear_best
+from engine.ops.linear_map import SQUARE_ROWS, linear_map, reference
 from tests.ops.draws import Rows, rows_of
 from tests.ops.helpers import exact
 from tests.ops.test_linear_maps import DTYPES, close, on_gpu
@@ -63,7 +63,7 @@ def test_bests_order_as_logits_and_ids_do() -> None:
 def test_they_say_where_they_run() -> None:
     x = torch.zeros(2, 8, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="linear_best"):
-        linear_best(x, x, None, 2)
+        linear_best(x, None, 0.0, x, None, 2)
     with pytest.raises(NotImplementedError, match="draw_best_"):
         rows_of([GREEDY] * 2).draw_best(torch.zeros(2, 1, dtype=torch.int64))
 
@@ -98,7 +98,7 @@ def test_bests_are_those_of_the_logits(
     rows, _, channels, vocabulary = shape
     for bias in (None, some_bias):
         exactly = reference(x, None, 0.0, weight, bias)[:, :vocabulary]
-        best = linear_best(x, weight, bias, vocabulary)
+        best = linear_best(x, None, 0.0, weight, bias, vocabulary)
         parts = exactly.split(PART, dim=1)
         assert best.shape == (rows, -(-channels // PART))
         at = _LOW - (best & _LOW)  # ids
@@ -109,7 +109,7 @@ def test_bests_are_those_of_the_logits(
         assert (logits_of(best)[:, len(parts) :] == -math.inf).all()
 
         one = slice(rows // 2, rows // 2 + 1)
-        assert torch.equal(linear_best(x[one], weight, bias, vocabulary), best[one])
+        assert torch.equal(linear_best(x[one], None, 0.0, weight, bias, vocabulary), best[one])
 
 
 @pytest.mark.gpu
@@ -120,8 +120,8 @@ def test_of_equal_logits_the_first_is_the_best() -> None:
         weight = torch.zeros(512, 64, device="cuda", dtype=torch.bfloat16)
         weight[[first, second]] = 1
         torch.cuda.synchronize()  # weights are read early
-        assert ids_of(linear_best(x, weight, None, 512)).tolist() == [first, first]
-        assert ids_of(linear_best(-x, weight, None, 512)).tolist() == [0, 0]
+        assert ids_of(linear_best(x, None, 0.0, weight, None, 512)).tolist() == [first, first]
+        assert ids_of(linear_best(-x, None, 0.0, weight, None, 512)).tolist() == [0, 0]
 
 
 @pytest.mark.gpu
@@ -130,7 +130,7 @@ def test_logits_that_are_not_finite() -> None:
     x, weight, bias = given((4, 64, 768, 768), torch.bfloat16)
     x[1] = math.nan
     bias[100], bias[300] = -math.inf, math.inf
-    best = linear_best(x, weight, bias, 768)
+    best = linear_best(x, None, 0.0, weight, bias, 768)
     logits = logits_of(best)
     assert logits[1].isnan().all()
     assert logits[:, [0, 2]][[0, 2, 3]].isfinite().all()
@@ -141,7 +141,7 @@ def test_logits_that_are_not_finite() -> None:
     assert rows.out[0].tolist() == [-1] * 4
 
     bias[300] = bias[:256].clamp(min=-100).amin()
-    best = linear_best(x, weight, bias, 768)
+    best = linear_best(x, None, 0.0, weight, bias, 768)
     rows = rows_of([GREEDY] * 4, "cuda")
     rows.draw_best(best)
     assert rows.out[0, 1] == -1
@@ -149,7 +149,7 @@ def test_logits_that_are_not_finite() -> None:
     assert rows.out[0, [0, 2, 3]].tolist() == ids_of(best)[[0, 2, 3]].tolist()
     bias[:] = -math.inf
     rows = rows_of([GREEDY] * 4, "cuda")
-    rows.draw_best(linear_best(x, weight, bias, 768))
+    rows.draw_best(linear_best(x, None, 0.0, weight, bias, 768))
     assert rows.out[0].tolist() == [-1] * 4
 
 
@@ -187,18 +187,38 @@ def test_a_head_of_its_own_agrees() -> None:
     weight = torch.randint(-2, 3, (3000, 128), device="cuda").bfloat16()
     torch.cuda.synchronize()  # weights are read early
     logits = linear_map(x, None, 0.0, weight, logits=True)
-    assert torch.equal(linear_best(x, weight, None, 2997), best_of(logits[:, :2997]))
+    assert torch.equal(linear_best(x, None, 0.0, weight, None, 2997), best_of(logits[:, :2997]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs", [64, 200, 768, 2048])
+def test_bests_are_to_the_bit_those_of_logits_in_a_fixed_order(inputs: int) -> None:
+    """Whatever the number of rows, which decides about the form of the linear map. That the tensor
+    cores add up alike when rows and columns change places is nowhere written."""
+    channels = IN_ONE_PART + 200
+    x = torch.randn(1030, inputs, device="cuda").bfloat16()
+    weight = torch.randn(channels, inputs, device="cuda").bfloat16()
+    some_bias = torch.randn(channels, device="cuda").bfloat16()
+    squares = torch.rand(-(-inputs // SQUARE_ROWS), 1030, device="cuda") * SQUARE_ROWS
+    torch.cuda.synchronize()  # weights are read early
+    for rows in (1, 7, 33, 64, 100, 200, 300, 520, 1030):
+        some, of_some = x[:rows], squares[:, :rows].contiguous()
+        for norm, bias in ((None, None), (of_some, None), (of_some, some_bias)):
+            logits = linear_map(some, norm, 1e-6, weight, bias, logits=True, fixed_order=True)
+            best = linear_best(some, norm, 1e-6, weight, bias, channels - 7)
+            assert torch.equal(best, best_of(logits[:, : channels - 7]))
 
 
 @pytest.mark.gpu
 def test_unfit_arguments_are_refused() -> None:
     x, weight, bias = given((2, 64, 16, 16), torch.bfloat16)
     for wrong, said in (
-        ((x, weight, None, 17), "vocabulary must be 1 to"),
-        ((x, weight, None, 0), "vocabulary must be 1 to"),
-        ((x, weight, bias[:8], 16), "bias"),
-        ((x.float(), weight.float(), None, 16), "bfloat16 or float16"),
-        ((x, weight[:12], None, 12), "multiple of 8"),
+        ((x, None, 0.0, weight, None, 17), "vocabulary must be 1 to"),
+        ((x, None, 0.0, weight, None, 0), "vocabulary must be 1 to"),
+        ((x, None, 0.0, weight, bias[:8], 16), "bias"),
+        ((x, torch.ones(2, 2, device="cuda"), 0.0, weight, None, 16), "squares"),
+        ((x.float(), None, 0.0, weight.float(), None, 16), "bfloat16 or float16"),
+        ((x, None, 0.0, weight[:12], None, 12), "multiple of 8"),
     ):
         with pytest.raises(RuntimeError, match=said):
             linear_best(*wrong)
