@@ -24,8 +24,8 @@ class OddsBins {
  public:
   static constexpr unsigned kOfOctave = 128;
   static constexpr unsigned kWords = kOfOctave * 64;  // of the ring
-  // 2**-38 weighs 1; its bin and that of the best.
-  static constexpr unsigned kBins = kOfOctave * 38 + 2;
+  // 2**-38 weighs 1; its bin, that of the best, and up to three at either end: fours are looked at.
+  static constexpr unsigned kBins = (kOfOctave * 38 + 2 + 3 + 3) / 4 * 4;
   // Of the best to another token, when all that weigh something beside the best are added.
   static constexpr float kMostOctavesBelow = 24.0f, kLeastOctavesBelow = -0.5f;
 
@@ -72,10 +72,14 @@ class OddsBins {
   // After all `add`, and a barrier.
   template <bool kWeighs>
   __device__ __forceinline__ void sum() {
-    const unsigned first = threadIdx.x * kEach, number = first_ - first;
+    const unsigned first = threadIdx.x * kEach, number = above_best() - first;
 #pragma unroll
-    for (unsigned i = 0; i < kEach; ++i) {  // all asked for at once
-      mine_[i] = first + i < kBins ? bins_[(number - i) % kWords] : 0;
+    for (unsigned i = 0; i < kEach; i += 4) {  // all asked for at once
+      uint4 bins = {0, 0, 0, 0};
+      if (first + i < kBins) {
+        bins = reinterpret_cast<const uint4*>(bins_)[(number - i) % kWords / 4];
+      }
+      mine_[i] = bins.w, mine_[i + 1] = bins.z, mine_[i + 2] = bins.y, mine_[i + 3] = bins.x;
     }
     Sum own(*this);
 #pragma unroll
@@ -137,8 +141,9 @@ class OddsBins {
 
  private:
   static constexpr unsigned kBinBits = 16;  // of a mantissa's 23, 128 bins are 7
-  // Threads take equal runs of the bins, of an odd length, so that a warp's lanes read other banks.
-  static constexpr unsigned kEach = (kBins + kThreads - 1) / kThreads | 1;
+  // Threads take equal runs of the bins, in fours: 12 of 512 threads and 20 of 256, so that eight
+  // lanes, which shared memory serves at once, read from all banks.
+  static constexpr unsigned kEach = ((kBins + kThreads - 1) / kThreads + 3) / 4 * 4;
   // Odds may be to something above the best, and are rough.
   static constexpr unsigned kLeastCounted = kLeastOdds - (1u << 23);
 
@@ -156,16 +161,18 @@ class OddsBins {
   __device__ __forceinline__ static unsigned bytes_of(unsigned odds) {
     return (odds & ((kWords - 1) << kBinBits)) >> (kBinBits - 2);
   }
+  // The number of the first bin that is looked at, from which on fours of them are aligned.
+  __device__ __forceinline__ unsigned above_best() const { return first_ | 3; }
   // The odds, to the best, that those of a bin are not above.
   __device__ unsigned bits_above(unsigned bin) const {
-    return __float_as_uint(__uint_as_float((first_ + 1 - bin) << kBinBits) * scale_);
+    return __float_as_uint(__uint_as_float((above_best() + 1 - bin) << kBinBits) * scale_);
   }
   // Of the first of this thread's bins, which lie in one octave or in two.
   class Sum {
    public:
     __device__ __forceinline__ explicit Sum(const OddsBins& bins)
-        : number_(bins.first_ - threadIdx.x * kEach),
-          octaves_(bins.first_ / kOfOctave - number_ / kOfOctave) {}
+        : number_(bins.above_best() - threadIdx.x * kEach),
+          octaves_(bins.above_best() / kOfOctave - number_ / kOfOctave) {}
 
     __device__ __forceinline__ void add(unsigned bin, unsigned i) {
       (number_ % kOfOctave < i ? of_next_ : of_first_) += bin;

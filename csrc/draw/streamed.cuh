@@ -33,9 +33,10 @@ struct StreamedShared {
   unsigned listed, found;
   Block::Shared block;
 
-  // Before anything is listed.
+  // Before anything is listed: behind what will be there are tokens that nothing is worse than.
   __device__ __forceinline__ void clear_list() {
     if (threadIdx.x == 0) listed = 0;
+    for (unsigned i = threadIdx.x; i < kListed; i += kThreads) list[i] = {~std::uint64_t{0}, 0};
     if (threadIdx.x < kWarp) high_of_warps[threadIdx.x] = low_of_warps[threadIdx.x] = 0;
   }
   __device__ __forceinline__ void clear_cut() {
@@ -200,16 +201,20 @@ class StreamedDraw {
     // So many lanes for each share the others.
     constexpr unsigned kLanes = 8;
     constexpr unsigned kOfWarp = kWarp / kLanes;
+    constexpr unsigned kOnce = 4;  // others of a lane
+    const Listed* const others = shared_.list + threadIdx.x % kLanes;
 #pragma unroll 1
     for (unsigned first = block_.warp() * kOfWarp; first < listed_; first += kThreads / kLanes) {
       const unsigned at = first + block_.lane() / kLanes;
-      const Listed one = shared_.list[min(at, listed_ - 1)];
+      const Listed one = shared_.list[min(at, kListed - 1)];
       std::uint64_t better = 0;
-#pragma unroll 2
-      for (unsigned i = threadIdx.x % kLanes; i < listed_ + threadIdx.x % kLanes; i += kLanes) {
-        const Listed other = shared_.list[min(i, listed_ - 1)];
-        const bool is_better = i < listed_ && other.key < one.key;
-        better += !is_better ? 0 : kWeighs ? other.weight : 1;
+#pragma unroll 1
+      for (unsigned from = 0; from < listed_; from += kOnce * kLanes) {  // and some that are none
+#pragma unroll
+        for (unsigned i = 0; i < kOnce; ++i) {
+          const Listed other = others[from + i * kLanes];
+          if (other.key < one.key) better += kWeighs ? other.weight : 1;
+        }
       }
 #pragma unroll
       for (int distance = kLanes / 2; distance > 0; distance /= 2) {
