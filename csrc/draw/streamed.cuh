@@ -33,11 +33,15 @@ struct StreamedShared {
   unsigned listed, found;
   Block::Shared block;
 
-  // Before anything is listed: behind what will be there are tokens that nothing is worse than.
+  // Before anything is listed.
   __device__ __forceinline__ void clear_list() {
     if (threadIdx.x == 0) listed = 0;
-    for (unsigned i = threadIdx.x; i < kListed; i += kThreads) list[i] = {~std::uint64_t{0}, 0};
     if (threadIdx.x < kWarp) high_of_warps[threadIdx.x] = low_of_warps[threadIdx.x] = 0;
+  }
+  // Before anything is listed among which a cut is to be found: behind it are tokens that none is
+  // worse than.
+  __device__ __forceinline__ void fill_list() {
+    for (unsigned i = threadIdx.x; i < kListed; i += kThreads) list[i] = {~std::uint64_t{0}, 0};
   }
   __device__ __forceinline__ void clear_cut() {
     if (threadIdx.x == 0) cut = ~std::uint64_t{0};
@@ -178,6 +182,7 @@ class StreamedDraw {
       return;
     }
     shared_.clear_list();
+    shared_.fill_list();
     __syncthreads();
     shared_.clear_cut();  // which all have read
   }
@@ -367,6 +372,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Best best;
   if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
     const float octaves = octaves_of(given.temperature);
+    shared.fill_list();
     best = has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
                      : best_and_bins<true>(row, octaves, block, bins, counted);
   } else {
