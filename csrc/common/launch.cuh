@@ -37,6 +37,16 @@ class DeviceGuard {
   int wanted_ = 0;
 };
 
+inline int multiprocessors(int device) {
+  static thread_local int known = -1, count = 0;
+  if (device != known) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+          "number of multiprocessors");
+    known = device;
+  }
+  return count;
+}
+
 // Counters of tickets have 32 bits and are passed a few times by each block.
 constexpr long long kMostTickets = 4294967295LL - 1000000;
 
@@ -102,16 +112,14 @@ void launch_early(const Grid& grid, cudaStream_t stream, const char* what,
 // Blocks of a kernel that the current device runs at once. Also asks for the kernel's shared
 // memory.
 inline long long resident_blocks(const void* kernel, int threads, int shared_bytes) {
-  int device = 0, processors = 0, each = 0;
+  int device = 0, each = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
         "shared memory of a scan");
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-        "number of multiprocessors");
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads,
                                                       static_cast<std::size_t>(shared_bytes)),
         "occupancy of a scan");
-  return static_cast<long long>(each < 1 ? 1 : each) * processors;
+  return static_cast<long long>(each < 1 ? 1 : each) * multiprocessors(device);
 }
 
 }  // namespace cuda

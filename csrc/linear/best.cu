@@ -16,20 +16,18 @@ template <class T>
 void launch(const BestArgs& args, const void* weight, const void* input, Dtype dtype, int device,
             cudaStream_t stream) {
   using S = BestShape;
-  static thread_local int asked = -1, multiprocessors = 0;  // every device is asked for itself
+  static thread_local int asked = -1;  // every device is asked for itself
   if (device != asked) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&best_kernel<T>),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared),
           "shared memory of a head");
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-          "multiprocessors");
     asked = device;
   }
   const CUtensorMap weights = map_of(weight, args.channels, args.inputs, S::kColumns, dtype);
   const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
   const std::int64_t tiles = (args.tokens + S::kTokens - 1) / S::kTokens * args.tiles;
-  const Grid grid{dim3(static_cast<unsigned>(std::min<std::int64_t>(tiles, multiprocessors))),
-                  S::kThreads, S::kShared};
+  const std::int64_t blocks = std::min<std::int64_t>(tiles, multiprocessors(device));
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), S::kThreads, S::kShared};
   launch_early<&best_kernel<T>>(grid, stream, "head", weights, inputs, args);
 }
 

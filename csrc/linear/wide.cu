@@ -12,16 +12,6 @@ namespace cuda {
 
 namespace {
 
-int multiprocessors(int device) {
-  static thread_local int known = -1, count = 0;
-  if (device != known) {
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-          "multiprocessors");
-    known = device;
-  }
-  return count;
-}
-
 struct Call {
   const LinearArgs& args;
   const void *weight, *input;

@@ -9,28 +9,29 @@ namespace cuda {
 
 namespace {
 
-Grid grid_of_rows(const NormedArgs& args, int held) {
+Grid grid_of_rows(const NormedArgs& args, unsigned threads) {
   if (args.rows > 2147483647LL) throw std::runtime_error("minserve: too many rows for one launch");
-  return {dim3(static_cast<unsigned>(args.rows)), normed_threads(args, held),
-          static_cast<int>(sizeof(Block::Shared))};
+  return {dim3(static_cast<unsigned>(args.rows)), threads, static_cast<int>(sizeof(Block::Shared))};
 }
 
 template <template <class> class CellOf>
 void step(const NormedArgs& args, cudaStream_t stream) {
+  const Grid grid = grid_of_rows(args, normed_threads(args, 1));
   if (args.linear_candidate || !args.normalize_gates) {
     const AnyOptions options{args.linear_candidate, args.normalize_gates};
-    return launch_early<&normed_step_kernel<CellOf, AnyOptions>>(grid_of_rows(args, 1), stream,
-                                                                 "normed step", args, options);
+    return launch_early<&normed_step_kernel<CellOf, AnyOptions>>(grid, stream, "normed step", args,
+                                                                 options);
   }
-  launch_early<&normed_step_kernel<CellOf, UsualOptions>>(grid_of_rows(args, 1), stream,
-                                                          "normed step", args, UsualOptions{});
+  launch_early<&normed_step_kernel<CellOf, UsualOptions>>(grid, stream, "normed step", args,
+                                                          UsualOptions{});
 }
 
 }  // namespace
 
 void normed_gelu(const NormedArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
-  launch_early<&normed_gelu_kernel>(grid_of_rows(args, kHeld), static_cast<cudaStream_t>(stream),
+  const unsigned threads = gelu_threads(args, multiprocessors(device));
+  launch_early<&normed_gelu_kernel>(grid_of_rows(args, threads), static_cast<cudaStream_t>(stream),
                                     "normed gelu", args);
 }
 

@@ -14,6 +14,8 @@ namespace cuda {
 constexpr int kEight = 8;  // channels of two bytes in one access
 constexpr int kHeld = 2;   // of them, that a thread of a GELU takes at once
 constexpr unsigned kMostThreads = 1024;
+constexpr unsigned kThreadsAtOnce = 1024;  // of a multiprocessor, with a GELU's registers
+constexpr unsigned kFewestThreads = 96;    // of a GELU
 
 using Eight = Channels<bf16, kEight>;
 
@@ -157,6 +159,16 @@ inline unsigned normed_threads(const NormedArgs& args, int held) {
   const std::int64_t most = eights > args.width / kEight ? eights : args.width / kEight;
   const std::int64_t threads = (most + kWarp - 1) / kWarp * kWarp;
   return static_cast<unsigned>(threads < kMostThreads ? threads : kMostThreads);
+}
+
+// A GELU's: so few that all rows are under way together, where that can be. Those that are not
+// would take as long again as those that are.
+inline unsigned gelu_threads(const NormedArgs& args, int processors) {
+  const std::int64_t rows_each = (args.rows + processors - 1) / processors;
+  const std::int64_t room = kThreadsAtOnce / rows_each / kWarp * kWarp;
+  const unsigned most = static_cast<unsigned>(room > kFewestThreads ? room : kFewestThreads);
+  const unsigned threads = normed_threads(args, kHeld);
+  return threads < most ? threads : most;
 }
 
 }  // namespace cuda

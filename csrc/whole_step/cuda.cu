@@ -61,7 +61,7 @@ void launch_cell(WholeStepArgs& args, int device, cudaStream_t on) {
 }  // namespace
 
 int whole_step_blocks(int device) {
-  return attribute(cudaDevAttrMultiProcessorCount, device, "number of multiprocessors");
+  return multiprocessors(device);
 }
 
 // Seen as [blocks, rows, inputs of a block], of which a tile is a box: a block for each warp of a

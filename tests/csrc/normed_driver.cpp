@@ -14,6 +14,7 @@ constexpr float kEps = 1e-6f;
 
 struct Case {
   long rows, width, channels, gates;
+  int processors;
   std::vector<int> seeds;
 };
 
@@ -75,7 +76,7 @@ void check(const Case& given) {
     step.slots = tensors.slots.device;
     const unsigned rows = static_cast<unsigned>(given.rows);
     const std::size_t shared = sizeof(cuda::Block::Shared);
-    emulator::launch({"gelu", rows, cuda::normed_threads(args, cuda::kHeld), shared, true,
+    emulator::launch({"gelu", rows, cuda::gelu_threads(args, given.processors), shared, true,
                       [=] { cuda::normed_gelu_kernel(args); }});
     emulator::launch({"step", rows, cuda::normed_threads(step, 1), shared, true, [=] {
                         cuda::normed_step_kernel<CellOf, cuda::UsualOptions>(step,
@@ -150,6 +151,7 @@ int main(int count, char** arguments) {
   given.width = options.number("width", 64);
   given.channels = options.number("channels", 72);
   given.gates = options.number("gates", 2);
+  given.processors = static_cast<int>(options.number("processors", 132));
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
   check_curve();

@@ -135,6 +135,7 @@ NORMED = [
     "--width 304 --channels 128 --gates 3",
     "--width 64 --channels 8200 --rows 2 --seeds 4",
     "--width 8200 --channels 72 --rows 2 --gates 3 --seeds 5",
+    "--width 2304 --channels 4104 --rows 9 --processors 1 --seeds 6",
 ]
 
 SOUND = ["staged_and_met", "value_as_its_own_flag", "kernel_before_waited_for"]
