@@ -30,7 +30,7 @@ STEP_TOKENS = {"cpu": SCAN_CHUNK, "cuda": 8192}
 MOST_HOST_STATE_BYTES = 2**32  # unless more is asked for
 
 _CGROUP = Path("/sys/fs/cgroup")
-_NATIVE_16_BITS = "bfloat16", "avx512_bf16"
+_NATIVE_BFLOAT16 = "avx512_bf16", "amx"  # instruction sets
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # there when NVIDIA's driver runs
 
 
@@ -78,9 +78,8 @@ def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str
     other name stays."""
     if name != "auto":
         return name
-    if device.type == "cpu" and (checkpoint_dtype, library.cpu_isa()) != _NATIVE_16_BITS:
-        return "float32"
-    return checkpoint_dtype
+    native = checkpoint_dtype == "bfloat16" and library.cpu_isa() in _NATIVE_BFLOAT16
+    return checkpoint_dtype if device.type != "cpu" or native else "float32"
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

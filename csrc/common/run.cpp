@@ -4,6 +4,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#if defined(MINSERVE_X86)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
 
 #include "../draw/row_cpu.h"
 #include "../target_logprobs/target_logprobs.h"
@@ -18,6 +25,23 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 namespace minserve {
 
 namespace {
+
+#if defined(MINSERVE_X86)
+// Tiles (AMX) are there once the system has been asked for room to keep them in. It asks back for
+// nothing, so this is for all threads and for good; some sandboxes refuse.
+bool may_use_tiles() {
+#if defined(MINSERVE_AMX) && defined(__linux__)
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+  constexpr long kAskForRoom = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & (kBf16 | kTiles)) != (kBf16 | kTiles)) return false;
+  return syscall(SYS_arch_prctl, kAskForRoom, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 Isa choose_isa() {
 #if defined(MINSERVE_X86)
@@ -34,7 +58,9 @@ Isa choose_isa() {
   if (!avx512 || want_avx2) return Isa::avx2;
   const bool want_avx512 = wish && !std::strcmp(wish, "avx512");
   const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-  return bf16 && !want_avx512 ? Isa::avx512_bf16 : Isa::avx512;
+  if (!bf16 || want_avx512) return Isa::avx512;
+  const bool want_bf16 = wish && !std::strcmp(wish, "avx512_bf16");
+  return !want_bf16 && may_use_tiles() ? Isa::amx : Isa::avx512_bf16;
 #else
   return Isa::generic;
 #endif
@@ -44,6 +70,7 @@ template <class Fn, class... Args>
 Fn by_isa(Fn (*generic_entry)(Args...), Fn (*avx2_entry)(Args...), Fn (*avx512_entry)(Args...),
           Args... args) {
   switch (isa()) {
+    case Isa::amx:
     case Isa::avx512_bf16:
     case Isa::avx512:
       return avx512_entry(args...);
@@ -188,6 +215,8 @@ void* current_stream(const Tensor& like) {
 
 const char* cpu_isa() {
   switch (isa()) {
+    case Isa::amx:
+      return "amx";
     case Isa::avx512_bf16:
       return "avx512_bf16";
     case Isa::avx512:

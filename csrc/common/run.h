@@ -19,9 +19,9 @@ void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 void* current_stream(const Tensor& like);
 #endif
 
-// The instruction set chosen on this machine. avx512_bf16 (with VBMI) has kernels of its own for
-// products only; all else runs those of avx512.
-enum class Isa { generic, avx2, avx512, avx512_bf16 };
+// The instruction set chosen on this machine. avx512_bf16 (with VBMI) and amx have kernels of their
+// own for products only; all else runs those of avx512.
+enum class Isa { generic, avx2, avx512, avx512_bf16, amx };
 Isa isa();
 // Its name.
 const char* cpu_isa();

@@ -11,6 +11,11 @@
 #ifdef __CUDACC__
 #define MS_ISA cuda
 #include "device.cuh"
+#elif defined(MS_AMX)
+#define MS_AVX512
+#define MS_AVX512_BF16
+#define MS_ISA amx
+#include <immintrin.h>
 #elif defined(MS_AVX512_BF16)
 #define MS_AVX512
 #define MS_ISA avx512_bf16

@@ -12,10 +12,10 @@ constexpr std::int64_t kFetchedEarly = 128 * 1024;  // bytes of weights, while w
 struct Cut {
   Range rows, panels;
 };
-Cut cut_of(std::int64_t rows, std::int64_t units, std::int64_t gates, std::int64_t member,
-           std::int64_t size) {
+Cut cut_of(std::int64_t rows, std::int64_t rows_of_block, std::int64_t units, std::int64_t gates,
+           std::int64_t member, std::int64_t size) {
   std::int64_t best = 1, least = -1;
-  const std::int64_t blocks = (rows + kRows - 1) / kRows;
+  const std::int64_t blocks = (rows + rows_of_block - 1) / rows_of_block;
   for (std::int64_t down = 1; down <= size && down <= blocks; ++down) {
     if (size % down) continue;
     const std::int64_t across = size / down;
@@ -78,7 +78,7 @@ class Model {
   // --- waiting, and what is read after it
 
   Cut cut(const Matrix& m) const {
-    return cut_of(work_.rows, m.panels() / m.gates, m.gates, member_, team_.size);
+    return cut_of(work_.rows, kRowsOfBlock<Fed>, m.panels() / m.gates, m.gates, member_, team_.size);
   }
   void wait_before(const Matrix& next) {
     const Cut mine = cut(next);

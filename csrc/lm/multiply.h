@@ -6,6 +6,9 @@
 #pragma once
 
 #include "weights.h"
+#if defined(MS_AMX)
+#include "tiles.h"
+#endif
 
 namespace minserve {
 namespace MS_ISA {
@@ -99,31 +102,105 @@ BlockFn block_for(std::int64_t rows, std::int64_t panels) {
   return &block<W, R, P>;
 }
 
-// Rows whose sums lie in the first-level cache together, and the steps of weights that stay near
-// while all of those rows pass: 32 KB at most.
-constexpr std::int64_t kRowsTogether = 48;
-constexpr std::int64_t kStepsTogether = 128;
 // How far ahead of one block of rows weights are fetched.
 constexpr std::int64_t kBytesAhead = 4096;
 
-// The blocks of `count` rows, at most R each, times `panels` panels over `steps` steps.
-template <class W, int R, int P>
-void all_blocks(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
-                std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums,
-                bool begin, const char* next, std::int64_t lines) {
-  const std::int64_t blocks = (count + R - 1) / R;
-  const std::int64_t each = (lines + blocks - 1) / blocks;  // they fetch what follows together
-  for (std::int64_t p = 0; p < panels; p += P) {
-    const std::int64_t wide = panels - p < P ? panels - p : P;
-    for (std::int64_t b = 0; b < blocks; ++b) {
-      const Range rows = share_of(count, b, blocks);
-      const bool fetch = p == 0 && b * each < lines;
-      block_for<W, R, P>(rows.end - rows.begin, wide)(
-          weights + p * W::kStepBytes, stride, fed + rows.begin * fed_stride, fed_stride, steps,
-          sums + rows.begin * kMostPanels * kPanel + p * kPanel, begin,
-          Ahead{next + b * each * 64 * steps, fetch ? each : 0});
+// What is fetched meanwhile: `lines` cache lines per step from `next` on.
+struct Fetch {
+  const char* next;
+  std::int64_t lines;
+
+  // The part of block `index` of `count`, which fetch it together.
+  Ahead part(std::int64_t index, std::int64_t count, std::int64_t steps) const {
+    const std::int64_t each = (lines + count - 1) / count;
+    return {next + index * each * 64 * steps, index * each < lines ? each : 0};
+  }
+};
+
+// Steps of weights that stay near while all rows pass: 32 KB at most.
+constexpr std::int64_t kStepsTogether = 128;
+
+// All blocks of `count` rows times `panels` panels over `steps` steps.
+template <class W>
+class Blocks {
+ public:
+  static constexpr std::int64_t kRowsOfOne = kRows;
+  // Rows whose sums lie in the first-level cache together.
+  static constexpr std::int64_t kRowsTogether = 48;
+
+  void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
+           std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums, bool begin,
+           Fetch fetch) {
+    if (count == 1) {
+      all<1, kPanelsOfOneRow>(weights, stride, panels, fed, fed_stride, count, steps, sums, begin,
+                              fetch);
+    } else {
+      all<kRows, kPanelsAtOnce>(weights, stride, panels, fed, fed_stride, count, steps, sums, begin,
+                                fetch);
     }
   }
+
+ private:
+  template <int R, int P>
+  void all(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
+           std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums, bool begin,
+           Fetch fetch) {
+    const std::int64_t blocks = (count + R - 1) / R;
+    for (std::int64_t p = 0; p < panels; p += P) {
+      const std::int64_t wide = panels - p < P ? panels - p : P;
+      for (std::int64_t b = 0; b < blocks; ++b) {
+        const Range rows = share_of(count, b, blocks);
+        block_for<W, R, P>(rows.end - rows.begin, wide)(
+            weights + p * W::kStepBytes, stride, fed + rows.begin * fed_stride, fed_stride, steps,
+            sums + rows.begin * kMostPanels * kPanel + p * kPanel, begin,
+            p == 0 ? fetch.part(b, blocks, steps) : Ahead{});
+      }
+    }
+  }
+};
+
+#if defined(MS_AMX)
+template <>
+class Blocks<WeightsHalf> {
+ public:
+  static constexpr std::int64_t kRowsOfOne = 2 * kTileRows;
+  static constexpr std::int64_t kRowsTogether = 64;
+
+  void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
+           std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums, bool begin,
+           Fetch fetch) {
+    const std::int64_t blocks = (count + kRowsOfOne - 1) / kRowsOfOne;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const std::int64_t row = b * kRowsOfOne;
+      const std::int64_t rows = count - row < kRowsOfOne ? count - row : kRowsOfOne;
+      const std::int64_t most = rows > kTileRows ? 2 : 4;
+      for (std::int64_t p = 0; p < panels; p += most) {
+        const std::int64_t wide = panels - p < most ? panels - p : most;
+        const Ahead ahead = p == 0 ? fetch.part(b, blocks, steps) : Ahead{};
+        tile_block_for(rows, wide)(shapes_, weights + p * kTileLine, stride, fed + row * fed_stride,
+                                   fed_stride, rows, steps, sums + (row * kMostPanels + p) * kPanel,
+                                   begin, ahead.next, ahead.lines);
+      }
+    }
+  }
+
+ private:
+  TileShapes shapes_;
+};
+#endif
+
+// Rows of a block of what has activations of such a type.
+template <class Fed>
+constexpr std::int64_t kRowsOfBlock =
+    Fed::kHalf ? Blocks<WeightsHalf>::kRowsOfOne : Blocks<WeightsFloat>::kRowsOfOne;
+
+// Whether bytes are turned for so many rows; where tiles multiply, for any.
+template <class W>
+constexpr bool turns(std::int64_t rows) {
+#if defined(MS_AMX)
+  if (W::Fed::kHalf) return true;
+#endif
+  return rows > kRows;
 }
 
 // Rows of `fed` times panels of `matrix`; then, for each row and run of panels:
@@ -133,11 +210,14 @@ template <class W, class F>
 void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
                    Range panels, const F& finish) {
   using Wide = typename Turned<W>::Weights;
+  using WideBlocks = Blocks<Wide>;
   constexpr std::int64_t turned_steps = W::kInputs / Wide::kInputs;  // for one step of W
-  alignas(64) float sums[kRowsTogether * kMostPanels * kPanel];
+  alignas(64) float sums[WideBlocks::kRowsTogether * kMostPanels * kPanel];
   alignas(
       64) char turned[Turned<W>::kNeeded ? kStepsTogether * kMostPanels * turned_steps * 64 : 64];
   const std::int64_t steps = matrix.steps(), group = matrix.group();
+  Blocks<W> blocks;
+  WideBlocks wide_blocks;
   for (std::int64_t panel = panels.begin; panel < panels.end;) {
     std::int64_t together = group - panel % group;  // those of a group lie side by side
     if (together > panels.end - panel) together = panels.end - panel;
@@ -145,32 +225,26 @@ void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_strid
     const char* weights = matrix.at(panel, stride);
     for (std::int64_t row = rows.begin; row < rows.end;) {
       const std::int64_t left = rows.end - row;
-      const std::int64_t count = left < kRowsTogether ? left : kRowsTogether;
+      const std::int64_t count = left < WideBlocks::kRowsTogether ? left : WideBlocks::kRowsTogether;
       for (std::int64_t step = 0; step < steps; step += kStepsTogether) {
         const std::int64_t n = steps - step < kStepsTogether ? steps - step : kStepsTogether;
         const char* from = weights + step * stride;
         const char* input = fed + row * fed_stride + step * kInputBytes<W>;
         // With one block weights are fetched a little ahead, with more the next steps' meanwhile;
         // the first rows bring them into the cache for all others.
-        const char* next = from + (count > kRows ? n * stride : kBytesAhead);
-        std::int64_t lines = row > rows.begin ? 0 : stride > 64 ? stride / 64 : 1;
+        const bool one = count <= WideBlocks::kRowsOfOne;
+        const std::int64_t lines = row > rows.begin ? 0 : stride > 64 ? stride / 64 : 1;
+        Fetch fetch{from + (one ? kBytesAhead : n * stride), lines};
         if constexpr (Turned<W>::kNeeded) {
-          if (count > kRows) {
+          if (turns<W>(count)) {
             turn<W>(from, stride, n, together, turned);
-            lines = (lines + turned_steps - 1) / turned_steps;
-            all_blocks<Wide, kRows, kPanelsAtOnce>(turned, together * Wide::kStepBytes, together,
-                                                   input, fed_stride, count, n * turned_steps, sums,
-                                                   step == 0, next, lines);
+            fetch.lines = (lines + turned_steps - 1) / turned_steps;
+            wide_blocks.run(turned, together * Wide::kStepBytes, together, input, fed_stride, count,
+                            n * turned_steps, sums, step == 0, fetch);
             continue;
           }
         }
-        if (count == 1) {
-          all_blocks<W, 1, kPanelsOfOneRow>(from, stride, together, input, fed_stride, count, n,
-                                            sums, step == 0, next, lines);
-        } else {
-          all_blocks<W, kRows, kPanelsAtOnce>(from, stride, together, input, fed_stride, count, n,
-                                              sums, step == 0, next, lines);
-        }
+        blocks.run(from, stride, together, input, fed_stride, count, n, sums, step == 0, fetch);
       }
       for (std::int64_t r = 0; r < count; ++r) {
         finish(row + r, panel, together, sums + r * kMostPanels * kPanel);

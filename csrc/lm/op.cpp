@@ -63,6 +63,10 @@ struct Calls {  // of one instruction set
 Calls calls() {
 #if defined(MINSERVE_X86)
   switch (isa()) {
+#if defined(MINSERVE_AMX)
+    case Isa::amx:
+      return {&amx::run_lm, &amx::fed_bytes};
+#endif
     case Isa::avx512_bf16:
       return {&avx512_bf16::run_lm, &avx512_bf16::fed_bytes};
     case Isa::avx512:

@@ -126,6 +126,7 @@ MS_DECLARE_LM(generic)
 MS_DECLARE_LM(avx2)
 MS_DECLARE_LM(avx512)
 MS_DECLARE_LM(avx512_bf16)
+MS_DECLARE_LM(amx)
 #undef MS_DECLARE_LM
 
 }  // namespace minserve
