@@ -6,9 +6,6 @@
 #pragma once
 
 #include "weights.h"
-#if defined(MS_AMX)
-#include "tiles.h"
-#endif
 
 namespace minserve {
 namespace MS_ISA {
@@ -125,6 +122,7 @@ template <class W>
 class Blocks {
  public:
   static constexpr std::int64_t kRowsOfOne = kRows;
+  static constexpr std::int64_t kUnturnedRows = kRows;  // more have bytes turned for all of them
   // Rows whose sums lie in the first-level cache together.
   static constexpr std::int64_t kRowsTogether = 48;
 
@@ -159,49 +157,20 @@ class Blocks {
   }
 };
 
+}  // namespace MS_ISA
+}  // namespace minserve
+
 #if defined(MS_AMX)
-template <>
-class Blocks<WeightsHalf> {
- public:
-  static constexpr std::int64_t kRowsOfOne = 2 * kTileRows;
-  static constexpr std::int64_t kRowsTogether = 64;
-
-  void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
-           std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums, bool begin,
-           Fetch fetch) {
-    const std::int64_t blocks = (count + kRowsOfOne - 1) / kRowsOfOne;
-    for (std::int64_t b = 0; b < blocks; ++b) {
-      const std::int64_t row = b * kRowsOfOne;
-      const std::int64_t rows = count - row < kRowsOfOne ? count - row : kRowsOfOne;
-      const std::int64_t most = rows > kTileRows ? 2 : 4;
-      for (std::int64_t p = 0; p < panels; p += most) {
-        const std::int64_t wide = panels - p < most ? panels - p : most;
-        const Ahead ahead = p == 0 ? fetch.part(b, blocks, steps) : Ahead{};
-        tile_block_for(rows, wide)(shapes_, weights + p * kTileLine, stride, fed + row * fed_stride,
-                                   fed_stride, rows, steps, sums + (row * kMostPanels + p) * kPanel,
-                                   begin, ahead.next, ahead.lines);
-      }
-    }
-  }
-
- private:
-  TileShapes shapes_;
-};
+#include "tile_blocks.h"
 #endif
+
+namespace minserve {
+namespace MS_ISA {
 
 // Rows of a block of what has activations of such a type.
 template <class Fed>
 constexpr std::int64_t kRowsOfBlock =
     Fed::kHalf ? Blocks<WeightsHalf>::kRowsOfOne : Blocks<WeightsFloat>::kRowsOfOne;
-
-// Whether bytes are turned for so many rows; where tiles multiply, for any.
-template <class W>
-constexpr bool turns(std::int64_t rows) {
-#if defined(MS_AMX)
-  if (W::Fed::kHalf) return true;
-#endif
-  return rows > kRows;
-}
 
 // Rows of `fed` times panels of `matrix`; then, for each row and run of panels:
 // finish(row, panel, panels, sums), the sums in the order of the panels. A run holds all gates of
@@ -236,7 +205,7 @@ void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_strid
         const std::int64_t lines = row > rows.begin ? 0 : stride > 64 ? stride / 64 : 1;
         Fetch fetch{from + (one ? kBytesAhead : n * stride), lines};
         if constexpr (Turned<W>::kNeeded) {
-          if (turns<W>(count)) {
+          if (count > Blocks<W>::kUnturnedRows) {
             turn<W>(from, stride, n, together, turned);
             fetch.lines = (lines + turned_steps - 1) / turned_steps;
             wide_blocks.run(turned, together * Wide::kStepBytes, together, input, fed_stride, count,
