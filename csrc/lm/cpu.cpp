@@ -34,9 +34,9 @@ class Model {
  public:
   Model(const Work& work, Team& team, std::int64_t member)
       : work_(work), plan_(*work.plan), to_(work.buffers), team_(team), member_(member) {
-    fed_stride_ = up_to(plan_.width, kPanel) * kElement;
-    h_stride_ = up_to(plan_.inner, kPanel) * kElement;
-    mlp_stride_ = up_to(plan_.hidden, kPanel) * kElement;
+    fed_stride_ = fed_row_bytes(plan_.width, kElement);
+    h_stride_ = fed_row_bytes(plan_.inner, kElement);
+    mlp_stride_ = fed_row_bytes(plan_.hidden, kElement);
   }
 
   void run() {
@@ -78,7 +78,8 @@ class Model {
   // --- waiting, and what is read after it
 
   Cut cut(const Matrix& m) const {
-    return cut_of(work_.rows, kRowsOfBlock<Fed>, m.panels() / m.gates, m.gates, member_, team_.size);
+    return cut_of(work_.rows, kRowsOfBlock<Fed>, m.panels() / m.gates, m.gates, member_,
+                  team_.size);
   }
   void wait_before(const Matrix& next) {
     const Cut mine = cut(next);
@@ -132,7 +133,7 @@ class Model {
   // RMSNorm of x for `next`; a few rows by every member for itself.
   const char* norm(const float* weight, const Matrix& next) {
     const bool own = work_.rows <= kOwnRows;
-    char* to = own ? to_.own + member_ * kOwnRows * up_to(fed_stride_, 64) : to_.fed;
+    char* to = own ? to_.own + member_ * kOwnRows * fed_stride_ : to_.fed;
     const Range mine = own ? Range{0, work_.rows} : share_of(work_.rows, member_, team_.size);
     for (std::int64_t r = mine.begin; r < mine.end; ++r) {
       norm_row(x(r), weight, plan_.width, plan_.eps,

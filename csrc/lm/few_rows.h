@@ -1,4 +1,4 @@
-// Up to four rows where tiles (AMX) multiply more: by vectors, for weights are what takes their
+// One or two rows where tiles (AMX) multiply more: by vectors, for weights are what takes their
 // time, with the bits of tiles.
 //
 // What a tile instruction adds to a sum is (Intel's Software Developer's Manual, TDPBF16PS): the
@@ -6,14 +6,12 @@
 // is added without rounding the product, and subnormal numbers count as zeros.
 #pragma once
 
-#include <immintrin.h>
-
 #include "tiles.h"
 
 namespace minserve {
 namespace MS_ISA {
 
-constexpr std::int64_t kFewRows = 4;
+constexpr std::int64_t kFewRows = 2;
 
 // While it lives, subnormal inputs and results of this thread are zeros.
 class WithoutSubnormals {
@@ -89,10 +87,6 @@ BlockFn few_rows_block_for(std::int64_t rows, std::int64_t panels) {
        &few_rows_block<W, 1, 4>},
       {&few_rows_block<W, 2, 1>, &few_rows_block<W, 2, 2>, &few_rows_block<W, 2, 3>,
        &few_rows_block<W, 2, 4>},
-      {&few_rows_block<W, 3, 1>, &few_rows_block<W, 3, 2>, &few_rows_block<W, 3, 3>,
-       &few_rows_block<W, 3, 4>},
-      {&few_rows_block<W, 4, 1>, &few_rows_block<W, 4, 2>, &few_rows_block<W, 4, 3>,
-       &few_rows_block<W, 4, 4>},
   };
   return fns[rows - 1][panels - 1];
 }

@@ -109,10 +109,8 @@ class Call {
   void use_buffers(bool prefill) {
     const Plan& p = plan();
     const std::int64_t element = calls_.fed_bytes(p.half), rows = work.rows;
-    const auto bytes = [&](std::int64_t width) {
-      return up_to(rows * up_to(width, kPanel) * element, 64);
-    };
-    const std::int64_t own = threads_ * kOwnRows * up_to(up_to(p.width, kPanel) * element, 64);
+    const auto bytes = [&](std::int64_t width) { return rows * fed_row_bytes(width, element); };
+    const std::int64_t own = threads_ * kOwnRows * fed_row_bytes(p.width, element);
     work.buffers.x = floats(rows * p.width);
     char* at = reinterpret_cast<char*>(
         floats((bytes(p.width) + bytes(p.inner) + bytes(p.hidden) + own) / 4));

@@ -73,14 +73,20 @@ struct Plan {
   Matrix head;
 };
 
-// Rows of activations; widths of buffers that feed matrices are padded to whole panels, and all
+// Bytes from one row of what feeds a matrix to the next: whole panels, and a line more, without
+// which all rows of many a width would take turns in a few sets of the first-level cache.
+MS_HD std::int64_t fed_row_bytes(std::int64_t width, std::int64_t element) {
+  return up_to(up_to(width, kPanel) * element, 64) + 64;
+}
+
+// Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
 // buffers begin at cache lines.
 struct Buffers {
   float* x = nullptr;    // [rows, width]: the residual stream
-  char* fed = nullptr;   // [rows, padded width]: what a matrix of `width` inputs reads
-  char* h = nullptr;     // [rows, padded inner]
-  char* mlp = nullptr;   // [rows, padded hidden]
-  char* own = nullptr;   // per member [kOwnRows, padded width]
+  char* fed = nullptr;   // [rows, width]: what a matrix of `width` inputs reads
+  char* h = nullptr;     // [rows, inner]
+  char* mlp = nullptr;   // [rows, hidden]
+  char* own = nullptr;   // per member [kOwnRows, width]
   float* pre = nullptr;  // [rows, gates * inner]: for the scan between two parts of a prefill
   const float* scanned = nullptr;  // [rows, inner]: from it
   const float* mixed = nullptr;    // [rows, width]: the depthwise convolution's output

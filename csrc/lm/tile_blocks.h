@@ -1,59 +1,61 @@
-// Which products go by tiles (AMX): those of bfloat16 activations, from five rows on.
+// Which products go by tiles (AMX): those of bfloat16 activations, from three rows on.
 #pragma once
 
 #include "few_rows.h"
-#include "multiply.h"
-#include "tiles.h"
 
 namespace minserve {
 namespace MS_ISA {
 
-// Up to kFewRows rows, which any weights may have.
+// Of all weights that may go with such activations.
 template <class W>
-class TileBlocks {
+class FewRows {
  public:
   static constexpr std::int64_t kRowsOfOne = 2 * kTileRows;
-  static constexpr std::int64_t kRowsTogether = 64;
   static constexpr std::int64_t kUnturnedRows = kFewRows;
+  static constexpr std::int64_t kBytesAhead = 8192;
+  static constexpr std::int64_t kRowsTogether = 128, kStepsTogether = 64;  // 32 KB, and 16
+  // Weights pass once where one block has all rows and panels.
+  static constexpr std::int64_t steps_together(std::int64_t rows) {
+    return rows <= kTileRows ? kAllSteps : rows <= kRowsOfOne ? 2 * kStepsTogether : kStepsTogether;
+  }
 
   void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
-           std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums, bool begin,
+           std::int64_t fed_stride, std::int64_t rows, std::int64_t steps, float* sums, bool begin,
            Fetch fetch) {
     const WithoutSubnormals as_tiles;
-    const std::int64_t most = count > 2 ? 2 : 4;  // of panels, whose sums fit the registers
-    for (std::int64_t p = 0; p < panels; p += most) {
-      const std::int64_t wide = panels - p < most ? panels - p : most;
-      few_rows_block_for<W>(count, wide)(weights + p * W::kStepBytes, stride, fed, fed_stride,
-                                         steps, sums + p * kPanel, begin,
-                                         p == 0 ? fetch.part(0, 1, steps) : Ahead{});
-    }
+    few_rows_block_for<W>(rows, panels)(weights, stride, fed, fed_stride, steps, sums, begin,
+                                        fetch.part(0, 1, steps));
   }
+
+ private:
+  static constexpr std::int64_t kAllSteps = INT64_MAX;
 };
 
+// Bytes: more rows have them turned.
 template <>
-class Blocks<WeightsByte<FedHalf>> : public TileBlocks<WeightsByte<FedHalf>> {};
+class Blocks<WeightsByte<FedHalf>> : public FewRows<WeightsByte<FedHalf>> {};
 
 template <>
-class Blocks<WeightsHalf> : public TileBlocks<WeightsHalf> {
+class Blocks<WeightsHalf> : public FewRows<WeightsHalf> {
  public:
   void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
-           std::int64_t fed_stride, std::int64_t count, std::int64_t steps, float* sums, bool begin,
+           std::int64_t fed_stride, std::int64_t rows, std::int64_t steps, float* sums, bool begin,
            Fetch fetch) {
-    if (count <= kFewRows) {
-      return TileBlocks::run(weights, stride, panels, fed, fed_stride, count, steps, sums, begin,
-                             fetch);
+    if (rows <= kFewRows) {
+      return FewRows::run(weights, stride, panels, fed, fed_stride, rows, steps, sums, begin,
+                          fetch);
     }
-    const std::int64_t blocks = (count + kRowsOfOne - 1) / kRowsOfOne;
+    const std::int64_t blocks = (rows + kRowsOfOne - 1) / kRowsOfOne;
     for (std::int64_t b = 0; b < blocks; ++b) {
-      const std::int64_t row = b * kRowsOfOne;
-      const std::int64_t rows = count - row < kRowsOfOne ? count - row : kRowsOfOne;
-      const std::int64_t most = rows > kTileRows ? 2 : 4;
+      const std::int64_t first = b * kRowsOfOne;
+      const std::int64_t own = rows - first < kRowsOfOne ? rows - first : kRowsOfOne;
+      const std::int64_t most = own > kTileRows ? 2 : 4;
       for (std::int64_t p = 0; p < panels; p += most) {
         const std::int64_t wide = panels - p < most ? panels - p : most;
         const Ahead ahead = p == 0 ? fetch.part(b, blocks, steps) : Ahead{};
-        tile_block_for(rows, wide)(shapes_, weights + p * kTileLine, stride, fed + row * fed_stride,
-                                   fed_stride, rows, steps, sums + (row * kMostPanels + p) * kPanel,
-                                   begin, ahead.next, ahead.lines);
+        tile_block_for(own, wide)(shapes_, weights + p * kTileLine, stride,
+                                  fed + first * fed_stride, fed_stride, own, steps,
+                                  sums + (first * kMostPanels + p) * kPanel, begin, ahead);
       }
     }
   }

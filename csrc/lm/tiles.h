@@ -7,7 +7,7 @@
 // products go this way, those of a single row too.
 #pragma once
 
-#include "weights.h"
+#include "vector_blocks.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -150,7 +150,7 @@ class TileBlock {
 template <int kPanels, bool kTwoParts>
 void tile_block(TileShapes& shapes, const char* weights, std::int64_t stride, const char* fed,
                 std::int64_t fed_stride, std::int64_t rows, std::int64_t steps, float* sums,
-                bool begin, const char* next, std::int64_t lines) {
+                bool begin, Ahead ahead) {
   const TileBlock<kPanels, kTwoParts> block(rows);
   char* const to = reinterpret_cast<char*>(sums);
   block.ask(shapes);
@@ -163,10 +163,10 @@ void tile_block(TileShapes& shapes, const char* weights, std::int64_t stride, co
   });
   std::int64_t step = 0;
   for (; step + kTileSteps <= steps; step += kTileSteps) {
-    for (std::int64_t n = 0; n < lines * kTileSteps; ++n, next += 64) {
-      __builtin_prefetch(next, 0, 2);
-    }
     block.add(weights + step * stride, stride, fed + step * 4, fed_stride);
+    for (std::int64_t n = 0; n < ahead.lines * kTileSteps; ++n, ahead.next += 64) {
+      __builtin_prefetch(ahead.next, 0, 2);
+    }
   }
   if (step < steps) {
     LastSteps last;
@@ -174,13 +174,11 @@ void tile_block(TileShapes& shapes, const char* weights, std::int64_t stride, co
               kPanels);
     block.add(last.weights, kMostPanels * kTileLine, last.fed, kTileLine);
   }
-  block.each(to, [&](auto tile, char* at) { 
-    store_tile<decltype(tile)::value>(at, kSumsLine);
-  });
+  block.each(to, [&](auto tile, char* at) { store_tile<decltype(tile)::value>(at, kSumsLine); });
 }
 
 using TileBlockFn = void (*)(TileShapes&, const char*, std::int64_t, const char*, std::int64_t,
-                             std::int64_t, std::int64_t, float*, bool, const char*, std::int64_t);
+                             std::int64_t, std::int64_t, float*, bool, Ahead);
 inline TileBlockFn tile_block_for(std::int64_t rows, std::int64_t panels) {
   if (rows > kTileRows) return panels > 1 ? &tile_block<2, true> : &tile_block<1, true>;
   constexpr TileBlockFn of_one_part[] = {&tile_block<1, false>, &tile_block<2, false>,
