@@ -131,24 +131,46 @@ def test_a_row_has_the_same_bits_in_every_company(
     if kind.startswith("int8"):
         model, _ = quantized(model)
     packed = PackedLM(model)
-    tokens = random_tokens(packed.config.vocab_size, 70, 3)
+    rows = 131
+    tokens = random_tokens(packed.config.vocab_size, rows, 3)
     threads(1)
-    alone = packed.new_state(70)
+    alone = packed.new_state(rows)
     expected = torch.cat(
-        [stepped(packed, tokens[row : row + 1], alone, int32([row])) for row in range(70)]
+        [stepped(packed, tokens[row : row + 1], alone, int32([row])) for row in range(rows)]
     )
     assert expected.isfinite().all()
     for count in (1, 2, 3):
         threads(count)
-        for batch in (1, 2, 4, 5, 7, 12, 16, 47, 49, 70):
-            state = packed.new_state(75)
-            slots = torch.randperm(75, generator=torch.Generator().manual_seed(batch))[:batch]
-            slots = slots.to(torch.int32)
+        for batch in (1, 2, 3, 4, 5, 7, 12, 16, 17, 33, 47, 49, 70, rows):
+            state = packed.new_state(rows + 5)
+            slots = torch.randperm(rows + 5, generator=torch.Generator().manual_seed(batch))
+            slots = slots[:batch].to(torch.int32)
             got = stepped(packed, tokens[:batch], state, slots)
             assert torch.equal(got, expected[:batch])
             assert torch.equal(state.cell[:, slots.long()], alone.cell[:, :batch])
             if state.conv is not None and alone.conv is not None:
                 assert torch.equal(state.conv[:, slots.long()], alone.conv[:, :batch])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> None:
+    """Instruction sets differ in whether such weights, activations and products count."""
+    model = wide({"cell": "mingru", "tie_embeddings": False})
+    with torch.no_grad():
+        assert model.head is not None
+        model.head.weight[::2] *= 1e-36  # some of these are, and many of their products
+    packed = PackedLM(model.bfloat16() if kind == "bfloat16" else model)
+    tokens = random_tokens(211, 20, 3)
+    together = packed.new_state(20)
+    expected = stepped(packed, tokens, together, int32(list(range(20))))
+    tiny = expected[..., ::2]
+    assert tiny.abs().max() < 1e-34 and (tiny != 0).any()
+    for first, last in [(0, 1), (1, 3), (3, 6), (6, 20)]:
+        state = packed.new_state(20)
+        slots = list(range(first, last))
+        got = stepped(packed, tokens[first:last], state, int32(slots))
+        assert torch.equal(got, expected[first:last])
+        assert torch.equal(state.cell[:, slots], together.cell[:, slots])
 
 
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])

@@ -1,0 +1,53 @@
+"""PackedLM by each instruction set that this machine has: the model's equations, and the same bits
+for a row by itself and in company."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.ops import cpu_isa
+
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]  # each has all of those before it
+
+CHECK = """
+import torch
+from engine.models.packed import PackedLM
+from engine.ops import cpu_isa
+from tests.models import reference
+from tests.models.test_packed import (
+    BF16, FP32, int32, quantized, random_tokens, relative_error, stepped, wide)
+
+for cell, kind in (("mingru", "bfloat16"), ("minlstm", "int8-bfloat16"), ("mingru", "float32")):
+    model = wide({"cell": cell})
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    weights = dict(model.state_dict())
+    if kind.startswith("int8"):
+        model, weights = quantized(model)
+    packed = PackedLM(model)
+    tokens = random_tokens(211, 40, 3)
+    together = stepped(packed, tokens, packed.new_state(40), int32(list(range(40))))
+    for row in (0, 3, 39):
+        alone = stepped(packed, tokens[row : row + 1], packed.new_state(1), int32([0]))
+        assert torch.equal(alone[0], together[row]), (kind, row)
+        expected = reference.logits(model.config, weights, tokens[row])
+        error = relative_error(together[row], expected)
+        assert error < (BF16 if kind.endswith("bfloat16") else FP32), (kind, row, error)
+print(cpu_isa())
+"""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_an_instruction_set(isa: str) -> None:
+    if ISAS.index(isa) > ISAS.index(cpu_isa()):
+        pytest.skip(f"this machine has {cpu_isa()}")
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        env={**os.environ, "MINSERVE_CPU_ISA": isa}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{isa}\n"
