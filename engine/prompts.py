@@ -6,14 +6,15 @@ graph per bucket of tokens and of chunks. What fills a bucket up is tokens of no
 sequences of no tokens whose slots are negative; no operator's plan depends on where sequences lie,
 and none touches a state for these.
 
-Longer prompts, whose kernels outlast their launches, and those with positions to score, whose
-hidden states are wanted, are read by the same code without a graph.
+Longer prompts, once their kernels outlast their launches, are read without a graph, by the same
+code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,16 @@ import torch
 from torch import Tensor
 
 from engine.columns import FILLED_WORDS, Columns, Drawing, Parameters, columns, draw_rows
-from engine.graphs import BucketGraphs, prompt_buckets
+from engine.graphs import BucketGraphs
 from engine.models.cell import ModelState
 from engine.plan import PrefillChunk
 from engine.serving import ServingModel
 
 _ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is drawn for
+
+# What the device may still have to do when the host has launched everything, as a share of the time
+# that took, where it was the host that took the time.
+_LEFT_OVER = 0.1
 
 
 class Read(NamedTuple):
@@ -91,11 +96,41 @@ class PromptStep:
         self._device = device
         self._graphs: dict[int, BucketGraphs] = {}  # by sequences, rising
         self._places: dict[_Shape, _Graphed] = {}
+        # What graphs leave behind, for the next one overwrites the memory that they share.
+        self._logits: Tensor | None = None  # [most chunks, vocab] fp32
+        self._hidden: Tensor | None = None  # [most tokens, d_model]
         self._turn = 0  # of the places on the host
 
-    def capture(self, most_tokens: int, most_chunks: int, vocab_size: int, pool: Any) -> None:
-        """Captures graphs for calls of up to so many tokens and chunks, and no more than pays."""
-        sizes = prompt_buckets(most_tokens, most_chunks)
+    def launch_bound(self, sizes: Sequence[int]) -> int:
+        """The largest of so many tokens, rising, up to which launching a prompt's kernels takes a
+        GPU's host longer than the kernels take; 0 if it does for none. Waits for the device."""
+        largest = 0
+        for tokens in sizes:
+            if not self._is_launch_bound(tokens):
+                break
+            largest = tokens
+        return largest
+
+    def _is_launch_bound(self, tokens: int) -> bool:
+        shape = _Shape(tokens, 1, 1)
+        words = torch.zeros(sum(shape.sizes), dtype=torch.int32)
+        self._fill(_inputs(words, shape), [], draw=False)
+        inputs = _inputs(words.to(self._device), shape)
+        self._run(inputs, draw=True)  # libraries load their kernels at first use
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize(self._device)
+            begin = perf_counter()
+            self._run(inputs, draw=True)
+            launched = perf_counter()
+            torch.cuda.synchronize(self._device)
+            times.append((perf_counter() - begin, launched - begin))
+        taken, launching = min(times)
+        return taken <= (1 + _LEFT_OVER) * launching
+
+    def capture(self, sizes: Mapping[int, list[int]], vocab_size: int, pool: Any) -> None:
+        """Captures graphs for calls of up to so many chunks, and for each of so many tokens, as
+        prompt_buckets() gives them."""
         shapes = [_Shape(size, chunks, chunks) for chunks in sizes for size in sizes[chunks]]
         words = max(sum(shape.sizes) for shape in shapes)
         memory = torch.zeros(words, dtype=torch.int32, device=self._device)
@@ -106,6 +141,7 @@ class PromptStep:
             given = [_inputs(one, shape) for one in mine]
             self._places[shape] = _Graphed(mine, given, its, _inputs(its, shape))
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device)
+        self._hidden = None  # its type is the model's
         graphs = {
             chunks: BucketGraphs(
                 partial(self._run_graphed, chunks), partial(self._clear, chunks), sizes[chunks]
@@ -122,16 +158,17 @@ class PromptStep:
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         rows = sum(chunk.sample for chunk in chunks)
         scored = any(chunk.targets is not None for chunk in chunks)
-        size = None if scored else self._graph_of(tokens, len(chunks))
+        size = self._graph_of(tokens, len(chunks))
         hidden, logits = None, None
         if size is not None:
+            assert self._logits is not None and self._hidden is not None
             place = self._places[size]
             self._turn = 1 - self._turn
             self._fill(place.given[self._turn], chunks, draw)
             place.memory.copy_(place.hosts[self._turn], non_blocking=True)
             self._graphs[size.sequences].replay(size.tokens)
             inputs = place.inputs
-            logits = self._logits[:rows]
+            hidden, logits = self._hidden[:tokens], self._logits[:rows]
         else:
             shape = _Shape(tokens, len(chunks), rows)
             on_gpu = self._device.type == "cuda"
@@ -200,9 +237,11 @@ class PromptStep:
         return hidden, logits
 
     def _run_graphed(self, chunks: int, tokens: int) -> None:
-        _, logits = self._run(self._places[_Shape(tokens, chunks, chunks)].inputs, draw=True)
-        assert logits is not None
-        # The next graph, whose memory is the same, may overwrite them before they are read.
+        hidden, logits = self._run(self._places[_Shape(tokens, chunks, chunks)].inputs, draw=True)
+        assert logits is not None and self._logits is not None
+        if self._hidden is None:  # the first run is one of the largest, and no capture
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:tokens].copy_(hidden)
         self._logits[:chunks].copy_(logits)
 
     def _clear(self, chunks: int, tokens: int) -> None:

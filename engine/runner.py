@@ -23,7 +23,7 @@ from engine.constraints import Constraints
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
 from engine.grammars import Grammars
-from engine.graphs import buckets, prompt_buckets
+from engine.graphs import buckets, long_prompts, prompt_buckets
 from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
 from engine.places import Places, exported
@@ -164,11 +164,12 @@ class Runner:
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
             slots, most_tokens = self.config.max_slots, self.config.max_step_tokens
             assert most_tokens is not None
-            by_chunks = prompt_buckets(most_tokens, slots)
-            # Long prompts are read in pieces of `most_tokens`, without a graph.
+            launch_bound = self._prompts.launch_bound(long_prompts(most_tokens))
+            by_chunks = prompt_buckets(most_tokens, slots, launch_bound)
+            # Long prompts are read in pieces of `most_tokens`, with a graph or without.
             sizes = {most_tokens}.union(*by_chunks.values())
             self._model.prepare(buckets(slots), sizes, list(by_chunks))
-            self._prompts.capture(most_tokens, slots, vocab_size, pool)
+            self._prompts.capture(by_chunks, vocab_size, pool)
             self._decoding.capture(buckets(slots), pool)
             self._logits_step.capture(buckets(slots), vocab_size, pool)
         everything = SamplingParams(

@@ -18,7 +18,7 @@ from engine.checkpoint import load_model, quantize_model, save_model
 from engine.columns import Parameters
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
-from engine.graphs import BucketGraphs, prompt_buckets
+from engine.graphs import BucketGraphs, long_prompts, prompt_buckets
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
@@ -93,7 +93,7 @@ class Pair:
         self.steps = [PromptStep(serving, one, self.parameters, where) for one in self.states]
         pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
         with torch.inference_mode():
-            self.steps[1].capture(300, ROWS, vocab, pool)
+            self.steps[1].capture(prompt_buckets(300, ROWS), vocab, pool)
 
     def begin(self, live: list[int]) -> None:
         """Initial states for these slots, NaN wherever none of theirs may look or write."""
@@ -189,22 +189,55 @@ def test_quantised_prompts_in_graphs(kind: Quantization) -> None:
         check_company(pair, lengths, tolerance=0.03)
 
 
-def test_what_is_scored_or_long_is_read_without_a_graph(replayed: list[int]) -> None:
+def test_what_is_scored_is_read_in_a_graph_too(replayed: list[int]) -> None:
     model = build({"cell": "mingru"})
     pair = Pair(model, PlainModel(model), "cpu")
     prompt = list(range(20))
     scored = chunk_of(1, 3, prompt, 0, 20, score_top=0)
     for chunks in ([scored], [chunk_of(2, 5, prompt, 0, 20), scored]):
+        pair.begin([3, 5])
         eager, graphed = pair.read(chunks)
         assert eager.hidden is not None and graphed.hidden is not None
-        assert torch.equal(graphed.hidden, eager.hidden)
         assert graphed.hidden.shape == (20 * len(chunks), model.config.d_model)
+        assert relative_error(graphed.hidden, eager.hidden) < 2e-5
+    assert replayed == [32, 64]
+
+
+def test_what_is_long_is_read_without_a_graph(replayed: list[int]) -> None:
+    model = build({"cell": "mingru"})
+    pair = Pair(model, PlainModel(model), "cpu")
+    prompt = list(range(20))
     long = prompt * 16
     read = pair.read([chunk_of(1, 3, long, 0, len(long))])[1]
     assert read.logits is not None and len(read.logits) == 1
     assert replayed == []
     assert pair.read([chunk_of(1, 3, prompt, 0, 19)])[1] == Read(None, None, None)
     assert replayed == [32]
+
+
+@pytest.mark.parametrize(("launching", "largest"), [(1.0, 0), (4.5, 4), (10.0, 8)])
+def test_prompts_are_launch_bound_while_the_device_waits(
+    launching: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that takes a second a token, and a host that takes as long for any prompt."""
+    now, busy_until = 0.0, 0.0
+
+    def run(step: PromptStep, inputs: Any, draw: bool) -> None:
+        nonlocal now, busy_until
+        busy_until = max(now + launching, max(now, busy_until) + len(inputs.tokens))
+        now += launching
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal now
+        now = max(now, busy_until)
+
+    monkeypatch.setattr(PromptStep, "_run", run)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(prompts, "perf_counter", lambda: now)
+    model = build({"cell": "mingru"})
+    parameters = Parameters(ROWS, model.config.vocab_size, None)
+    step = PromptStep(PlainModel(model), model.new_state(1), parameters, torch.device("cpu"))
+    assert step.launch_bound([2, 4, 8]) == largest
 
 
 def test_prompt_buckets_rise_to_what_can_come() -> None:
@@ -219,6 +252,15 @@ def test_prompt_buckets_rise_to_what_can_come() -> None:
     assert list(most) == [4, 31, 127]
     assert {tokens[-1] for tokens in most.values()} == {1536}
     assert len(most[4]) + len(most[31]) + len(most[127]) <= 40
+
+
+def test_long_prompts_have_graphs_where_they_are_launch_bound() -> None:
+    assert long_prompts(1536) == []
+    assert long_prompts(2000) == [2000]
+    assert long_prompts(8192) == [2048, 3072, 4096, 6144, 8192] == long_prompts(20_000)
+    assert prompt_buckets(5000, 4, launch_bound=3072)[4][-3:] == [1536, 2048, 3072]
+    assert prompt_buckets(5000, 4, launch_bound=5000)[4][-2:] == [4096, 5000]
+    assert prompt_buckets(1000, 4, launch_bound=5000) == prompt_buckets(1000, 4)
 
 
 # --- through the Runner
@@ -245,7 +287,7 @@ def runners(
         graphed.warm_up()
     else:
         with torch.inference_mode():
-            graphed._prompts.capture(1024, SLOTS, VOCAB, None)
+            graphed._prompts.capture(prompt_buckets(1024, SLOTS), VOCAB, None)
     return [eager, graphed]
 
 
@@ -308,7 +350,7 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(tmp_path: Path, graphe
     runner = load(tmp_path, max_slots=3)
     if graphed:
         with torch.inference_mode():
-            runner._prompts.capture(64, 3, VOCAB, None)
+            runner._prompts.capture(prompt_buckets(64, 3), VOCAB, None)
     engine = Engine(runner)
     for _ in range(2):
         for id, prompt in enumerate([[1, 2, 3], [1, 7, 3], [4, 5]]):
