@@ -23,7 +23,7 @@ _BUCKETS = (
 # From 1,024 on, the kernels of a model of 1.3 billion weights take as long as their launches, 4 ms
 # on an H200. Padding tokens cost there what others do: at most 255 of them.
 _PROMPT_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
-# Those of smaller models from more on. As long as launches take longer, padding costs nothing.
+# Those of smaller models from more on.
 _LONG_PROMPT_TOKENS = (2048, 3072, 4096, 6144, 8192)
 # Padding sequences cost next to nothing but their row of logits. A scan finds its way among up to
 # 31 without searching.
@@ -38,23 +38,21 @@ def buckets(max_batch: int) -> list[int]:
     return _up_to(max_batch, _BUCKETS)
 
 
-def prompt_buckets(
-    most_tokens: int, most_chunks: int, launch_bound: int = 0
-) -> dict[int, list[int]]:
+def prompt_buckets(most_tokens: int, most_chunks: int, longest: int = 0) -> dict[int, list[int]]:
     """What to capture of prompts: for so many chunks, so many tokens, all rising. The largest are
     what the arguments allow, unless that is more than pays: then prompts run without a graph.
 
-    launch_bound: up to how many tokens launches are known to take longer than what they launch.
+    longest: up to so many tokens, graphs are known to be worth it for long prompts too.
     """
     chunks = _up_to(min(most_chunks, most_tokens), _PROMPT_CHUNKS)
     tokens = _up_to(most_tokens, _PROMPT_TOKENS)
-    tokens += [size for size in long_prompts(most_tokens) if size <= launch_bound]
+    tokens += [size for size in long_prompts(most_tokens) if size <= longest]
     return {count: [size for size in tokens if size >= count] for count in chunks}
 
 
 def long_prompts(most_tokens: int) -> list[int]:
-    """Tokens of prompts, rising, of which graphs are worth their memory only where launching takes
-    longer than running; at most so many."""
+    """Tokens of prompts, rising and at most so many, of which graphs are worth it only where
+    launching takes about as long as running."""
     if most_tokens <= _PROMPT_TOKENS[-1]:
         return []
     return _up_to(most_tokens, _LONG_PROMPT_TOKENS)

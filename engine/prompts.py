@@ -29,9 +29,11 @@ from engine.serving import ServingModel
 
 _ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is drawn for
 
-# What the device may still have to do when the host has launched everything, as a share of the time
-# that took, where it was the host that took the time.
-_LEFT_OVER = 0.1
+# How many times as long as its launches a long prompt may take for a graph to pay: a round has more
+# for the host to do than to launch. And for the launches to be what takes the time.
+_PAYS, _LAUNCH_BOUND = 1.5, 1.1
+# Tokens that a prompt may be filled up by where they cost the device something.
+_PADDING = 255
 
 
 class Read(NamedTuple):
@@ -100,18 +102,23 @@ class PromptStep:
         self._logits: Tensor | None = None  # [most chunks, vocab] fp32
         self._hidden: Tensor | None = None  # [most tokens, d_model]
         self._turn = 0  # of the places on the host
+        self._launch_bound = 0  # up to so many tokens, padding costs nothing
 
-    def launch_bound(self, sizes: Sequence[int]) -> int:
-        """The largest of so many tokens, rising, up to which launching a prompt's kernels takes a
-        GPU's host longer than the kernels take; 0 if it does for none. Waits for the device."""
+    def worth_graphs(self, sizes: Sequence[int]) -> int:
+        """The largest of so many tokens, rising, up to which a GPU's host takes about as long to
+        launch a prompt's kernels as they take; 0 if that is so for none. Waits for the device."""
         largest = 0
         for tokens in sizes:
-            if not self._is_launch_bound(tokens):
+            times_launches = self._times_launches(tokens)
+            if times_launches > _PAYS:
                 break
             largest = tokens
+            if times_launches <= _LAUNCH_BOUND:
+                self._launch_bound = tokens
         return largest
 
-    def _is_launch_bound(self, tokens: int) -> bool:
+    def _times_launches(self, tokens: int) -> float:
+        """How long reading so many takes, without a graph, by how long its launches take."""
         shape = _Shape(tokens, 1, 1)
         words = torch.zeros(sum(shape.sizes), dtype=torch.int32)
         self._fill(_inputs(words, shape), [], draw=False)
@@ -126,7 +133,7 @@ class PromptStep:
             torch.cuda.synchronize(self._device)
             times.append((perf_counter() - begin, launched - begin))
         taken, launching = min(times)
-        return taken <= (1 + _LEFT_OVER) * launching
+        return taken / launching
 
     def capture(self, sizes: Mapping[int, list[int]], vocab_size: int, pool: Any) -> None:
         """Captures graphs for calls of up to so many chunks, and for each of so many tokens, as
@@ -200,7 +207,9 @@ class PromptStep:
         for sequences, graphs in self._graphs.items():
             if sequences >= chunks:
                 size = graphs.size_of(tokens)
-                return None if size is None else _Shape(size, sequences, sequences)
+                if size is None or size > max(tokens + _PADDING, self._launch_bound):
+                    return None
+                return _Shape(size, sequences, sequences)
         return None
 
     def _fill(self, given: _Inputs, chunks: Sequence[PrefillChunk], draw: bool) -> None:

@@ -164,8 +164,8 @@ class Runner:
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
             slots, most_tokens = self.config.max_slots, self.config.max_step_tokens
             assert most_tokens is not None
-            launch_bound = self._prompts.launch_bound(long_prompts(most_tokens))
-            by_chunks = prompt_buckets(most_tokens, slots, launch_bound)
+            longest = self._prompts.worth_graphs(long_prompts(most_tokens))
+            by_chunks = prompt_buckets(most_tokens, slots, longest)
             # Long prompts are read in pieces of `most_tokens`, with a graph or without.
             sizes = {most_tokens}.union(*by_chunks.values())
             self._model.prepare(buckets(slots), sizes, list(by_chunks))

@@ -215,9 +215,11 @@ def test_what_is_long_is_read_without_a_graph(replayed: list[int]) -> None:
     assert replayed == [32]
 
 
-@pytest.mark.parametrize(("launching", "largest"), [(1.0, 0), (4.5, 4), (10.0, 8)])
-def test_prompts_are_launch_bound_while_the_device_waits(
-    launching: float, largest: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("launching", "largest", "free"), [(1.0, 0, 0), (3.0, 4, 2), (4.0, 4, 4), (10.0, 8, 8)]
+)
+def test_graphs_pay_while_the_device_does_not_take_much_longer(
+    launching: float, largest: int, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that takes a second a token, and a host that takes as long for any prompt."""
     now, busy_until = 0.0, 0.0
@@ -237,7 +239,25 @@ def test_prompts_are_launch_bound_while_the_device_waits(
     model = build({"cell": "mingru"})
     parameters = Parameters(ROWS, model.config.vocab_size, None)
     step = PromptStep(PlainModel(model), model.new_state(1), parameters, torch.device("cpu"))
-    assert step.launch_bound([2, 4, 8]) == largest
+    assert step.worth_graphs([2, 4, 8]) == largest
+    assert step._launch_bound == free
+
+
+@pytest.mark.parametrize("launch_bound", [False, True])
+def test_long_prompts_are_filled_up_where_padding_costs_nothing(
+    launch_bound: bool, replayed: list[int]
+) -> None:
+    model = build({"cell": "mingru"})
+    parameters = Parameters(ROWS, model.config.vocab_size, None)
+    state = model.new_state(ROWS)
+    step = PromptStep(PlainModel(model), state, parameters, torch.device("cpu"))
+    step._launch_bound = 2048 if launch_bound else 0
+    tokens = list(range(20)) * 90  # 1,800
+    with torch.inference_mode():
+        step.capture(prompt_buckets(2048, 1, longest=2048), model.config.vocab_size, None)
+        for length in (1400, 1792, 1793, 1800):
+            step([chunk_of(1, 3, tokens, 0, length)], draw=False)
+    assert replayed == ([1536, 2048, 2048, 2048] if launch_bound else [1536, 2048, 2048])
 
 
 def test_prompt_buckets_rise_to_what_can_come() -> None:
@@ -254,13 +274,13 @@ def test_prompt_buckets_rise_to_what_can_come() -> None:
     assert len(most[4]) + len(most[31]) + len(most[127]) <= 40
 
 
-def test_long_prompts_have_graphs_where_they_are_launch_bound() -> None:
+def test_long_prompts_have_graphs_up_to_where_they_pay() -> None:
     assert long_prompts(1536) == []
     assert long_prompts(2000) == [2000]
     assert long_prompts(8192) == [2048, 3072, 4096, 6144, 8192] == long_prompts(20_000)
-    assert prompt_buckets(5000, 4, launch_bound=3072)[4][-3:] == [1536, 2048, 3072]
-    assert prompt_buckets(5000, 4, launch_bound=5000)[4][-2:] == [4096, 5000]
-    assert prompt_buckets(1000, 4, launch_bound=5000) == prompt_buckets(1000, 4)
+    assert prompt_buckets(5000, 4, longest=3072)[4][-3:] == [1536, 2048, 3072]
+    assert prompt_buckets(5000, 4, longest=5000)[4][-2:] == [4096, 5000]
+    assert prompt_buckets(1000, 4, longest=5000) == prompt_buckets(1000, 4)
 
 
 # --- through the Runner
