@@ -4,6 +4,7 @@
 #include "../common/kernels.h"
 #include "draw.h"
 #include "../common/exp_cpu.h"
+#include "filters_cpu.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -34,7 +35,7 @@ float weigh(const float* __restrict logits, std::int64_t vocab, float best, floa
 }  // namespace
 
 DrawKernels draw_kernels(Dtype) {
-  return {&best_logit, &weigh};
+  return {&best_logit, &weigh, &bin, &holds, &keep};
 }
 
 }  // namespace MS_ISA

@@ -151,6 +151,10 @@ MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
   move_on(args, r, place, token, stops);
 }
 
+// On the CPU: bins of distances, and neighbouring tokens whose weights have a sum of their own.
+constexpr int kRowBins = 1024;
+constexpr std::int64_t kPiece = 512;
+
 // What the instruction sets are chosen for on the CPU; [vocab] each, vocab at least 1.
 struct DrawKernels {
   // The best logit, NaN if there is one.
@@ -159,6 +163,13 @@ struct DrawKernels {
   // greatest distance up to kFarthest.
   float (*weigh)(const float* logits, std::int64_t vocab, float best, float octaves,
                  float* distances, std::int64_t* weights);
+  // The bin of each distance, of so many bins for each unit; what is further is in the last.
+  void (*bin)(const float* distances, std::int64_t vocab, float scale, std::uint16_t* bins);
+  // Whether one of the numbers is in the bin.
+  bool (*holds)(const std::uint16_t* bins, std::int64_t count, std::uint16_t bin);
+  // Weights that are not kept become 0; the sums of what is left, [pieces].
+  void (*keep)(const float* distances, std::int64_t vocab, Cut cut, std::int64_t* weights,
+               std::int64_t* sums);
 };
 
 }  // namespace minserve

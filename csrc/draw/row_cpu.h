@@ -29,8 +29,12 @@ class RowDraw {
     const float farthest =
         kernels_.weigh(logits, args_.vocab, best, octaves_of(args_.temperature[r]),
                        distances_.data(), weights_.data());
-    scale_ = farthest > 1e-30f ? kBins / farthest : 0.0f;
     const bool has_top_k = args_.top_k[r] > 0 && args_.top_k[r] < args_.vocab;
+    if (has_top_k || args_.top_p[r] < 1.0) {
+      bins_.resize(size);
+      kernels_.bin(distances_.data(), args_.vocab, farthest > 1e-30f ? kRowBins / farthest : 0.0f,
+                   bins_.data());
+    }
     Cut cut;
     if (has_top_k) cut = top_k_cut(static_cast<std::uint64_t>(args_.top_k[r]));
     if (has_top_k || args_.top_p[r] < 1.0) cut = top_p_cut(cut, args_.top_p[r], has_top_k);
@@ -43,8 +47,8 @@ class RowDraw {
   }
 
  private:
-  static constexpr int kBins = 1024;
-  using Keys = std::vector<std::uint64_t>;  // distance bits << 32 | id
+  static constexpr std::int64_t kLook = 256;  // tokens that are looked at together
+  using Keys = std::vector<std::uint64_t>;    // distance bits << 32 | id
 
   static std::uint32_t bits_of(float distance) {
     std::uint32_t bits;
@@ -56,47 +60,48 @@ class RowDraw {
 
   Cut top_k_cut(std::uint64_t top_k) {
     const auto one = [](std::size_t) -> std::uint64_t { return 1; };
-    return sum_bins(Cut{}, one) > top_k ? last_below(top_k, Cut{}, one) : Cut{};
+    return sum_bins(one) > top_k ? last_below(top_k, one) : Cut{};
   }
   Cut top_p_cut(Cut allowed, double top_p, bool has_top_k) {
     const auto weight_of = [this](std::size_t id) { return weight(id); };
-    const std::uint64_t total = sum_bins(allowed, weight_of);
-    if (!has_nucleus(top_p, has_top_k, total)) return allowed;
-    const std::uint64_t limit = nucleus_limit(top_p, total);
-    return total > limit ? last_below(limit, allowed, weight_of) : allowed;
+    const std::uint64_t allowed_total = has_top_k ? keep(allowed) : 0;
+    if (has_top_k && !has_nucleus(top_p, has_top_k, allowed_total)) return allowed;
+    const std::uint64_t total = sum_bins(weight_of), limit = nucleus_limit(top_p, total);
+    return total > limit ? last_below(limit, weight_of) : allowed;
   }
 
-  // Calls visit(id, bin) for every allowed token that has a weight.
-  template <class Visit>
-  void each(Cut allowed, Visit visit) const {
-    for (std::size_t id = 0; id < weights_.size(); ++id) {
-      if (weights_[id] == 0) continue;
-      const int bin = std::min(kBins - 1, static_cast<int>(distances_[id] * scale_));
-      if (allowed.keeps(bits_of(distances_[id]), static_cast<std::uint32_t>(id))) visit(id, bin);
-    }
-  }
+  // Of the measures of all tokens that have a weight. Neighbours are added to bins of their own:
+  // an addition to the same bin waits for the one before.
   template <class Measure>
-  std::uint64_t sum_bins(Cut allowed, Measure measure) {
-    sums_.assign(kBins, 0);
-    each(allowed, [&](std::size_t id, int bin) { sums_[bin] += measure(id); });
+  std::uint64_t sum_bins(Measure measure) {
+    constexpr std::size_t kApart = 2;
+    sums_.assign(kApart * kRowBins, 0);
+    for (std::size_t id = 0; id < weights_.size(); ++id) {
+      sums_[id % kApart * kRowBins + bins_[id]] += weights_[id] == 0 ? 0 : measure(id);
+    }
     std::uint64_t total = 0;
-    for (const std::uint64_t sum : sums_) total += sum;
+    for (std::size_t bin = 0; bin < kRowBins; ++bin) total += sums_[bin] += sums_[kRowBins + bin];
     return total;
   }
 
   // The last token before which the better ones sum to less than the limit, which all together do
   // not; after sum_bins of the same.
   template <class Measure>
-  Cut last_below(std::uint64_t limit, Cut allowed, Measure measure) {
+  Cut last_below(std::uint64_t limit, Measure measure) {
     std::uint64_t before = 0;
-    int holding = 0;
+    std::uint16_t holding = 0;
     while (before + sums_[holding] < limit) before += sums_[holding++];
     keys_.clear();
-    each(allowed, [&](std::size_t id, int bin) {
-      if (bin == holding) {
-        keys_.push_back(static_cast<std::uint64_t>(bits_of(distances_[id])) << 32 | id);
+    for (std::int64_t first = 0; first < args_.vocab; first += kLook) {
+      const std::int64_t count = std::min(kLook, args_.vocab - first);
+      if (!kernels_.holds(bins_.data() + first, count, holding)) continue;
+      for (auto id = static_cast<std::size_t>(first); id < static_cast<std::size_t>(first + count);
+           ++id) {
+        if (bins_[id] == holding && weights_[id] != 0) {
+          keys_.push_back(static_cast<std::uint64_t>(bits_of(distances_[id])) << 32 | id);
+        }
       }
-    });
+    }
     auto from = keys_.begin(), to = keys_.end();
     // What ranks before `from` is kept; what is at `to` or after is not. The first is kept.
     while (from != to) {
@@ -115,25 +120,35 @@ class RowDraw {
     return {static_cast<std::uint32_t>(last >> 32), id_of(last)};
   }
 
-  std::int32_t drawn(Cut cut, double number) {
+  // Whoever ranks behind the cut has no weight any more. The sum of what is left.
+  std::uint64_t keep(Cut cut) {
+    pieces_.resize(static_cast<std::size_t>((args_.vocab + kPiece - 1) / kPiece));
+    kernels_.keep(distances_.data(), args_.vocab, cut, weights_.data(), pieces_.data());
     std::uint64_t total = 0;
-    for (std::size_t id = 0; id < weights_.size(); ++id) {
-      if (!cut.keeps(bits_of(distances_[id]), static_cast<std::uint32_t>(id))) weights_[id] = 0;
-      total += weight(id);
-    }
+    for (const std::int64_t piece : pieces_) total += static_cast<std::uint64_t>(piece);
+    return total;
+  }
+
+  std::int32_t drawn(Cut cut, double number) {
+    const std::uint64_t total = keep(cut);
     const std::uint64_t target = drawn_weight(number, total);
     std::uint64_t sum = 0;
-    std::size_t id = 0;
+    std::size_t piece = 0;
+    while (sum + static_cast<std::uint64_t>(pieces_[piece]) <= target) {
+      sum += static_cast<std::uint64_t>(pieces_[piece++]);
+    }
+    std::size_t id = piece * static_cast<std::size_t>(kPiece);
     while ((sum += weight(id)) <= target) ++id;
     return static_cast<std::int32_t>(id);
   }
 
   const DrawArgs& args_;
   const DrawKernels& kernels_;
-  float scale_ = 0.0f;  // bins per distance
   std::vector<float> distances_;
   std::vector<std::int64_t> weights_;
-  std::vector<std::uint64_t> sums_;  // of the bins
+  std::vector<std::uint16_t> bins_;   // of the tokens
+  std::vector<std::uint64_t> sums_;   // of the bins
+  std::vector<std::int64_t> pieces_;  // sums of neighbouring weights
   Keys keys_;
 };
 
