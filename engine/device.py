@@ -38,8 +38,8 @@ def resolve(config: EngineConfig, checkpoint_dtype: str) -> EngineConfig:
     """`config` with every open choice made.
 
     device "auto" is the GPU where there is one that the extension holds code for, else the CPU;
-    dtype "auto" is float32 on the CPU and `checkpoint_dtype` on a GPU. Raises DeviceError when a
-    GPU is asked for that cannot be used.
+    dtype "auto" is as resolve_dtype() has it. Raises DeviceError when a GPU is asked for that
+    cannot be used.
     """
     device = resolve_device(config.device)
     return dataclasses.replace(

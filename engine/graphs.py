@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps and short prompts: one launch instead of one per kernel.
+"""CUDA graphs of decode steps and prompts: one launch instead of one per kernel.
 
 A step of a small model, or of few tokens, is bound by launching its kernels, not by running them. A
 graph fixes shapes and addresses, so one is captured per bucket; a batch is padded up to its bucket
@@ -21,10 +21,12 @@ _BUCKETS = (
 )
 
 # From 1,024 on, the kernels of a model of 1.3 billion weights take as long as their launches, 4 ms
-# on an H200. Padding tokens cost there what others do: at most 255 of them.
+# on an H200. Padding tokens cost there what others do: at most MOST_PADDING of them.
 _PROMPT_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
-# Those of smaller models from more on.
+# The kernels of smaller models do so from more tokens on.
 _LONG_PROMPT_TOKENS = (2048, 3072, 4096, 6144, 8192)
+#: Tokens that a prompt may be filled up by where they cost the device something.
+MOST_PADDING = 255
 # Padding sequences cost next to nothing but their row of logits. A scan finds its way among up to
 # 31 without searching.
 _PROMPT_CHUNKS = (4, 31, 127)

@@ -1,4 +1,4 @@
-"""PromptStep: reads prompts' chunks and draws the tokens that follow them; few tokens in one graph.
+"""PromptStep: reads prompts' chunks and draws the tokens that follow them; mostly in one graph.
 
 A short prompt is, like a decode step, bound by launching its kernels. So its reading is captured in
 CUDA graphs too: the chunks, the logits behind their last positions and the draws from these, one
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.columns import FILLED_WORDS, Columns, Drawing, Parameters, columns, draw_rows
-from engine.graphs import BucketGraphs
+from engine.graphs import MOST_PADDING, BucketGraphs
 from engine.models.cell import ModelState
 from engine.plan import PrefillChunk
 from engine.serving import ServingModel
@@ -32,8 +32,6 @@ _ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is drawn for
 # How many times as long as its launches a long prompt may take for a graph to pay: a round has more
 # for the host to do than to launch. And for the launches to be what takes the time.
 _PAYS, _LAUNCH_BOUND = 1.5, 1.1
-# Tokens that a prompt may be filled up by where they cost the device something.
-_PADDING = 255
 
 
 class Read(NamedTuple):
@@ -106,10 +104,17 @@ class PromptStep:
 
     def worth_graphs(self, sizes: Sequence[int]) -> int:
         """The largest of so many tokens, rising, up to which a GPU's host takes about as long to
-        launch a prompt's kernels as they take; 0 if that is so for none. Waits for the device."""
+        launch a prompt's kernels as they take; 0 if that is so for none. Waits for the device.
+
+        What is timed is padding, and products that the model has not chosen yet: the scan is
+        missing, and what is chosen later is quicker. Where both are near, it does not matter.
+        """
         largest = 0
         for tokens in sizes:
-            times_launches = self._times_launches(tokens)
+            try:
+                times_launches = self._times_launches(tokens)
+            except torch.OutOfMemoryError:  # nor is there room for a graph of it
+                break
             if times_launches > _PAYS:
                 break
             largest = tokens
@@ -207,7 +212,7 @@ class PromptStep:
         for sequences, graphs in self._graphs.items():
             if sequences >= chunks:
                 size = graphs.size_of(tokens)
-                if size is None or size > max(tokens + _PADDING, self._launch_bound):
+                if size is None or size > max(tokens + MOST_PADDING, self._launch_bound):
                     return None
                 return _Shape(size, sequences, sequences)
         return None
@@ -248,7 +253,9 @@ class PromptStep:
     def _run_graphed(self, chunks: int, tokens: int) -> None:
         hidden, logits = self._run(self._places[_Shape(tokens, chunks, chunks)].inputs, draw=True)
         assert logits is not None and self._logits is not None
-        if self._hidden is None:  # the first run is one of the largest, and no capture
+        # The first run is one of the largest, and no capture: in one, these would lie in the memory
+        # that the next graph overwrites.
+        if self._hidden is None:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:tokens].copy_(hidden)
         self._logits[:chunks].copy_(logits)

@@ -72,6 +72,10 @@ inline __attribute__((noinline)) void few_rows_block(const char* weights, std::i
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
+        if (count < kTileSteps) {  // a tile is filled up with zeros, after which no sum is -0
+          sum[r][p].even += 0.0f;
+          sum[r][p].odd += 0.0f;
+        }
         float* const at = sums + (r * kMostPanels + p) * kPanel;
         const VF before = begin && first == 0 ? splat<VF>(0.0f) : load<VF>(at, Full{});
         store(at, before + (sum[r][p].even + sum[r][p].odd), Full{});

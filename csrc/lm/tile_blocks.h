@@ -6,15 +6,17 @@
 namespace minserve {
 namespace MS_ISA {
 
-// Of all weights that may go with such activations.
+// What holds for all weights that may go with such activations, and one or two rows of them.
 template <class W>
-class FewRows {
+class ByTiles {
  public:
   static constexpr std::int64_t kRowsOfOne = 2 * kTileRows;
   static constexpr std::int64_t kUnturnedRows = kFewRows;
   static constexpr std::int64_t kBytesAhead = 8192;
-  static constexpr std::int64_t kRowsTogether = 128, kStepsTogether = 64;  // 32 KB, and 16
-  // Weights pass once where one block has all rows and panels.
+  // As vectors have them: 32 KB of sums, 16 KB of weights. Where one block has all rows and panels
+  // weights pass once; where it has all rows, half of the panels do at a time.
+  static constexpr std::int64_t kRowsTogether = 128, kStepsTogether = 64;
+  static_assert(kStepsTogether % kTileSteps == 0, "a tile cut in two would be summed otherwise");
   static constexpr std::int64_t steps_together(std::int64_t rows) {
     return rows <= kTileRows ? kAllSteps : rows <= kRowsOfOne ? 2 * kStepsTogether : kStepsTogether;
   }
@@ -33,16 +35,16 @@ class FewRows {
 
 // Bytes: more rows have them turned.
 template <>
-class Blocks<WeightsByte<FedHalf>> : public FewRows<WeightsByte<FedHalf>> {};
+class Blocks<WeightsByte<FedHalf>> : public ByTiles<WeightsByte<FedHalf>> {};
 
 template <>
-class Blocks<WeightsHalf> : public FewRows<WeightsHalf> {
+class Blocks<WeightsHalf> : public ByTiles<WeightsHalf> {
  public:
   void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
            std::int64_t fed_stride, std::int64_t rows, std::int64_t steps, float* sums, bool begin,
            Fetch fetch) {
     if (rows <= kFewRows) {
-      return FewRows::run(weights, stride, panels, fed, fed_stride, rows, steps, sums, begin,
+      return ByTiles::run(weights, stride, panels, fed, fed_stride, rows, steps, sums, begin,
                           fetch);
     }
     const std::int64_t blocks = (rows + kRowsOfOne - 1) / kRowsOfOne;

@@ -4,7 +4,7 @@
 // A step of a packed bfloat16 panel is a row of a tile as it lies in memory, and so is a row of
 // activations. The instruction sums up the even and the odd ones of 32 inputs by themselves, then
 // adds both to the sum, whatever the other rows are: so bits still depend on a row alone, if all
-// products go this way, those of a single row too.
+// products are formed this way, or added up alike (few_rows.h).
 #pragma once
 
 #include "vector_blocks.h"

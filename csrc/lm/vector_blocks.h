@@ -17,7 +17,7 @@ constexpr int kRows = 2, kPanelsAtOnce = 1;
 #endif
 constexpr int kPanelsOfOneRow = kParts > 2 ? 2 : 4;
 
-// What is fetched while a block is computed: `lines` cache lines per step from `next` on.
+// What one block fetches while it is computed: `lines` cache lines per step from `next` on.
 struct Ahead {
   const char* next;
   std::int64_t lines;
@@ -95,7 +95,8 @@ BlockFn block_for(std::int64_t rows, std::int64_t panels) {
   return &block<W, R, P>;
 }
 
-// What is fetched meanwhile: `lines` cache lines per step from `next` on.
+// What the blocks of all rows fetch together, each a part: `lines` cache lines per step from `next`
+// on.
 struct Fetch {
   const char* next;
   std::int64_t lines;
@@ -116,7 +117,7 @@ class Blocks {
   // How far ahead of one block of rows weights are fetched.
   static constexpr std::int64_t kBytesAhead = 4096;
   // Rows whose sums lie in the first-level cache together, and the steps of weights that stay near
-  // while all of those rows pass: 32 KB at most.
+  // while all of those rows pass: 32 KB, of turned bytes with float32 activations 64.
   static constexpr std::int64_t kRowsTogether = 48, kStepsTogether = 128;
   static constexpr std::int64_t steps_together(std::int64_t) { return kStepsTogether; }
 

@@ -161,8 +161,9 @@ inline unsigned normed_threads(const NormedArgs& args, int held) {
   return static_cast<unsigned>(threads < kMostThreads ? threads : kMostThreads);
 }
 
-// A GELU's: so few that all rows are under way together, where that can be. Those that are not
-// would take as long again as those that are.
+// A GELU's, of at least one row: so few that all rows are under way together, where that can be.
+// Those that are not would take as long again as those that are. (So the last bit of a row's norm
+// may depend on how many rows there are, as those of the products before it do.)
 inline unsigned gelu_threads(const NormedArgs& args, int processors) {
   const std::int64_t rows_each = (args.rows + processors - 1) / processors;
   const std::int64_t room = kThreadsAtOnce / rows_each / kWarp * kWarp;

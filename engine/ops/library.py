@@ -72,5 +72,6 @@ def has_cuda_kernels() -> bool:
 
 
 def cpu_isa() -> str:
-    """The instruction set in use on this CPU: "generic", "avx2" or "avx512"."""
+    """The instruction set in use on this CPU: "generic", "avx2", "avx512", "avx512_bf16"
+    or "amx"."""
     return str(torch.ops.minserve.cpu_isa())

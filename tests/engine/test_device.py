@@ -39,7 +39,10 @@ def test_a_machine_without_a_gpu_means_the_cpu_without_a_word(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(("isa", "expected"), [("avx512", "float32"), ("avx512_bf16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("isa", "expected"),
+    [("avx512", "float32"), ("avx512_bf16", "bfloat16"), ("amx", "bfloat16")],
+)
 def test_the_dtype_follows_the_device_unless_it_is_given(
     monkeypatch: pytest.MonkeyPatch, isa: str, expected: str
 ) -> None:

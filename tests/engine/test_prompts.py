@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from engine.checkpoint import load_model, quantize_model, save_model
 from engine.columns import Parameters
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
-from engine.graphs import BucketGraphs, long_prompts, prompt_buckets
+from engine.graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
@@ -269,6 +270,7 @@ def test_prompt_buckets_rise_to_what_can_come() -> None:
         40: [64, 96, 100],
     }
     most = prompt_buckets(8192, 4096)
+    assert max(b - a for a, b in pairwise(most[4])) == MOST_PADDING + 1
     assert list(most) == [4, 31, 127]
     assert {tokens[-1] for tokens in most.values()} == {1536}
     assert len(most[4]) + len(most[31]) + len(most[127]) <= 40

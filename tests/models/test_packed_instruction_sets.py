@@ -3,9 +3,12 @@ for a row by itself and in company."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +54,21 @@ def test_an_instruction_set(isa: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{isa}\n"
+
+
+def tiles_are_allowed() -> bool:
+    """Whether the processor has AMX and the system has given this process room for its tiles."""
+    flags = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
+    if "amx_bf16" not in flags or "amx_tile" not in flags:
+        return False
+    granted = ctypes.c_ulong(0)
+    arch_prctl, get_permissions, tile_data = 158, 0x1022, 18
+    libc = ctypes.CDLL(None)
+    failed = libc.syscall(arch_prctl, get_permissions, ctypes.byref(granted))
+    return failed == 0 and bool(granted.value >> tile_data & 1)
+
+
+@pytest.mark.skipif("MINSERVE_CPU_ISA" in os.environ, reason="an instruction set was chosen")
+def test_tiles_are_used_where_they_are() -> None:
+    assert cpu_isa()  # which asks the system for them
+    assert (cpu_isa() == "amx") == tiles_are_allowed()

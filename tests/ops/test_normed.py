@@ -12,7 +12,8 @@ from tests.ops.helpers import exact
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
-# rows, width of the stream, channels: one turn of the threads and several, of either row
+# rows, width of the stream, channels: one turn of the threads and several, of either row; more rows
+# than are under way at once with all the threads that a GELU might have
 SHAPES = [
     (1, 8, 8),
     (5, 72, 200),
@@ -20,6 +21,7 @@ SHAPES = [
     (7, 64, 16392),
     (33, 9000, 72),
     (9, 2048, 3072),
+    (1100, 768, 3072),
 ]
 
 
