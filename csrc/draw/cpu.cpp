@@ -35,7 +35,7 @@ float weigh(const float* __restrict logits, std::int64_t vocab, float best, floa
 }  // namespace
 
 DrawKernels draw_kernels(Dtype) {
-  return {&best_logit, &weigh, &bin, &holds, &keep};
+  return {&best_logit, &first_place, &weigh, &bin, &holds, &keep};
 }
 
 }  // namespace MS_ISA

@@ -159,6 +159,8 @@ constexpr std::int64_t kPiece = 512;
 struct DrawKernels {
   // The best logit, NaN if there is one.
   float (*best)(const float* logits, std::int64_t vocab);
+  // The first place of a logit, which is there.
+  std::int64_t (*first)(const float* logits, std::int64_t vocab, float logit);
   // (best - logit) * octaves, bounded by 2 * kFarthest, and the weights of these. Returns the
   // greatest distance up to kFarthest.
   float (*weigh)(const float* logits, std::int64_t vocab, float best, float octaves,

@@ -15,6 +15,18 @@ inline std::int32_t bits_of_float(float x) {
   return bits;
 }
 
+std::int64_t first_place(const float* logits, std::int64_t vocab, float logit) {
+  constexpr std::int64_t look = 256;  // at so many together
+  for (std::int64_t first = 0;; first += look) {
+    const std::int64_t end = first + look < vocab ? first + look : vocab;
+    std::int32_t any = 0;
+    for (std::int64_t i = first; i < end; ++i) any |= logits[i] == logit;
+    if (!any) continue;
+    while (logits[first] != logit) ++first;
+    return first;
+  }
+}
+
 void bin(const float* __restrict distances, std::int64_t vocab, float scale,
          std::uint16_t* __restrict bins) {
   constexpr float last = kRowBins - 1;

@@ -21,7 +21,7 @@ class RowDraw {
     const float best = kernels_.best(logits, args_.vocab);
     if (!std::isfinite(best)) return -1;
     if (!(args_.temperature[r] > 0)) {
-      return static_cast<std::int32_t>(std::find(logits, logits + args_.vocab, best) - logits);
+      return static_cast<std::int32_t>(kernels_.first(logits, args_.vocab, best));
     }
     const auto size = static_cast<std::size_t>(args_.vocab);
     distances_.resize(size);

@@ -177,7 +177,7 @@ std::vector<std::int64_t> expected(const Case& given) {
   Rows rows(given);
   rows.all([](auto& tensor, emulator::Use) { tensor.device = tensor.values.data(); });
   const DrawArgs args = rows.args();
-  const DrawKernels kernels = {&best_of, &weigh, &bin, &holds, &keep};
+  const DrawKernels kernels = {&best_of, &first_place, &weigh, &bin, &holds, &keep};
   RowDraw row(args, kernels);
   for (long r = 0; r < kRows; ++r) {
     if (args.draws(r)) move_on(args, r, row.token(r));
