@@ -27,8 +27,8 @@ namespace minserve {
 namespace {
 
 #if defined(MINSERVE_X86)
-// Tiles (AMX) are there once the system has been asked for room to keep them in. It asks back for
-// nothing, so this is for all threads and for good; some sandboxes refuse.
+// Tiles (AMX) may be used once the system has been asked for room to keep them in, which holds for
+// all threads and for good. Old systems and some sandboxes refuse.
 bool may_use_tiles() {
 #if defined(MINSERVE_AMX) && defined(__linux__)
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;

@@ -50,9 +50,7 @@ inline __attribute__((noinline)) void few_rows_block(const char* weights, std::i
     const std::int64_t count = steps - first < kTileSteps ? steps - first : kTileSteps;
     Pair sum[R][P] = {};
     for (std::int64_t s = 0; s < count; ++s) {
-      for (std::int64_t n = 0; n < ahead.lines; ++n, ahead.next += 64) {
-        __builtin_prefetch(ahead.next, 0, 2);
-      }
+      ahead.fetch(1);
       Pair x[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) x[r] = pair_of(WeightsHalf::input(fed + r * fed_stride));

@@ -164,9 +164,7 @@ void tile_block(TileShapes& shapes, const char* weights, std::int64_t stride, co
   std::int64_t step = 0;
   for (; step + kTileSteps <= steps; step += kTileSteps) {
     block.add(weights + step * stride, stride, fed + step * 4, fed_stride);
-    for (std::int64_t n = 0; n < ahead.lines * kTileSteps; ++n, ahead.next += 64) {
-      __builtin_prefetch(ahead.next, 0, 2);
-    }
+    ahead.fetch(kTileSteps);
   }
   if (step < steps) {
     LastSteps last;

@@ -21,6 +21,12 @@ constexpr int kPanelsOfOneRow = kParts > 2 ? 2 : 4;
 struct Ahead {
   const char* next;
   std::int64_t lines;
+
+  MS_CELL void fetch(std::int64_t steps) {
+    for (std::int64_t n = 0; n < lines * steps; ++n, next += 64) {
+      __builtin_prefetch(next, 0, 2);  // to the second level: the first is full
+    }
+  }
 };
 
 // sums [R, P panels] += rows [R, steps] times P panels; they lie kMostPanels panels apart.
@@ -43,9 +49,7 @@ inline __attribute__((noinline)) void block(const char* weights, std::int64_t st
     }
   }
   for (std::int64_t s = 0; s < steps; ++s) {
-    for (std::int64_t n = 0; n < ahead.lines; ++n, ahead.next += 64) {
-      __builtin_prefetch(ahead.next, 0, 2);  // to the second level: the first is full
-    }
+    ahead.fetch(1);
     W w[P];
     if constexpr (R == 1 &&
                   kParts > 1) {  // one after the other: no more of them in registers than needed
