@@ -75,6 +75,29 @@ def columns(memory: Tensor, size: int) -> Columns:
     )  # fmt: skip
 
 
+class HostColumns(NamedTuple):
+    """Columns in host memory, seen as arrays: to make these views takes longer than to fill them,
+    so they are made once for memory that is filled again and again."""
+
+    positions: NDArray[np.int64]
+    streams: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    tokens: NDArray[np.int32]
+    remaining: NDArray[np.int32]
+    top_k: NDArray[np.int32]
+    temperature: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    stop_ids: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    cursor: NDArray[np.int32]
+
+
+def host_columns(memory: Tensor, size: int) -> HostColumns:
+    """The columns of `size` rows but `out`, packed at the beginning of `memory`, on the host."""
+    *filled, _ = columns(memory, size)
+    return HostColumns(*(column.numpy() for column in filled))
+
+
 def words_of(rows: Sequence[int], size: int) -> NDArray[np.int64]:
     """Where what is filled of `rows` lies in the memory of `size` rows: [FILLED_WORDS, rows]."""
     at_size, at_row, more = _WORDS
@@ -124,13 +147,17 @@ class Parameters:
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Notes what these requests ask for."""
-        plain = []
-        for one in admissions:
-            self._plain[one.slot] = is_plain(one.request.sampling)
-            if self._plain[one.slot]:
-                plain.append(one)
-        if plain:
-            self._put([one.slot for one in plain], [one.request.sampling for one in plain])
+        if not admissions:
+            return
+        slots = [one.slot for one in admissions]
+        params = [one.request.sampling for one in admissions]
+        plain = [is_plain(one) for one in params]
+        self._plain[slots] = plain
+        if not all(plain):
+            slots = [slot for slot, is_one in zip(slots, plain, strict=True) if is_one]
+            params = [one for one, is_one in zip(params, plain, strict=True) if is_one]
+        if slots:
+            self._put(slots, params)
 
     def all_plain(self, slots: Sequence[int]) -> bool:
         """Whether the device can draw for all of these without the host."""
@@ -138,13 +165,13 @@ class Parameters:
 
     def fill(
         self,
-        at: Columns,
+        at: HostColumns,
         slots: NDArray[np.int32],
         positions: NDArray[np.int64],
         tokens: NDArray[np.int64],
     ) -> None:
-        """Fills columns on the host, but `out`: the first rows for the sequences of `slots`, [n] as
-        the others are; the rest becomes padding."""
+        """Fills the first rows for the sequences of `slots`, [n] as the others are, and makes the
+        rest padding."""
         batch = len(slots)
         for column, values in (
             (at.positions, positions),
@@ -157,11 +184,11 @@ class Parameters:
             (at.min_p, self._min_p[slots]),
             (at.stop_ids, self._stop_ids[slots]),
         ):
-            column.numpy()[:batch] = values
-            column.numpy()[batch:] = 0
-        at.slots.numpy()[:batch] = slots
-        at.slots.numpy()[batch:] = -1
-        at.cursor.numpy()[:] = 0
+            column[:batch] = values
+            column[batch:] = 0
+        at.slots[:batch] = slots
+        at.slots[batch:] = -1
+        at.cursor[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
         seeds = np.array([one.seed for one in params], np.int64)

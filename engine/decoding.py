@@ -22,10 +22,12 @@ from engine.columns import (
     RESULT_WORD,
     Columns,
     Drawing,
+    HostColumns,
     Parameters,
     columns,
     draw_bests,
     draw_rows,
+    host_columns,
     words_of,
 )
 from engine.device import upload
@@ -106,6 +108,7 @@ class DecodeState:
         else:
             self._upload(plan.decode)
         self._join(plan, drawings)
+        self._at(self._size).cursor.zero_()  # who joins has drawn already
         return self._go(plan.steps, plan.greedy)
 
     def _go(self, steps: int, greedy: bool) -> Round:
@@ -138,12 +141,12 @@ class DecodeState:
         """A new batch."""
         size = self._size_for(len(rows))
         staging = self._staging[: FILLED_WORDS * size]
-        self._fill(columns(staging, size), rows)
+        self._fill(host_columns(staging, size), rows)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
         self._keys = [row.key for row in rows]
         self._size = size
 
-    def _fill(self, at: Columns, rows: Sequence[DecodeRow]) -> None:
+    def _fill(self, at: HostColumns, rows: Sequence[DecodeRow]) -> None:
         self._parameters.fill(
             at,
             np.array([row.slot for row in rows], np.int32),
@@ -165,7 +168,6 @@ class DecodeState:
             for row, joining in zip(plan.at, plan.decode, strict=True):
                 keys[row] = joining.key
             self._keys = keys
-        self._at(self._size).cursor.zero_()
 
     def _widen(self, size: int) -> None:
         """The same rows in memory of another size; the rest becomes padding."""
@@ -184,7 +186,7 @@ class DecodeState:
             host = torch.empty(
                 FILLED_WORDS * size, dtype=torch.int32, pin_memory=self._device.type == "cuda"
             )
-            self._fill(columns(host, size), known)
+            self._fill(host_columns(host, size), known)
             words = host.to(self._device, non_blocking=True)
             self._copy_in(words, range(size), size, [rows[row.key] for row in known])
         for drawing in drawings:
@@ -192,8 +194,6 @@ class DecodeState:
             if there:
                 targets = [rows[drawing.keys[index]] for index in there]
                 self._copy_in(drawing.words, there, drawing.size, targets)
-        if rows:
-            self._at(self._size).cursor.zero_()
 
     def _copy_in(
         self, words: Tensor, sources: Sequence[int], size: int, targets: Sequence[int]

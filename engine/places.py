@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.host_rows import HostRows
 from engine.indices import to_device
-from engine.plan import INITIAL, Copy, Export, PrefillChunk, Put
+from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
 from engine.state import StatePool
 
 
@@ -27,6 +27,13 @@ class Places:
         self._device = pool.device
         self._logits = torch.zeros(pool.rows - slots, vocab_size, device=pool.device)
         self._host = HostRows(host_rows, pool.width + vocab_size, pool.device)
+
+    def begin(self, admissions: Sequence[Admission]) -> None:
+        """Puts in the slots what their sequences start from."""
+        self._pool.reset([one.slot for one in admissions if one.source is None])
+        found = [Copy(one.source, one.slot) for one in admissions if one.source is not None]
+        if found:
+            self.carry_out(found)
 
     def carry_out(self, moves: Sequence[Copy | Put]) -> None:
         """One after the other, as far as one could tell: copies are made at once."""

@@ -136,7 +136,7 @@ class PrefixCache:
 
     def claim(self, sequence: Sequence, marks: list[int]) -> None:
         """It reads up to those of `marks` that nobody has kept or reads to."""
-        if not self._tiers.rows or not marks:
+        if not self._tiers.rows or not marks or self._is_vain(sequence, marks):
             return
         scope = _scope(sequence)
         trie = self._tries.get(scope)
@@ -152,6 +152,12 @@ class PrefixCache:
         if mine:
             self._claims[sequence.key] = mine
         self._account(trie, trie.bytes - before)
+
+    def _is_vain(self, sequence: Sequence, marks: list[int]) -> bool:
+        """Whether there will be no row for what it could keep: a prompt that is so short that the
+        plan being made reads it. Nobody has to wait for such a reader either."""
+        length = sequence.prompt_tokens
+        return self._tiers.crowded and length <= SCAN_CHUNK and marks[0] == length
 
     def _lacks_logits(self, node: Place, sequence: Sequence) -> bool:
         return (

@@ -19,9 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.columns import FILLED_WORDS, Columns, Drawing, Parameters, columns, draw_rows
+from engine.columns import (
+    FILLED_WORDS,
+    Columns,
+    Drawing,
+    HostColumns,
+    Parameters,
+    columns,
+    draw_rows,
+    host_columns,
+)
 from engine.graphs import MOST_PADDING, BucketGraphs
 from engine.models.cell import ModelState
 from engine.plan import PrefillChunk
@@ -73,12 +83,29 @@ def _inputs(memory: Tensor, shape: _Shape) -> _Inputs:
     return _Inputs(words, columns(words, shape.rows) if shape.rows else None, *rest)
 
 
+class _Given(NamedTuple):
+    """The inputs on the host, to be filled: arrays of int32, as _Inputs has them."""
+
+    drawing: HostColumns | None
+    last: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+
+
+def _given(memory: Tensor, shape: _Shape) -> _Given:
+    """The inputs that lie in `memory` (int32, 1-d), on the host."""
+    words, *rest = memory.split(shape.sizes)
+    drawing = host_columns(words, shape.rows) if shape.rows else None
+    return _Given(drawing, *(part.numpy() for part in rest))
+
+
 class _Graphed(NamedTuple):
     """A shape's places: on the host, two that rounds use in turn, since a round may begin before
     the copy of the one before it has ended; and those that its graph reads and writes."""
 
     hosts: list[Tensor]
-    given: list[_Inputs]
+    given: list[_Given]
     memory: Tensor
     inputs: _Inputs
 
@@ -126,7 +153,7 @@ class PromptStep:
         """How long reading so many takes, without a graph, by how long its launches take."""
         shape = _Shape(tokens, 1, 1)
         words = torch.zeros(sum(shape.sizes), dtype=torch.int32)
-        self._fill(_inputs(words, shape), [], draw=False)
+        self._fill(_given(words, shape), [], draw=False)
         inputs = _inputs(words.to(self._device), shape)
         self._run(inputs, draw=True)  # libraries load their kernels at first use
         times = []
@@ -150,7 +177,7 @@ class PromptStep:
         hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         for shape in shapes:
             *mine, its = (piece[: sum(shape.sizes)] for piece in (*hosts, memory))
-            given = [_inputs(one, shape) for one in mine]
+            given = [_given(one, shape) for one in mine]
             self._places[shape] = _Graphed(mine, given, its, _inputs(its, shape))
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device)
         self._hidden = None  # its type is the model's
@@ -185,7 +212,7 @@ class PromptStep:
             shape = _Shape(tokens, len(chunks), rows)
             on_gpu = self._device.type == "cuda"
             host = torch.empty(sum(shape.sizes), dtype=torch.int32, pin_memory=on_gpu)
-            self._fill(_inputs(host, shape), chunks, draw)
+            self._fill(_given(host, shape), chunks, draw)
             inputs = _inputs(host.to(self._device, non_blocking=True), shape)
             hidden, logits = self._run(inputs, draw)
         drawing = None
@@ -202,7 +229,7 @@ class PromptStep:
         size = len(chunks)
         on_gpu = self._device.type == "cuda"
         host = torch.empty(size * _ROW_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        self._fill_drawing(columns(host, size), [chunk.slot for chunk in chunks])
+        self._fill_drawing(host_columns(host, size), [chunk.slot for chunk in chunks])
         words = host.to(self._device, non_blocking=True)
         at = columns(words, size)
         draw_rows(logits, at)
@@ -217,10 +244,9 @@ class PromptStep:
                 return _Shape(size, sequences, sequences)
         return None
 
-    def _fill(self, given: _Inputs, chunks: Sequence[PrefillChunk], draw: bool) -> None:
-        """Writes the inputs, on the host; what the chunks do not need becomes padding."""
-        tokens, ends = given.tokens.numpy(), given.cu_seqlens.numpy()
-        slots, last = given.slots.numpy(), given.last.numpy()
+    def _fill(self, given: _Given, chunks: Sequence[PrefillChunk], draw: bool) -> None:
+        """Writes the inputs; what the chunks do not need becomes padding."""
+        tokens, ends, slots, last = given.tokens, given.cu_seqlens, given.slots, given.last
         count = len(chunks)
         reached = np.cumsum([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
         total = int(reached[-1]) if count else 0
@@ -236,7 +262,7 @@ class PromptStep:
         if given.drawing is not None:
             self._fill_drawing(given.drawing, drawn if draw else [])
 
-    def _fill_drawing(self, given: Columns, slots: Sequence[int]) -> None:
+    def _fill_drawing(self, given: HostColumns, slots: Sequence[int]) -> None:
         nothing = np.zeros(len(slots), np.int64)
         rows = np.array(slots, np.int32)
         self._parameters.fill(given, rows, positions=nothing, tokens=nothing)

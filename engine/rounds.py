@@ -23,7 +23,7 @@ ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its to
 QUIET_ROUND_SECONDS = 0.004
 LONG_ROUND_SECONDS = 0.008  # at most
 PART_OF_ANSWER = 0.02
-KNOWN_PART = 0.06  # of answers that no stop id can end
+KNOWN_PART = 0.09  # of answers that no stop id can end
 MANY_TOGETHER = 1 / 32  # of the rows
 # Reading new prompts costs those that decode the time in which the weights are read once more. So
 # they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
@@ -193,13 +193,13 @@ class Rounds:
             self._timed_rows = decoding
         return Stats(
             batch_size=len(plan.prefill) + decoding,
-            prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
+            prefill_tokens=sum([len(chunk.tokens) for chunk in plan.prefill]),
             decode_tokens=tokens,
             prefill_seconds=result.prefill_seconds,
             decode_steps=plan.steps if plan.decodes else 0,
             decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
-                one.request.prompt_tokens for one in plan.admit if not one.text
+                [one.request.prompt_tokens for one in plan.admit if not one.text]
             ),
-            prefix_hits_tokens=sum(one.cached_tokens for one in plan.admit),
+            prefix_hits_tokens=sum([one.cached_tokens for one in plan.admit]),
         )

@@ -28,10 +28,8 @@ from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
 from engine.places import Places, exported
 from engine.plan import (
-    INITIAL,
     MOST_STEPS,
     Admission,
-    Copy,
     DecodeRow,
     Plan,
     PrefillChunk,
@@ -216,7 +214,8 @@ class Runner:
         for key in plan.release:
             self._sampler.release(key)
             self._constraints.release(key)
-        self._places.carry_out([*plan.before, *map(_start_of, plan.admit)])
+        self._places.carry_out(plan.before)
+        self._places.begin(plan.admit)
         self._admit(plan.admit)
         begin = Mark(self._device)
         hidden, logits, drawings = self._read(plan)
@@ -228,7 +227,8 @@ class Runner:
             scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
         first = None
         if drawings:
-            first = torch.cat([one.tokens for one in drawings])
+            tokens = [one.tokens for one in drawings]
+            first = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
             logits = None  # they have served their purpose
         draws = round = None
         if plan.plain:
@@ -367,11 +367,6 @@ class Runner:
 
 def _to_host(logprobs: Logprobs) -> Logprobs:
     return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
-
-
-def _start_of(one: Admission) -> Copy:
-    """Where its slot begins."""
-    return Copy(INITIAL if one.source is None else one.source, one.slot)
 
 
 def _rows_by_key(plan: Plan) -> dict[int, int]:

@@ -45,6 +45,7 @@ class StatePool:
         self.state = ModelState(cell=cell, conv=conv)
         self.rows = self.initial_row = rows
         self.device = device
+        self._initial = [tensor[:, rows:].clone() for tensor in self._tensors()]
 
     def _refuse_if_too_large(self, config: ModelConfig, rows: int, device: torch.device) -> None:
         free = available_memory(device)
@@ -73,6 +74,15 @@ class StatePool:
         source, target = to_device([sources, targets], self.device)
         for tensor in self._tensors():
             tensor.index_copy_(1, target, tensor.index_select(1, source))
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Puts rows at the initial state."""
+        if not rows:
+            return
+        self._check(rows, self.rows)
+        index = to_device(rows, self.device)
+        for tensor, initial in zip(self._tensors(), self._initial, strict=True):
+            tensor.index_copy_(1, index, initial.expand(-1, len(rows), *initial.shape[2:]))
 
     @property
     def width(self) -> int:

@@ -72,7 +72,7 @@ def check_request(request: Request, vocab_size: int) -> None:
         )
     if request.priority:
         _check_range("priority", request.priority, LEAST_PRIORITY, MOST_PRIORITY)
-    if request.timeout is not None:
+    if request.timeout is not None and not 0.0 < request.timeout < math.inf:
         _check_number("timeout", request.timeout, above=0.0)
     _check_sampling(request.sampling, vocab_size)
 
@@ -100,20 +100,23 @@ def check_ttl(param: str, seconds: float) -> None:
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """What is as it is by default, which most is, is right."""
-    _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
+    """What is as it is by default, which most is, is right. (Nor is a function called for what else
+    is right in nearly every request.)"""
+    if not 0 <= params.max_tokens <= INT32_MAX:
+        _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
     if params.min_tokens:
         _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
     if params.top_k:
         _check_range("top_k", params.top_k, 0, INT32_MAX)
-    _check_range("seed", params.seed, 0, SEED_MAX)
+    if not 0 <= params.seed <= SEED_MAX:
+        _check_range("seed", params.seed, 0, SEED_MAX)
     if params.choice:
         _check_range("choice", params.choice, 0, INT32_MAX)
     if params.logprobs is not None:
         _check_range("logprobs", params.logprobs, 0, vocab_size)
-    if params.temperature != 1:
+    if not 0.0 <= params.temperature < math.inf:
         _check_number("temperature", params.temperature, least=0.0)
-    if params.top_p != 1:
+    if not 0.0 < params.top_p <= 1.0:
         _check_number("top_p", params.top_p, above=0.0, most=1.0)
     if params.min_p:
         _check_number("min_p", params.min_p, least=0.0, most=1.0)
@@ -128,9 +131,10 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
             f"grammar has {len(params.grammar.text)} characters; allowed: up to {MOST_GRAMMAR}",
             param="grammar",
         )
-    for token, bias in params.logit_bias.items():
-        _check_id("logit_bias", token, vocab_size)
-        _check_number("logit_bias", bias)
+    if params.logit_bias:
+        for token, bias in params.logit_bias.items():
+            _check_id("logit_bias", token, vocab_size)
+            _check_number("logit_bias", bias)
     for token in params.stop_token_ids:
         _check_id("stop_token_ids", token, vocab_size)
 
