@@ -44,6 +44,7 @@ from engine.messages import (
 
 log = logging.getLogger(__name__)
 
+_MALFORMED = msgspec.MsgspecError, ValueError, RecursionError  # what decoding raises
 EngineFactory: TypeAlias = Callable[[EngineConfig], Engine]
 LINGER_MS = 5000  # how long the last messages may take to leave
 GREETING_SECONDS = 30.0  # how long a failed load waits for a client to tell
@@ -62,7 +63,7 @@ class ZmqMailbox:
         # Unbounded: ZeroMQ would drop what exceeds a bound, and losing a token is no option.
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
@@ -78,10 +79,9 @@ class ZmqMailbox:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            client, *messages = frames  # what a client sent in one turn comes together
-            for raw in messages:
-                message = self._decode(raw)
-                if message is not None:
+            client, *lists = frames
+            for raw in lists:
+                for message in self._decode(raw):
                     yield client, message
 
     def send(self, client: Hashable, message: FromEngine) -> None:
@@ -94,18 +94,32 @@ class ZmqMailbox:
         self._socket.close(linger=LINGER_MS)
         self._context.term()
 
-    def _decode(self, raw: bytes) -> ToEngine | Undecodable | None:
+    def _decode(self, raw: bytes) -> Iterable[ToEngine | Undecodable]:
+        """What a client sent in one turn."""
         try:
-            message: ToEngine = self._decoder.decode(raw)
+            messages: list[ToEngine] = self._decoder.decode(raw)
+            return messages
+        except _MALFORMED as error:
+            reason = str(error)
+        try:
+            each = msgspec.msgpack.decode(raw, type=list[msgspec.Raw])
+        except _MALFORMED:
+            log.warning("dropped a malformed message of %d bytes: %s", len(raw), reason)
+            return ()
+        return [message for one in each if (message := self._decode_one(bytes(one))) is not None]
+
+    def _decode_one(self, raw: bytes) -> ToEngine | Undecodable | None:
+        try:
+            message: ToEngine = msgspec.msgpack.decode(raw, type=ToEngine)
             return message
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except _MALFORMED as error:
             reason = str(error)
         try:
             # A request whose sender waits for its end must get one.
             fields = msgspec.msgpack.decode(raw)
             if fields["type"] == "Request" and isinstance(fields["id"], int):
                 return Undecodable(fields["id"], InvalidRequest(reason))
-        except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
+        except (*_MALFORMED, LookupError, TypeError):
             pass
         log.warning("dropped a malformed message of %d bytes: %s", len(raw), reason)
         return None

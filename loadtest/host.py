@@ -200,12 +200,12 @@ class PostingMailbox:
     """One client, which keeps `at_once` of `posts` under way: each is the messages of one, and the
     ids of its requests are those of a block. Ends the loop when all have been answered."""
 
-    def __init__(self, posts: list[list[bytes]], at_once: int) -> None:
+    def __init__(self, posts: list[bytes], at_once: int) -> None:
         self._posts = posts
-        self._left = [len(post) for post in posts]  # requests of each that are not answered
+        self._left = [POST for _ in posts]  # requests of each that are not answered
         self._next, self._may_come = 0, at_once
         self._unanswered = len(posts)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
         self.tokens = 0
 
@@ -214,8 +214,8 @@ class PostingMailbox:
         while self._may_come and self._next < len(self._posts):
             post = self._posts[self._next]
             self._next, self._may_come = self._next + 1, self._may_come - 1
-            for raw in post:
-                yield "client", decode(raw)
+            for message in decode(post):
+                yield "client", message
         if not self._unanswered:
             yield "client", Shutdown()
 
@@ -279,18 +279,19 @@ def _busy_seconds(mailbox: Mailbox, batch: int, step_seconds: float, paced: bool
     return clock() - begin - clock.waited
 
 
-def posts(count: int) -> list[list[bytes]]:
+def posts(count: int) -> list[bytes]:
     """The messages of so many POSTs, the same ones every time."""
     chance, encoder = random.Random(count), msgspec.msgpack.Encoder()
     prompts = (
         array("i", chance.choices(range(VOCABULARY), k=PROMPT)).tobytes()
         for _ in range(count * POST)
     )
-    messages = [
-        encoder.encode(_request(id, prompt, ANSWER, stream=False, timeout=600.0))
+    requests = [
+        _request(id, prompt, ANSWER, stream=False, timeout=600.0)
         for id, prompt in enumerate(prompts)
     ]
-    return [messages[first : first + POST] for first in range(0, len(messages), POST)]
+    firsts = range(0, len(requests), POST)
+    return [encoder.encode(requests[first : first + POST]) for first in firsts]
 
 
 def _request(

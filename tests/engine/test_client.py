@@ -451,7 +451,7 @@ async def test_what_a_dead_engine_has_said_is_heard(tmp_path: Path) -> None:
     transport = SocketTransport(f"ipc://{tmp_path}/socket")
     await transport.start()
     client, greeting = await asyncio.to_thread(engine.recv_multipart)
-    assert msgspec.msgpack.decode(greeting, type=ToEngine) == Ping(nonce=0)
+    assert msgspec.msgpack.decode(greeting, type=list[ToEngine]) == [Ping(nonce=0)]
     for nonce in range(3):
         engine.send_multipart([client, msgspec.msgpack.encode(Pong(nonce))])
     engine.close()

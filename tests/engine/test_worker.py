@@ -30,7 +30,7 @@ from engine.errors import (
     InvalidRequest,
     StepFailed,
 )
-from engine.messages import FromEngine, Ping, Ready, Request, SamplingParams, pack_ids
+from engine.messages import FromEngine, Ping, Pong, Ready, Request, SamplingParams, pack_ids
 from engine.transport import ProcessTransport
 from tests.engine.fake import recite
 
@@ -172,17 +172,18 @@ async def test_malformed_messages_harm_nobody_and_a_second_client_is_served() ->
         bad = [
             b"",
             b"\xff\x00 no msgpack",
-            msgspec.msgpack.encode({"type": "Sudo"}),
-            msgspec.msgpack.encode({"type": "Request", "id": "seven"}),
+            msgspec.msgpack.encode(Ping(4)),
+            msgspec.msgpack.encode([{"type": "Sudo"}]),
+            msgspec.msgpack.encode([{"type": "Request", "id": "seven"}]),
             msgspec.msgpack.encode([1, 2]),
-            msgspec.msgpack.encode({"type": "Abort", "ids": 5}),
+            msgspec.msgpack.encode([{"type": "Abort", "ids": 5}]),
             b"\x91" * 10_000,
         ]
         for raw in bad:
             socket.send(raw)
         socket.send_multipart([b"one", b"two"])
-        socket.send(msgspec.msgpack.encode({"type": "Request", "id": 7}))
-        socket.send(msgspec.msgpack.encode(Ping(5)))
+        # What is right in one list with what is not is heard.
+        socket.send(msgspec.msgpack.encode([Ping(5), {"type": "Request", "id": 7}, 3]))
         said = []
         try:
             async with asyncio.timeout(30):
@@ -191,7 +192,7 @@ async def test_malformed_messages_harm_nobody_and_a_second_client_is_served() ->
         finally:
             socket.close(linger=0)
             context.term()
-        assert isinstance(said[0], Ready)
+        assert isinstance(said[0], Ready) and Pong(5) in said and Pong(4) not in said
         assert [(one.request, one.code) for one in said[-1].failed] == [(7, "invalid_request")]
         assert await reading == recite(b"abc", 8)
 
