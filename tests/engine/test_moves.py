@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.messages import Request
 from engine.places import Places, exported
-from engine.plan import INITIAL, Copy, Export, Put
+from engine.plan import INITIAL, Admission, Copy, Export, Put
 from engine.state import StatePool
 
 CONFIG = ModelConfig(cell="mingru", vocab_size=5, d_model=8, n_layers=2, conv_kernel=3)
@@ -91,3 +92,21 @@ def test_rows_that_make_room_for_each_other_in_a_chain(device: str) -> None:
     rows.places.carry_out([rows.copy(*one) for one in chain])
     rows.check()
     assert torch.equal(rows.states[2], rows.states[out]) and out in rows.logits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_slots_begin_anew_or_from_what_is_kept(device: str) -> None:
+    rows = Rows(device)
+    kept, out = SLOTS, ~0
+    rows.places.carry_out([rows.put(kept, True), *(rows.put(row, False) for row in range(SLOTS))])
+    # The state of a slot that is handed over is kept before another one begins there.
+    rows.places.carry_out([rows.copy(0, out)])
+    beginnings = [(0, None), (1, kept), (2, None)]
+    rows.places.begin(
+        [Admission(Request(id=slot, prompt=b""), slot, slot, one, 0) for slot, one in beginnings]
+    )
+    for slot, one in beginnings:
+        rows.copy(INITIAL if one is None else one, slot)
+    rows.check()
+    rows.places.begin([])
+    rows.check()

@@ -516,6 +516,28 @@ def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
     assert [one.key for one in run(scheduler).admit] == [1]
 
 
+@pytest.mark.parametrize(("length", "waits"), [(20, False), (SCAN_CHUNK + 1, True)])
+def test_nobody_waits_for_a_short_prompt_whose_state_would_find_no_row(
+    length: int, waits: bool
+) -> None:
+    """Of longer ones there may be a row by the time that they are read."""
+    scheduler = make(slots=100, max_step_tokens=4096)
+
+    def keys_admitted(first: int, prompts: list[list[int]]) -> list[int]:
+        for id, ids in enumerate(prompts, first):
+            sampling = SamplingParams(max_tokens=1)
+            scheduler.add("c", Request(id=id, prompt=pack_ids(ids), sampling=sampling), 0)
+        return [one.key for one in run(scheduler).admit]
+
+    twins = [[1] * length] * 2
+    assert keys_admitted(0, twins) == [0], "the second goes on from what the first leaves"
+    finish(scheduler)
+    flood = [[2 + id % 6, 2 + id // 6] * 10 for id in range(36)]
+    assert keys_admitted(2, flood) == list(range(2, 38))
+    finish(scheduler)
+    assert keys_admitted(38, [[8] * length] * 2) == ([38] if waits else [38, 39])
+
+
 @pytest.mark.parametrize(
     ("fields", "cached"),
     [
