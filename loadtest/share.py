@@ -75,6 +75,7 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "max_slots": args.slots,
         "max_waiting": 4 * args.slots,
+        "api_workers": args.api_workers,
     }
     if args.threads:
         settings["threads"] = args.threads
@@ -137,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--output-length", default="128", help=f"tokens: {LENGTHS}")
     options.add_argument("--seconds", type=float, default=20.0)
     options.add_argument("--threads", type=int, help="of the engine on a CPU")
+    options.add_argument("--api-workers", type=int, default=1, help="of the server")
     options.add_argument("--processes", type=int, default=1, help="client processes")
     options.add_argument("--peer", action="store_true", help="measure PyTorch as well")
     options.add_argument("--json", type=Path)
