@@ -191,13 +191,17 @@ class Parameters:
         at.cursor[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
-        seeds = np.array([one.seed for one in params], np.int64)
-        choices = np.array([one.choice for one in params], np.int64)
-        self._streams[slots] = distribution.stream_ids(seeds, choices)
-        self._top_p[slots] = [one.top_p for one in params]
-        self._top_k[slots] = [one.top_k if one.top_k < self._vocab_size else 0 for one in params]
-        self._temperature[slots] = [_temperature(one) for one in params]
-        self._min_p[slots] = [one.min_p for one in params]
+        temperatures = [_temperature(one) for one in params]
+        self._temperature[slots] = temperatures
+        if any(temperatures):  # else a draw looks at nothing of this
+            seeds = np.array([one.seed for one in params], np.int64)
+            choices = np.array([one.choice for one in params], np.int64)
+            self._streams[slots] = distribution.stream_ids(seeds, choices)
+            self._top_p[slots] = [one.top_p for one in params]
+            self._top_k[slots] = [
+                one.top_k if one.top_k < self._vocab_size else 0 for one in params
+            ]
+            self._min_p[slots] = [one.min_p for one in params]
         self._max_tokens[slots] = [one.max_tokens for one in params]
         self._stop_ids[slots] = -1
         if self._eos_token_id is not None:

@@ -8,7 +8,7 @@ are laid on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,10 +64,13 @@ class Constraints:
             raise RuntimeError("a sequence was admitted without its grammar")
         self._texts[key] = _Text(compiled.deep_copy(), stop_ids(params, self._eos_token_id))
 
-    def release(self, key: int) -> None:
-        """Forgets a sequence; unknown keys are ignored."""
-        self._texts.pop(key, None)
-        self._rejected.pop(key, None)
+    def release(self, keys: Iterable[int]) -> None:
+        """Forgets sequences; unknown keys are ignored."""
+        if not (self._texts or self._rejected):
+            return
+        for key in keys:
+            self._texts.pop(key, None)
+            self._rejected.pop(key, None)
 
     def rows(self, keys: Sequence[int]) -> list[int]:
         """Which of these sequences have a grammar."""

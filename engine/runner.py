@@ -211,9 +211,8 @@ class Runner:
             raise
 
     def _begin(self, plan: Plan) -> Pending:
-        for key in plan.release:
-            self._sampler.release(key)
-            self._constraints.release(key)
+        self._sampler.release(plan.release)
+        self._constraints.release(plan.release)
         self._places.carry_out(plan.before)
         self._places.begin(plan.admit)
         self._admit(plan.admit)

@@ -9,7 +9,7 @@ and only the positions go there, and the masks of grammars.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,7 +90,6 @@ class _Batch:
 
 class _Sequence(NamedTuple):
     params: SamplingParams
-    stop_ids: tuple[int, ...]
     table_row: int | None  # None: no penalties
 
 
@@ -109,22 +108,19 @@ class Sampler:
     def admit(self, key: int, request: Request) -> None:
         """Notes how the tokens of sequence `key` are to be drawn."""
         params = request.sampling
-        stop_ids = self._end_of_text
-        if params.stop_token_ids:
-            known = {id for id in params.stop_token_ids if 0 <= id < self.vocab_size}
-            stop_ids = tuple(sorted(known.union(stop_ids)))
         row = self._table.take(request.prompt) if _has_penalties(params) else None
-        self._sequences[key] = _Sequence(params, stop_ids, row)
+        self._sequences[key] = _Sequence(params, row)
 
-    def release(self, key: int) -> None:
-        """Forgets a sequence; unknown keys are ignored."""
-        sequence = self._sequences.pop(key, None)
-        if sequence is None:
-            return
-        if sequence.table_row is not None:
-            self._table.give_back(sequence.table_row)
-        if self._batch is not None and key in self._batch.keys:
-            self._batch = None
+    def release(self, keys: Iterable[int]) -> None:
+        """Forgets sequences; unknown keys are ignored."""
+        for key in keys:
+            sequence = self._sequences.pop(key, None)
+            if sequence is None:
+                continue
+            if sequence.table_row is not None:
+                self._table.give_back(sequence.table_row)
+            if self._batch is not None and key in self._batch.keys:
+                self._batch = None
 
     def logprob_rows(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         """(row, how many best) of the rows whose requests ask for log-probabilities."""
@@ -259,12 +255,17 @@ class Sampler:
             (row, id, one.params.min_tokens)
             for row, one in enumerate(sequences)
             if one.params.min_tokens
-            for id in one.stop_ids
+            for id in self._stop_ids(one.params)
         ]
         if not entries:
             return None
         rows, ids, until = zip(*entries, strict=True)
         return _Banned(*(self._tensor(column, torch.int64) for column in (rows, ids, until)))
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """The tokens that end an answer, as far as there are such."""
+        ids = {id for id in params.stop_token_ids if 0 <= id < self.vocab_size}
+        return sorted(ids.union(self._end_of_text))
 
     def _build_drawn(self, rows: list[int], params: list[SamplingParams]) -> _Drawn | None:
         if not rows:

@@ -207,7 +207,7 @@ class FakeRunner:
             self.requests.pop(key, None)
             self.answers.pop(key, None)
             self.texts.pop(key, None)
-            self.constraints.release(key)
+        self.constraints.release(plan.release)
         for move in plan.before:
             self._move(move)
         for admission in plan.admit:

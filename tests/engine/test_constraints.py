@@ -117,7 +117,7 @@ def test_a_token_that_is_not_allowed_ends_in_a_rejection_of_that_sequence_alone(
     first, second = allowed(constraints, 0, 1)
     assert len(first) >= 257 and second == ids("a")  # whatever it draws, it has failed
     assert set(constraints.rejected()) == {0}
-    constraints.release(0)
+    constraints.release([0])
     assert constraints.rows([0, 1, 2]) == [1] and constraints.rejected() == {}
 
 
@@ -157,8 +157,8 @@ def test_sequences_without_a_grammar_have_no_row(admit: Admit) -> None:
     constraints = admit("a")
     constraints.admit(5, SamplingParams())
     assert constraints.rows([5, 0, 6]) == [1]
-    constraints.release(5)
-    constraints.release(0)
+    constraints.release([5])
+    constraints.release([0])
     assert constraints.rows([5, 0, 6]) == []
 
 

@@ -290,15 +290,15 @@ def test_penalties_begin_anew_with_every_request() -> None:
         first: Draws = sampler.sample([key], [0], logits)
         assert int(first.tokens) == (6 if key % 2 else 5)
         if key % 3:
-            sampler.release(key)  # the others keep their rows, so that the table grows
+            sampler.release([key])  # the others keep their rows, so that the table grows
 
 
 def test_a_released_key_may_come_back_with_other_parameters() -> None:
     logits = random_logits(1)
     sampler = sampler_with(SamplingParams(temperature=0, logit_bias={4: 100.0}))
     assert int(sampler.sample([0], [0], logits).tokens) == 4
-    sampler.release(0)
-    sampler.release(0)
+    sampler.release([0])
+    sampler.release([0])
     plain = SamplingParams(temperature=0, logit_bias={9: 100.0})
     sampler.admit(0, Request(id=1, prompt=pack_ids([0]), sampling=plain))
     assert int(sampler.sample([0], [0], logits).tokens) == 9
