@@ -77,7 +77,7 @@ def columns(memory: Tensor, size: int) -> Columns:
 
 class HostColumns(NamedTuple):
     """Columns in host memory, seen as arrays: to make these views takes longer than to fill them,
-    so they are made once for memory that is filled again and again."""
+    so who fills the same memory often keeps them."""
 
     positions: NDArray[np.int64]
     streams: NDArray[np.int64]

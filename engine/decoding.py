@@ -108,7 +108,8 @@ class DecodeState:
         else:
             self._upload(plan.decode)
         self._join(plan, drawings)
-        self._at(self._size).cursor.zero_()  # who joins has drawn already
+        if plan.again or drawings:  # who was here, or joins, has drawn already
+            self._at(self._size).cursor.zero_()
         return self._go(plan.steps, plan.greedy)
 
     def _go(self, steps: int, greedy: bool) -> Round:

@@ -14,9 +14,10 @@ A state is kept
 - where its request says so.
 
 The first request that comes to such a place reads up to it, and is its *reader*; who would start
-from there waits for it. Where whole chunks are asked for, states are kept at their multiples and
-at prompts' ends, and from the latter only the very same prompt goes on: every bit is as without a
-cache.
+from there waits for it. (While rows are short, prompts of a few tokens are read without all that:
+their states would not be kept.) Where whole chunks are asked for, states are kept at their
+multiples and at prompts' ends, and from the latter only the very same prompt goes on: every bit is
+as without a cache.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from engine.tiers import NOWHERE, Kept, Tiers
 from engine.trie import Node, Trie
 
 LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
+FEW_TOKENS = 2 * LEAST_GAIN  # less than these are hardly worth waiting for
 
 MOST_LOADS = 3  # of cached states for one request: others may have taken the row meanwhile
 
@@ -154,10 +156,13 @@ class PrefixCache:
         self._account(trie, trie.bytes - before)
 
     def _is_vain(self, sequence: Sequence, marks: list[int]) -> bool:
-        """Whether there will be no row for what it could keep: a prompt that is so short that the
-        plan being made reads it. Nobody has to wait for such a reader either."""
+        """Whether it could only keep a short prompt's end, which nobody has asked for, at a time
+        when there are no rows for that. Of several samples of a prompt, all but the first may still
+        wait for each other."""
+        if not self._tiers.crowded or sequence.cache_points or sequence.request.sampling.choice:
+            return False
         length = sequence.prompt_tokens
-        return self._tiers.crowded and length <= SCAN_CHUNK and marks[0] == length
+        return length < FEW_TOKENS and marks[0] == length
 
     def _lacks_logits(self, node: Place, sequence: Sequence) -> bool:
         return (

@@ -84,7 +84,7 @@ def _inputs(memory: Tensor, shape: _Shape) -> _Inputs:
 
 
 class _Given(NamedTuple):
-    """The inputs on the host, to be filled: arrays of int32, as _Inputs has them."""
+    """What _Inputs has, on the host, to be filled."""
 
     drawing: HostColumns | None
     last: NDArray[np.int32]

@@ -255,15 +255,16 @@ class Sampler:
             (row, id, one.params.min_tokens)
             for row, one in enumerate(sequences)
             if one.params.min_tokens
-            for id in self._stop_ids(one.params)
+            for id in self._endings(one.params)
         ]
         if not entries:
             return None
         rows, ids, until = zip(*entries, strict=True)
         return _Banned(*(self._tensor(column, torch.int64) for column in (rows, ids, until)))
 
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
-        """The tokens that end an answer, as far as there are such."""
+    def _endings(self, params: SamplingParams) -> list[int]:
+        """The tokens of the vocabulary that min_tokens makes impossible; end-of-text, where it is
+        ignored, too."""
         ids = {id for id in params.stop_token_ids if 0 <= id < self.vocab_size}
         return sorted(ids.union(self._end_of_text))
 

@@ -45,6 +45,7 @@ class StatePool:
         self.state = ModelState(cell=cell, conv=conv)
         self.rows = self.initial_row = rows
         self.device = device
+        # A tensor of its own: what is written by index may not overlap with what is read.
         self._initial = [tensor[:, rows:].clone() for tensor in self._tensors()]
 
     def _refuse_if_too_large(self, config: ModelConfig, rows: int, device: torch.device) -> None:

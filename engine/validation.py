@@ -100,8 +100,8 @@ def check_ttl(param: str, seconds: float) -> None:
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """What is as it is by default, which most is, is right. (Nor is a function called for what else
-    is right in nearly every request.)"""
+    """What is as it is by default, which most is, is right. A check is a call only where it fails,
+    or for what few requests name."""
     if not 0 <= params.max_tokens <= INT32_MAX:
         _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
     if params.min_tokens:

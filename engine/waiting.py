@@ -172,7 +172,7 @@ class WaitingQueue:
         if taken < 0:
             return None
         if not owner and taken < self._most and self.tokens + prompt_tokens <= self._most_tokens:
-            return None  # who has no name shares all of it
+            return None  # requests without an owner share all of it
         own, own_tokens = self.of(owner)
         own, most = min(own, taken), self._most
         if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):
@@ -244,7 +244,7 @@ class WaitingQueue:
         """A sequence that departed has ended, and left so many of the tokens it was charged."""
         level = self._levels[sequence.priority]
         level.running -= 1
-        line = level.lines.get(sequence.owner) if tokens else None
+        line = level.lines.get(sequence.owner) if tokens else None  # without any, nothing moves
         if line is not None:
             # No further than the clock: that moved on by what was charged, for others too.
             line.start = max(line.start - tokens, min(line.start, level.clock))

@@ -95,7 +95,8 @@ class ZmqMailbox:
         self._context.term()
 
     def _decode(self, raw: bytes) -> Iterable[ToEngine | Undecodable]:
-        """What a client sent in one turn."""
+        """What a client sent in one turn. What is wrong in one message costs the others nothing,
+        unless the list itself cannot be taken apart."""
         try:
             messages: list[ToEngine] = self._decoder.decode(raw)
             return messages

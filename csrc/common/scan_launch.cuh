@@ -49,8 +49,7 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
 
 // Which scans: sequences that have this many positions on average, and no more in all, since one
 // of them may have nearly all. Of fewer sequences tiles find their places without a search.
-// (17, so that 127 prompts of 16 tokens, filled up to 2048, are among them.)
-constexpr int kShortLength = 17, kShortTokens = 2048, kManySequences = 32;
+constexpr int kShortLength = 16, kShortTokens = 2048, kManySequences = 32;
 
 inline bool are_short(const ScanArgs& args) {
   const Layout& lay = args.layout;

@@ -443,6 +443,27 @@ async def test_the_client_knows_which_of_its_requests_wait() -> None:
     assert client.queued.of("b") == (0, 0) and client.queued.tokens == 0
 
 
+async def test_what_is_sent_in_one_turn_leaves_together(tmp_path: Path) -> None:
+    context = zmq.Context()
+    engine = context.socket(zmq.ROUTER)
+    engine.bind(f"ipc://{tmp_path}/socket")
+    transport = SocketTransport(f"ipc://{tmp_path}/socket")
+    await transport.start()
+    transport.send(Ping(1))
+    await asyncio.sleep(0)  # the greeting leaves with it
+    for nonce in (2, 3):
+        transport.send(Ping(nonce))
+    await asyncio.sleep(0)
+    lists = []
+    for _ in range(2):
+        _, *frames = await asyncio.to_thread(engine.recv_multipart)
+        lists += [msgspec.msgpack.decode(frame, type=list[ToEngine]) for frame in frames]
+    assert lists == [[Ping(0), Ping(1)], [Ping(2), Ping(3)]]
+    await transport.close()
+    engine.close(linger=0)
+    await asyncio.to_thread(context.term)
+
+
 async def test_what_a_dead_engine_has_said_is_heard(tmp_path: Path) -> None:
     """All of it, however late it is looked at."""
     context = zmq.Context()

@@ -205,21 +205,6 @@ def test_what_is_scored_is_read_in_a_graph_too(device: str, replayed: list[int])
     assert replayed == [32, 64]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_scored_stays_until_the_next_reading(device: str) -> None:
-    """Whatever else the device does with the memory that graphs share."""
-    model = build({"cell": "mingru"}, device)
-    pair = Pair(model, PlainModel(model), device)
-    pair.begin([3])
-    with torch.inference_mode():
-        read = pair.steps[1]([chunk_of(1, 3, list(range(20)), 0, 20, score_top=0)], False)
-        assert read.hidden is not None
-        before = read.hidden.clone()
-        for _ in range(3):  # of the sizes that a reading allocates
-            torch.full((300, 4 * model.config.d_model), math.nan, device=device)
-        assert torch.equal(read.hidden, before) and bool(before.isfinite().all())
-
-
 def test_what_is_long_is_read_without_a_graph(replayed: list[int]) -> None:
     model = build({"cell": "mingru"})
     pair = Pair(model, PlainModel(model), "cpu")

@@ -13,6 +13,7 @@ from engine.config import SCAN_CHUNK
 from engine.errors import StepFailed
 from engine.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.plan import Plan, Sampled, StepResult
+from engine.prefix import FEW_TOKENS
 from engine.scheduler import Scheduler
 from engine.slots import SlotAllocator
 
@@ -516,26 +517,36 @@ def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
     assert [one.key for one in run(scheduler).admit] == [1]
 
 
-@pytest.mark.parametrize(("length", "waits"), [(20, False), (SCAN_CHUNK + 1, True)])
-def test_nobody_waits_for_a_short_prompt_whose_state_would_find_no_row(
-    length: int, waits: bool
+@pytest.mark.parametrize(
+    ("length", "points", "choices", "admitted"),
+    [
+        (FEW_TOKENS - 1, (), (0, 0, 0), [0, 1, 2]),
+        (FEW_TOKENS, (), (0, 0, 0), [0]),
+        (20, (20,), (0, 0, 0), [0]),
+        (20, (18,), (0, 0, 0), [0]),
+        (20, (), (0, 1, 2), [0, 1]),  # samples of one prompt: the third waits for the second
+    ],
+)
+def test_while_rows_are_short_nobody_waits_for_a_short_prompt(
+    length: int, points: tuple[int, ...], choices: tuple[int, ...], admitted: list[int]
 ) -> None:
-    """Of longer ones there may be a row by the time that they are read."""
+    """Its state would not be kept."""
     scheduler = make(slots=100, max_step_tokens=4096)
 
-    def keys_admitted(first: int, prompts: list[list[int]]) -> list[int]:
-        for id, ids in enumerate(prompts, first):
-            sampling = SamplingParams(max_tokens=1)
-            scheduler.add("c", Request(id=id, prompt=pack_ids(ids), sampling=sampling), 0)
-        return [one.key for one in run(scheduler).admit]
+    def keys_admitted(first: int, prompts: list[list[int]], **fields: object) -> list[int]:
+        for id, ids in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=1, choice=choices[id] if fields else 0)
+            request = Request(id=first + id, prompt=pack_ids(ids), sampling=sampling, **fields)  # type: ignore[arg-type]
+            scheduler.add("c", request, 0)
+        return [one.key - first for one in run(scheduler).admit]
 
     twins = [[1] * length] * 2
-    assert keys_admitted(0, twins) == [0], "the second goes on from what the first leaves"
+    assert keys_admitted(0, twins) == [0], "the second goes on from the first's state"
     finish(scheduler)
     flood = [[2 + id % 6, 2 + id // 6] * 10 for id in range(36)]
-    assert keys_admitted(2, flood) == list(range(2, 38))
+    assert keys_admitted(2, flood) == list(range(36))
     finish(scheduler)
-    assert keys_admitted(38, [[8] * length] * 2) == ([38] if waits else [38, 39])
+    assert keys_admitted(38, [[8] * length] * 3, cache_points=points) == admitted
 
 
 @pytest.mark.parametrize(
