@@ -62,15 +62,16 @@ MOST_HOST_BYTES = 2**32  # that a GPU server takes for cached states where there
 
 
 class Clock:
-    """CPU time of this process, corrected."""
+    """CPU time of this process, `times` over, corrected."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: float = 1.0) -> None:
+        self._times = times
         self._correction = 0.0
         self._latest = 0.0
         self.waited = 0.0
 
     def __call__(self) -> float:
-        self._latest = time.process_time() + self._correction
+        self._latest = self._times * time.process_time() + self._correction
         return self._latest
 
     def latest(self) -> float:
@@ -84,6 +85,10 @@ class Clock:
         self._correction += seconds
         self._latest += seconds
         self.waited += seconds
+
+    def spend(self, seconds: float) -> None:
+        """So much has been done meanwhile."""
+        self._correction += seconds
 
     def forget_since(self, moment: float) -> None:
         """Time since then does not count."""
@@ -139,14 +144,17 @@ class MockRunner:
     def start(self, plan: Plan) -> tuple[StepResult, float]:
         begin = self._clock()
         seconds = self._step_seconds * plan.steps if plan.decodes else 0.0
-        reading = self._step_seconds if plan.prefill else 0.0
-        self._busy_until = max(self._busy_until, begin) + reading + seconds
+        self._busy_until = max(self._busy_until, begin) + self._reading(plan) + seconds
         for admission in plan.admit:
             self._most[admission.key] = admission.request.sampling.max_tokens
         sampled = [Sampled(chunk.key, TOKEN, None) for chunk in plan.prefill if chunk.sample]
         drawn = self._draw(plan) if plan.plain else None
         self._clock.forget_since(begin)
         return StepResult(sampled, drawn, decode_seconds=seconds), self._busy_until
+
+    def _reading(self, plan: Plan) -> float:
+        """How long its prompts take."""
+        return self._step_seconds if plan.prefill else 0.0
 
     def _draw(self, plan: Plan) -> Drawn:
         if not plan.again:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from time import process_time
 
 import pytest
 
 from engine.messages import Finished, Request, Shutdown, Stats, StepEvents, pack_ids
+from loadtest import slow_host
 from loadtest.host import (
     POST,
     Clock,
@@ -66,6 +68,29 @@ def test_a_post_follows_one_whose_prompts_have_all_been_answered() -> None:
     assert len(list(mailbox.receive(0))) == POST and mailbox.tokens == 9
     mailbox.send("client", StepEvents(finished=answers[POST + 1 :]))
     assert list(mailbox.receive(0)) == [("client", Shutdown())]
+
+
+def test_a_slow_host_s_own_time_counts_more_and_a_device_s_does_not() -> None:
+    clock = Clock(times=3.0)
+    begin, spent = clock(), process_time()
+    while process_time() < spent + 0.01:
+        pass
+    assert 0.03 <= clock() - begin < 0.1
+    clock.spend(5)
+    clock.skip_to(begin + 6)
+    assert 6 <= clock() - begin < 6.1 and 0.8 < clock.waited < 0.98
+
+
+def test_a_host_that_is_slow_uses_less_of_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never more than decoding alone would bring."""
+    monkeypatch.setattr(slow_host, "SLOTS", 128)
+    target = tmp_path / "slow.json"
+    slow_host.main(["--slower", "1", "100", "--turns", "8", "--json", str(target)])
+    quick, slow = json.loads(target.read_text())["slow_host"].values()
+    assert 0 < 2 * slow < quick < 1
+    assert "host slower by" in capsys.readouterr().out
 
 
 def test_it_prints_and_saves_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
