@@ -108,8 +108,7 @@ class DecodeState:
         else:
             self._upload(plan.decode)
         self._join(plan, drawings)
-        if plan.again or drawings:  # who was here, or joins, has drawn already
-            self._at(self._size).cursor.zero_()
+        self._at(self._size).cursor.zero_()  # who was here, or joins, has drawn already
         return self._go(plan.steps, plan.greedy)
 
     def _go(self, steps: int, greedy: bool) -> Round:

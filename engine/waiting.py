@@ -171,8 +171,6 @@ class WaitingQueue:
         taken = self._queued.requests - free
         if taken < 0:
             return None
-        if not owner and taken < self._most and self.tokens + prompt_tokens <= self._most_tokens:
-            return None  # requests without an owner share all of it
         own, own_tokens = self.of(owner)
         own, most = min(own, taken), self._most
         if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):

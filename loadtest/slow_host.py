@@ -34,11 +34,10 @@ class GpuRunner(MockRunner):
 
     def __init__(self, clock: Clock, slower: float) -> None:
         super().__init__(SLOTS, STEP, True, clock, MOST_HOST_BYTES)
-        self._host = clock
         self._slower = slower
 
     def start(self, plan: Plan) -> tuple[StepResult, float]:
-        self._host.spend(self._slower * (ROUND + BEGINNING * len(plan.admit)))
+        self._clock.spend(self._slower * (ROUND + BEGINNING * len(plan.admit)))
         return super().start(plan)
 
     def _reading(self, plan: Plan) -> float:

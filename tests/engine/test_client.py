@@ -443,12 +443,20 @@ async def test_the_client_knows_which_of_its_requests_wait() -> None:
     assert client.queued.of("b") == (0, 0) and client.queued.tokens == 0
 
 
-async def test_what_is_sent_in_one_turn_leaves_together(tmp_path: Path) -> None:
+async def connected(
+    tmp_path: Path,
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], SocketTransport]:
+    """A context, an engine's socket in it, and a transport that has sent its greeting there."""
     context = zmq.Context()
     engine = context.socket(zmq.ROUTER)
     engine.bind(f"ipc://{tmp_path}/socket")
     transport = SocketTransport(f"ipc://{tmp_path}/socket")
     await transport.start()
+    return context, engine, transport
+
+
+async def test_what_is_sent_in_one_turn_leaves_together(tmp_path: Path) -> None:
+    context, engine, transport = await connected(tmp_path)
     transport.send(Ping(1))
     await asyncio.sleep(0)  # the greeting leaves with it
     for nonce in (2, 3):
@@ -466,11 +474,7 @@ async def test_what_is_sent_in_one_turn_leaves_together(tmp_path: Path) -> None:
 
 async def test_what_a_dead_engine_has_said_is_heard(tmp_path: Path) -> None:
     """All of it, however late it is looked at."""
-    context = zmq.Context()
-    engine = context.socket(zmq.ROUTER)
-    engine.bind(f"ipc://{tmp_path}/socket")
-    transport = SocketTransport(f"ipc://{tmp_path}/socket")
-    await transport.start()
+    context, engine, transport = await connected(tmp_path)
     client, greeting = await asyncio.to_thread(engine.recv_multipart)
     assert msgspec.msgpack.decode(greeting, type=list[ToEngine]) == [Ping(nonce=0)]
     for nonce in range(3):
