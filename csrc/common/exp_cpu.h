@@ -6,14 +6,15 @@
 namespace minserve {
 namespace MS_ISA {
 
-// 2^y for -866 <= y <= 0, to 7e-12 relative, so that rounded to float32 it is the nearest but for
-// one in some thousands. Sums and products do not fuse; loops over it become vector code. 2^n e^r
-// with |r| <= ln(2) / 2, and of e^r the Taylor series up to the ninth power.
-MS_CELL double power_of_two(double y) {
-  constexpr double kLn2 = 0.6931471805599453;
+// exp(-x) for 0 <= x <= 600, to 7e-12 relative, so that rounded to float32 it is the nearest but
+// for one in some thousands. Sums and products do not fuse; loops over it become vector code. 2^n
+// e^r with |r| <= ln(2) / 2, and of e^r the Taylor series up to the ninth power.
+MS_CELL double exp_of_minus(float x) {
+  constexpr double kLn2 = 0.6931471805599453, kLog2e = 1.4426950408889634;
   // 1.5 * 2^52 and the exponent's bias: adding it rounds to an integer, whose biased value is left
   // in the low bits.
   constexpr double kMagic = 6755399441055744.0 + 1023.0;
+  const double y = static_cast<double>(x) * -kLog2e;
   const double shifted = y + kMagic;
   const double r = (y - (shifted - kMagic)) * kLn2;
   double p = 1.0 / 362880;
@@ -27,15 +28,6 @@ MS_CELL double power_of_two(double y) {
   p = p * r + 1.0;
   p = p * r + 1.0;
   return p * bit_cast<double>(bit_cast<std::uint64_t>(shifted) << 52);
-}
-// exp(-x) for 0 <= x <= 600.
-MS_CELL double exp_of_minus(float x) {
-  constexpr double kLog2e = 1.4426950408889634;
-  return power_of_two(static_cast<double>(x) * -kLog2e);
-}
-// 2^-x for 0 <= x <= 866.
-MS_CELL double half_to(float x) {
-  return power_of_two(-static_cast<double>(x));
 }
 
 // The best of a row, NaN if there is one. As integers, which order as the floats do: so the

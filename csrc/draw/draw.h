@@ -48,7 +48,7 @@ struct DrawArgs {
 
 // 2**-39 * 2**38 is below 1.
 constexpr float kFarthest = 39.0f;
-constexpr float kWeightOne = 274877906944.0f;      // 2**38, the weight of the best
+constexpr int kWeightBits = 38;                    // the best weighs 2**38
 constexpr float kLeastTemperature = 1e-30f;        // keeps the quotient defined
 constexpr double kExactDouble = 9007199254740992;  // 2**53: integers up to here are exact doubles
 constexpr std::int32_t kExactTokens = 32768;       // whose weights sum to no more than that

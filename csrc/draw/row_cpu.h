@@ -59,7 +59,7 @@ class RowDraw {
   std::uint64_t weight(std::size_t id) const { return static_cast<std::uint64_t>(weights_[id]); }
 
   Cut top_k_cut(std::uint64_t top_k) {
-    const auto one = [](std::size_t) -> std::uint64_t { return 1; };
+    const auto one = [this](std::size_t id) -> std::uint64_t { return weights_[id] != 0; };
     return sum_bins(one) > top_k ? last_below(top_k, one) : Cut{};
   }
   Cut top_p_cut(Cut allowed, double top_p, bool has_top_k) {
@@ -70,17 +70,26 @@ class RowDraw {
     return total > limit ? last_below(limit, weight_of) : allowed;
   }
 
-  // Of the measures of all tokens that have a weight. Neighbours are added to bins of their own:
-  // an addition to the same bin waits for the one before.
+  // Of the measures of all tokens. Neighbours are added to bins of their own: an addition to the
+  // same bin waits for the one before.
   template <class Measure>
   std::uint64_t sum_bins(Measure measure) {
     constexpr std::size_t kApart = 2;
     sums_.assign(kApart * kRowBins, 0);
-    for (std::size_t id = 0; id < weights_.size(); ++id) {
-      sums_[id % kApart * kRowBins + bins_[id]] += weights_[id] == 0 ? 0 : measure(id);
+    std::uint64_t* const sums = sums_.data();
+    const std::uint16_t* const bins = bins_.data();
+    std::size_t id = 0;
+    for (; id + kApart <= bins_.size(); id += kApart) {
+      for (std::size_t set = 0; set < kApart; ++set) {
+        sums[set * kRowBins + bins[id + set]] += measure(id + set);
+      }
     }
+    for (; id < bins_.size(); ++id) sums[bins[id]] += measure(id);
     std::uint64_t total = 0;
-    for (std::size_t bin = 0; bin < kRowBins; ++bin) total += sums_[bin] += sums_[kRowBins + bin];
+    for (std::size_t bin = 0; bin < kRowBins; ++bin) {
+      for (std::size_t set = 1; set < kApart; ++set) sums[bin] += sums[set * kRowBins + bin];
+      total += sums[bin];
+    }
     return total;
   }
 

@@ -43,8 +43,8 @@ def draw_(
     the cursor moves and the row ends.
 
     Nothing waits for the device, and a row's result does not depend on the others. On CUDA the bits
-    are those of engine.distribution; on the CPU powers of two are others, rounded correctly but for
-    one value in some thousands, and alike for every instruction set.
+    are those of engine.distribution; on the CPU powers of two are others, within 1.1 ulp, and
+    alike for every instruction set.
 
     Args:
         logits: float32 [rows, vocab]; vocab below 2**24.
