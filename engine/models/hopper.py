@@ -1,14 +1,8 @@
-"""HopperLM: the decode step of an LM as a chain of linear maps, each with its neighbours folded in,
-or as one kernel: for a few sequences (whole_step.py), or up to about a hundred of a small model
-(cluster_step.py).
+"""HopperLM: the decode step of an LM as a chain of linear maps (chain.py), or as one kernel: for a
+few sequences (whole_step.py), or up to about a hundred of a small model (cluster_step.py).
 
-A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
-MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
-stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
-one ahead of it has ended.
-
-That is quickest up to some hundred tokens, where the head may be better off as a kernel of its own.
-More are read with products of the library altogether (products.py), or but for the middle of a
+The chain is quickest up to some hundred tokens, where the head may be better off as a kernel of its
+own. More are read with products of the library altogether (products.py), or but for the middle of a
 layer, out projection and MLP up with GELU. Which way is the quickest is measured for some of the
 sizes that graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
 
@@ -18,18 +12,17 @@ A head apart is the library's, or where all rows draw the best token, one that f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.models.cell import Cell, ModelState, StepToBests
+from engine.models.cell import ModelState, StepToBests
+from engine.models.chain import Chain
 from engine.models.cluster_step import ClusterStep
-from engine.models.conv import CausalConv
-from engine.models.lm import LM, Layer
+from engine.models.lm import LM
 from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
 from engine.models.ways import (
@@ -43,12 +36,8 @@ from engine.models.ways import (
     where_the_library_begins,
 )
 from engine.models.whole_step import Head, WholeStep, runs_kernels
-from engine.ops import conv_scan, conv_step
 from engine.ops.linear_best import IN_ONE_PART, linear_best
-from engine.ops.linear_embed import linear_embed
-from engine.ops.linear_map import SQUARE_ROWS, linear_map
-from engine.ops.linear_residual import linear_residual_
-from engine.ops.linear_step import linear_step
+from engine.ops.linear_map import SQUARE_ROWS
 
 # A vocabulary of so many tokens is drawn from in no time.
 _SMALL_VOCABULARY = 1024
@@ -57,19 +46,8 @@ _SMALL_VOCABULARY = 1024
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
 
 
-class _Stream(NamedTuple):
-    """The residual stream [tokens, d_model], and for the norm that comes next what it leaves to be
-    divided, and the sums of squares to divide by."""
-
-    x: Tensor
-    scaled: Tensor
-    squares: Tensor
-
-
 # tokens, state, slots -> what is computed
 _Read = Callable[[Tensor, ModelState, Tensor, Way], Tensor]
-_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
-_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
 
 
 def supports(model: LM) -> bool:
@@ -97,11 +75,10 @@ class HopperLM:
     def __init__(self, model: LM, *, deterministic: bool = False) -> None:
         self._model = model
         self._fixed_order = deterministic
-        self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
-        self._linear_candidate = model.config.candidate == "linear"
         self._products = None if deterministic else ProductsLM(model)
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
         whole = not deterministic and WholeStep.most_rows(model) > 0
@@ -204,21 +181,13 @@ class HopperLM:
         way: Way,
     ) -> Tensor:
         if self._products is not None and way in OF_THE_LIBRARY:
-            middle = self._middle if way is Way.LIBRARY_AROUND else None
+            middle = self._chain.middle if way is Way.LIBRARY_AROUND else None
             return self._products.prefill(tokens, cu_seqlens, state, slots, middle)
 
-        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
-            assert state.conv is not None
-            return conv_scan(x, conv.weight, conv.bias, cu_seqlens, state.conv[index], slots)
-
-        def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
-            gates = cell.gates
-            pre = self._map(scaled, squares, gates.weight, gates.bias)
-            return cell.recur(pre, state.cell[index], cu_seqlens, slots)
-
         if not self._fixed_order:
-            return self._normed(self._read(tokens, convolve, recur, normed=False).x)
-        _, scaled, squares = self._read(tokens, convolve, recur)
+            stream = self._chain.prefill(tokens, cu_seqlens, state, slots, normed=False)
+            return self._normed(stream.x)
+        _, scaled, squares = self._chain.prefill(tokens, cu_seqlens, state, slots)
         mean = _sum_in_pairs(squares) / scaled.shape[1]  # [tokens]
         hidden: Tensor = (scaled * (mean + self._eps).rsqrt().unsqueeze(-1)).to(scaled.dtype)
         return hidden
@@ -226,7 +195,7 @@ class HopperLM:
     def logits(self, hidden: Tensor) -> Tensor:
         """As LM.logits."""
         if self._products is None:
-            return self._head_of(hidden, None)
+            return self._chain.logits(hidden, None)
         return self._products.logits(hidden)
 
     def initial_state_rows(self) -> Tensor:
@@ -255,7 +224,7 @@ class HopperLM:
         head = self._head
         if way is Way.CHAIN_TO_HEAD and head.bias is None:
             # What a norm divides all logits of a row by does not change their order.
-            x = self._step_in_chain(tokens, state, slots).scaled
+            x = self._chain.step(tokens, state, slots).scaled
         else:
             x = self._to_head(tokens, state, slots, way)
         return linear_best(x, None, 0.0, head.weight, head.bias, self._vocabulary)
@@ -263,7 +232,7 @@ class HopperLM:
     @torch.no_grad()
     def _bests_in_fixed_order(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         head = self._head
-        _, scaled, squares = self._step_in_chain(tokens, state, slots)
+        _, scaled, squares = self._chain.step(tokens, state, slots)
         return linear_best(scaled, squares, self._eps, head.weight, head.bias, self._vocabulary)
 
     def _way_of_step(self, rows: int) -> Way:
@@ -277,104 +246,20 @@ class HopperLM:
             return self._clusters.step(tokens, state, slots)
         if self._products is not None and way in TO_A_HEAD:
             return self._products.logits(self._to_head(tokens, state, slots, way))
-        _, scaled, squares = self._step_in_chain(tokens, state, slots)
-        return self._head_of(scaled, squares)
+        _, scaled, squares = self._chain.step(tokens, state, slots)
+        return self._chain.logits(scaled, squares)
 
     def _to_head(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
         """The last norm's hidden states [batch, d_model], one of the ways TO_A_HEAD."""
         if way is Way.CHAIN_TO_HEAD:
-            return self._normed(self._step_in_chain(tokens, state, slots, normed=False).x)
+            return self._normed(self._chain.step(tokens, state, slots, normed=False).x)
         assert self._products is not None
-        middle = self._middle if way is Way.LIBRARY_AROUND else None
+        middle = self._chain.middle if way is Way.LIBRARY_AROUND else None
         return self._products.step(tokens, state, slots, middle)
-
-    def _step_in_chain(
-        self, tokens: Tensor, state: ModelState, slots: Tensor, *, normed: bool = True
-    ) -> _Stream:
-        """As _read."""
-
-        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
-            assert state.conv is not None
-            return conv_step(x, conv.weight, conv.bias, state.conv[index], slots)
-
-        def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
-            return linear_step(
-                scaled,
-                squares,
-                self._eps,
-                cell.gates.weight,
-                cell.gates.bias,
-                state.cell[index],
-                slots,
-                self._linear_candidate,
-                self._model.config.normalize_gates,
-                self._fixed_order,
-            )
-
-        return self._read(tokens, convolve, recur, normed=normed)
-
-    def _map(
-        self, x: Tensor, squares: Tensor | None, weight: Tensor, bias: Tensor | None, **how: bool
-    ) -> Tensor:
-        fixed = self._fixed_order
-        return linear_map(x, squares, self._eps, weight, bias, fixed_order=fixed, **how)
-
-    def _add(
-        self, y: Tensor, module: nn.Linear, x: Tensor, norm: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order)
-
-    def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
-        """A Middle of products.py, of linear maps."""
-        out, mlp = cast("nn.Linear", layer.cell.out), layer.mlp
-        scaled, squares = self._add(h, out, x, None if mlp is None else mlp.norm.weight)
-        if mlp is None:
-            return None
-        up = cast("nn.Linear", mlp.up)
-        return self._map(scaled, squares, up.weight, up.bias, gelu=True)
-
-    def _head_of(self, x: Tensor, squares: Tensor | None) -> Tensor:
-        logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
-        return logits[:, : self._vocabulary]
 
     def _normed(self, x: Tensor) -> Tensor:
         hidden: Tensor = self._model.norm(x)
         return hidden
-
-    def _read(
-        self, tokens: Tensor, convolve: _Convolve, recur: _Recur, *, normed: bool = True
-    ) -> _Stream:
-        """All layers; `normed`: with what the last norm needs."""
-        first = self._layers[0]
-        norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
-        x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
-        for index, layer in enumerate(self._layers):
-            if layer.conv is not None:
-                mix = cast("nn.Linear", layer.conv.pointwise)
-                y = convolve(index, layer.conv, x)
-                norm = layer.cell_norm.weight
-                scaled, squares = self._add(y, mix, x, norm)
-            h = recur(index, layer.cell, scaled, squares)
-            norm = self._norm_after_cell(index, normed)
-            out = cast("nn.Linear", layer.cell.out)  # supports() has seen to it
-            scaled, squares = self._add(h, out, x, norm)
-            if layer.mlp is not None:
-                up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
-                y = self._map(scaled, squares, up.weight, up.bias, gelu=True)
-                norm = self._norm_after_layer(index, normed)
-                scaled, squares = self._add(y, down, x, norm)
-        return _Stream(x, scaled, squares)
-
-    def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
-        mlp = self._layers[index].mlp
-        return self._norm_after_layer(index, normed) if mlp is None else mlp.norm.weight
-
-    def _norm_after_layer(self, index: int, normed: bool) -> Tensor | None:
-        """None: who comes next reads the residual stream itself."""
-        if index + 1 == len(self._layers):
-            return self._model.norm.weight if normed else None
-        following = self._layers[index + 1]
-        return None if following.conv is not None else following.cell_norm.weight
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:
