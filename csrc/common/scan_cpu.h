@@ -13,6 +13,7 @@
 #pragma once
 
 #include "step_cpu.h"
+#include "subnormals_cpu.h"
 #include "tile_cpu.h"
 
 namespace minserve {
@@ -158,6 +159,7 @@ struct Scan {
 
   static void run(const ScanArgs& args, const O& options, const Share& share, Phase phase,
                   std::int64_t begin, std::int64_t end) {
+    const WithoutSubnormals of_aggregates;
     Lanes lanes;
     const Layout& lay = args.layout;
     const std::int64_t count = phase == Phase::serial  ? lay.sequences + 1

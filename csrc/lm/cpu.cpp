@@ -1,6 +1,7 @@
-// The language model on the CPU: the phases of a step or of a part of a prefill, as every member of
-// a team goes through them. Compiled once per instruction set; see common/vec.h.
-#include "rows.h"
+// The language model on the CPU: the phases of a step or of a prefill, as every member of a team
+// goes through them. Compiled once per instruction set; see common/vec.h.
+#include "../common/subnormals_cpu.h"
+#include "over_time.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -45,18 +46,11 @@ class Model {
       wait_before(plan_.head);
       return head(to_.fed);
     }
-    if (work_.tokens) {
-      embed();
-      wait_before(first_matrix(work_.layers[0]));
-    }
-    if (work_.whole_step) {
-      for (std::int64_t l = 0; l < plan_.layers; ++l) {
-        front(l);
-        back(l);
-      }
-    } else {
-      if (work_.back_of >= 0) back(work_.back_of);
-      if (work_.front_of >= 0) front(work_.front_of);
+    embed();
+    wait_before(first_matrix(work_.layers[0]));
+    for (std::int64_t l = 0; l < plan_.layers; ++l) {
+      front(l);
+      back(l);
     }
     if (work_.logits) {
       head(norm(plan_.norm, plan_.head));
@@ -78,8 +72,10 @@ class Model {
   // --- waiting, and what is read after it
 
   Cut cut(const Matrix& m) const {
-    return cut_of(work_.rows, kRowsOfBlock<Fed>, m.panels() / m.gates, m.gates, member_,
-                  team_.size);
+    // What goes from row to row stays with one member.
+    const bool by_rows = m.gates == 1 || !work_.layout.cu_seqlens;
+    return cut_of(work_.rows, by_rows ? kRowsOfBlock<Fed> : work_.rows, m.panels() / m.gates,
+                  m.gates, member_, team_.size);
   }
   void wait_before(const Matrix& next) {
     const Cut mine = cut(next);
@@ -146,7 +142,7 @@ class Model {
   // --- matrices
 
   template <class F>
-  void product(const Matrix& m, const char* fed, std::int64_t stride, const F& finish) const {
+  void product(const Matrix& m, const char* fed, std::int64_t stride, F&& finish) const {
     const Cut mine = cut(m);
     multiply<Fed>(m, fed, stride, mine.rows, mine.panels, finish);
   }
@@ -172,31 +168,22 @@ class Model {
   void front(std::int64_t l) {
     const LayerPlan& layer = work_.layers[l];
     if (layer.conv_taps) {
-      if (work_.conv) {
-        convolve_step(l);
-      } else {
-        feed_rows(to_.mixed, plan_.width, to_.fed, fed_stride_);
-      }
+      convolve_rows(l);
       wait_before(layer.pointwise);
       add_to_x(layer.pointwise, to_.fed, fed_stride_);
       wait_before(layer.gates);
     }
     const char* fed = norm(layer.cell_norm, layer.gates);
-    if (!work_.cell) return keep_gates(layer.gates, fed);
     if (plan_.lstm) {
-      recur_in_place<MinLstmCell<VF>>(l, fed);
+      recur<MinLstmCell<VF>>(l, fed);
     } else {
-      recur_in_place<MinGruCell<VF>>(l, fed);
+      recur<MinGruCell<VF>>(l, fed);
     }
     wait_before(layer.out.data ? layer.out : layer.mlp_norm ? layer.up : after_back(l));
   }
 
   void back(std::int64_t l) {
     const LayerPlan& layer = work_.layers[l];
-    if (to_.scanned) {
-      feed_rows(to_.scanned, plan_.inner, to_.h, h_stride_);
-      team_.barrier();
-    }
     const Matrix& after = layer.mlp_norm ? layer.up : after_back(l);
     if (layer.out.data) {
       add_to_x(layer.out, to_.h, h_stride_);
@@ -218,76 +205,46 @@ class Model {
     wait_before(after_back(l));
   }
 
-  void convolve_step(std::int64_t l) const {
-    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
-      const auto put = [&](std::int64_t c, VF v) { Fed::put(to_.fed + row * fed_stride_, c, v); };
-      const std::int64_t slot = work_.slots[row];
-      if (slot < 0) {
-        each_vector(begin, end, [&](std::int64_t c, auto) { put(c, splat<VF>(0.0f)); });
-        return;
+  void convolve_rows(std::int64_t l) const {
+    // Runs of channels of whole sequences, narrower where there are few.
+    const Layout& layout = work_.layout;
+    const std::int64_t sequences = layout.sequences + 1;  // the last: padding
+    const std::int64_t wide = 4 * kPanel,
+                       run = sequences * plan_.width >= 4 * wide * team_.size ? wide : kPanel;
+    const std::int64_t runs = (plan_.width + run - 1) / run;
+    const Range mine = share_of(sequences * runs, member_, team_.size);
+    const auto put = [&](std::int64_t row, std::int64_t c, VF v) {
+      Fed::put(to_.fed + row * fed_stride_, c, v);
+    };
+    for (std::int64_t i = mine.begin; i < mine.end; ++i) {
+      const Sequence at = sequence_of(layout, i / runs);
+      const std::int64_t begin = i % runs * run;
+      const std::int64_t end = begin + run < plan_.width ? begin + run : plan_.width;
+      if (at.slot >= 0) {
+        convolve(plan_, work_.layers[l], at, to_.x,
+                 work_.conv + l * work_.conv_layer + at.slot * work_.conv_slot, work_.conv_tap,
+                 begin, end, put);
+        continue;
       }
-      convolve(plan_, work_.layers[l], x(row),
-               work_.conv + l * work_.conv_layer + slot * work_.conv_slot, work_.conv_tap, begin,
-               end, put);
-    });
-  }
-
-  void keep_gates(const Matrix& gates, const char* fed) const {
-    product(gates, fed, fed_stride_,
-            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
-              const Output out{gates, panel, sums};
-              float* to = to_.pre + row * gates.gates * gates.outputs;
-              for (std::int64_t p = 0; p < panels; ++p) {
-                const std::int64_t first = (panel + p) / gates.gates * kPanel;
-                for (int part = 0; part < kParts; ++part) {
-                  const std::int64_t c = first + part * kWidth, left = gates.outputs - c;
-                  float* at = to + (panel + p) % gates.gates * gates.outputs + c;
-                  if (left >= kWidth) {
-                    store(at, out.vector(p, part), Full{});
-                  } else if (left > 0) {
-                    store(at, out.vector(p, part), Part{static_cast<int>(left)});
-                  }
-                }
-              }
-            });
+      for (std::int64_t row = at.begin; row < at.end; ++row) {
+        each_vector(begin, end, [&](std::int64_t c, auto) { put(row, c, splat<VF>(0.0f)); });
+      }
+    }
   }
 
   template <class Cell>
-  void recur_in_place(std::int64_t l, const char* fed) const {
+  void recur(std::int64_t l, const char* fed) const {
+    const Matrix& gates = work_.layers[l].gates;
     ScanArgs choice;
     choice.linear_candidate = plan_.linear_candidate;
     choice.normalize_gates = plan_.normalize_gates;
-    with_options<true>(choice, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
-  }
-  template <class Cell, class O>
-  void recur_with(const O& options, std::int64_t l, const char* fed) const {
-    const Matrix& gates = work_.layers[l].gates;
-    product(gates, fed, fed_stride_,
-            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
-              const Output out{gates, panel, sums};
-              const std::int64_t slot = work_.slots[row];
-              char* h = to_.h + row * h_stride_;
-              for (std::int64_t p = 0; p < panels; p += Cell::kInputs) {
-                const std::int64_t first = (panel + p) / Cell::kInputs * kPanel;
-#pragma GCC unroll 4
-                for (int part = 0; part < kParts; ++part) {
-                  const std::int64_t c = first + part * kWidth, left = plan_.inner - c;
-                  VF in[Cell::kInputs];
-#pragma GCC unroll 4
-                  for (int n = 0; n < Cell::kInputs; ++n) in[n] = out.vector(p + n, part);
-                  if (slot < 0 || left <= 0) {
-                    Fed::put(h, c, splat<VF>(0.0f));
-                    continue;
-                  }
-                  float* state = work_.cell + l * work_.cell_layer + slot * work_.cell_slot + c;
-                  if (left >= kWidth) {
-                    Fed::put(h, c, recur<Cell>(options, in, state, Full{}));
-                  } else {
-                    Fed::put(h, c, recur<Cell>(options, in, state, Part{static_cast<int>(left)}));
-                  }
-                }
-              }
-            });
+    with_options<true>(choice, [&](const auto& options) {
+      using O = std::decay_t<decltype(options)>;
+      product(
+          gates, fed, fed_stride_,
+          Recurrence<Cell, O, Fed>(options, gates, work_.layout, work_.cell + l * work_.cell_layer,
+                                   work_.cell_slot, to_.h, h_stride_, cut(gates).rows.begin));
+    });
   }
 
   // x += h, where there is no projection.
@@ -315,6 +272,7 @@ std::int64_t fed_bytes(bool half) {
 }
 
 void run_lm(const Work& work, Team& team, std::int64_t member) {
+  const WithoutSubnormals as_tiles_have_them;
   if (work.plan->half) {
     Model<FedHalf>(work, team, member).run();
   } else {

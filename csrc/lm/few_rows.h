@@ -13,19 +13,6 @@ namespace MS_ISA {
 
 constexpr std::int64_t kFewRows = 2;
 
-// While it lives, subnormal inputs and results of this thread are zeros.
-class WithoutSubnormals {
- public:
-  WithoutSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushToZero | kAreZeros); }
-  ~WithoutSubnormals() { _mm_setcsr(before_); }
-  WithoutSubnormals(const WithoutSubnormals&) = delete;
-  WithoutSubnormals& operator=(const WithoutSubnormals&) = delete;
-
- private:
-  static constexpr unsigned kFlushToZero = 1u << 15, kAreZeros = 1u << 6;
-  const unsigned before_;
-};
-
 // Two neighbouring inputs, or weights of two, as floats.
 struct Pair {
   VF even, odd;

@@ -24,7 +24,7 @@ constexpr std::int64_t kRowsOfBlock =
 // its outputs when `panels` does.
 template <class W, class F>
 void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
-                   Range panels, const F& finish) {
+                   Range panels, F& finish) {
   using Wide = typename Turned<W>::Weights;
   using WideBlocks = Blocks<Wide>;
   constexpr std::int64_t rows_together = WideBlocks::kRowsTogether;
@@ -79,7 +79,7 @@ void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_strid
 
 template <class Fed, class F>
 void multiply(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
-              Range panels, const F& finish) {
+              Range panels, F& finish) {
   if (matrix.stored == Kind::i8) {
     return multiply_with<WeightsByte<Fed>>(matrix, fed, fed_stride, rows, panels, finish);
   }

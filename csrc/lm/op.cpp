@@ -94,7 +94,6 @@ class Call {
     threads_ = std::clamp<std::int64_t>(torch::stable::get_num_threads(), 1, wide);
   }
   const Plan& plan() const { return model_.plan; }
-  const std::vector<LayerPlan>& layers() const { return model_.layers; }
 
   // Floats, for this call.
   float* floats(std::int64_t count) {
@@ -106,7 +105,7 @@ class Call {
     work.tokens = tokens.const_data_ptr();
     work.long_tokens = tokens.scalar_type() == ScalarType::Long;
   }
-  void use_buffers(bool prefill) {
+  void use_buffers() {
     const Plan& p = plan();
     const std::int64_t element = calls_.fed_bytes(p.half), rows = work.rows;
     const auto bytes = [&](std::int64_t width) { return rows * fed_row_bytes(width, element); };
@@ -118,10 +117,6 @@ class Call {
     work.buffers.h = at += bytes(p.width);
     work.buffers.mlp = at += bytes(p.inner);
     work.buffers.own = at + bytes(p.hidden);
-    if (!prefill) return;
-    work.buffers.pre = floats(rows * (p.lstm ? 3 : 2) * p.inner);
-    work.buffers.scanned = scanned = floats(rows * p.inner);
-    if (p.taps) work.buffers.mixed = mixed = floats(rows * p.width);
   }
   void use_state(const Tensor& cell, const MaybeTensor& conv) {
     const Plan& p = plan();
@@ -129,6 +124,9 @@ class Call {
                   "[layers, slots, inner]");
     check_.require(p.inner == 1 || cell.stride(2) == 1,
                    "cell is changed in place, so its last dimension must be contiguous");
+    work.cell = static_cast<float*>(cell.mutable_data_ptr());
+    work.cell_layer = cell.stride(0);
+    work.cell_slot = cell.stride(1);
     check_.require(conv.has_value() == (p.taps > 0),
                    "conv must be given for a model with "
                    "convolutions, and only for one");
@@ -137,6 +135,10 @@ class Call {
                   "[layers, slots, taps - 1, d_model]");
     check_.require(p.width == 1 || conv->stride(3) == 1,
                    "conv is changed in place, so its last dimension must be contiguous");
+    work.conv = static_cast<float*>(conv->mutable_data_ptr());
+    work.conv_layer = conv->stride(0);
+    work.conv_slot = conv->stride(1);
+    work.conv_tap = conv->stride(2);
   }
 
   void run() {
@@ -148,8 +150,6 @@ class Call {
   }
 
   Work work;
-  float* scanned = nullptr;
-  float* mixed = nullptr;
 
  private:
   const Check& check_;
@@ -192,24 +192,13 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
   Call call(check, weights, plan, tokens, batch);
   const Plan& p = call.plan();
   call.use_state(cell, conv);
-  const Layout layout = step_layout(check, slots, cell.size(1), batch, p.inner);
-  check_tokens(check, tokens, p.vocab, layout.slots);
+  Work& work = call.work;
+  work.layout = step_layout(check, slots, cell.size(1), batch, p.inner);
+  check_tokens(check, tokens, p.vocab, work.layout.slots);
   Tensor logits = torch::stable::new_empty(tokens, {batch, p.vocab}, ScalarType::Float);
   if (batch == 0) return logits;
-  Work& work = call.work;
   call.use_tokens(tokens);
-  call.use_buffers(false);
-  work.whole_step = true;
-  work.slots = layout.slots;
-  work.cell = static_cast<float*>(cell.mutable_data_ptr());
-  work.cell_layer = cell.stride(0);
-  work.cell_slot = cell.stride(1);
-  if (conv) {
-    work.conv = static_cast<float*>(conv->mutable_data_ptr());
-    work.conv_layer = conv->stride(0);
-    work.conv_slot = conv->stride(1);
-    work.conv_tap = conv->stride(2);
-  }
+  call.use_buffers();
   work.logits = static_cast<float*>(logits.mutable_data_ptr());
   call.run();
   return logits;
@@ -227,56 +216,15 @@ Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tens
   Call call(check, weights, plan, tokens, rows);
   const Plan& p = call.plan();
   call.use_state(cell, conv);
-  const Layout layout = packed_layout(check, cu, &slots, cell.size(1), rows, p.inner);
+  Work& work = call.work;
+  work.layout = packed_layout(check, cu, &slots, cell.size(1), rows, p.inner);
   check_tokens(check, tokens, p.vocab, nullptr);
   Tensor hidden = torch::stable::new_empty(tokens, {rows, p.width}, ScalarType::Float);
   if (rows == 0) return hidden;
-  call.use_buffers(true);
-  Work& work = call.work;
-  const std::int64_t gates = p.lstm ? 3 : 2;
-
-  ScanArgs scan;
-  scan.layout = layout;
-  for (std::int64_t g = 0; g < gates; ++g) {
-    scan.inputs[g] = {work.buffers.pre + g * p.inner, gates * p.inner};
-  }
-  scan.outputs[0] = {call.scanned, p.inner};
-  scan.linear_candidate = p.linear_candidate;
-  scan.normalize_gates = p.normalize_gates;
-  scan.initial_stride = scan.last_stride = cell.stride(1);
-  ConvArgs mix;
-  mix.layout = layout;
-  mix.layout.channels = p.width;
-  mix.taps = p.taps;
-  mix.x = work.buffers.x;
-  mix.out = call.mixed;
-  if (conv) {
-    mix.slot_stride = conv->stride(1);
-    mix.tap_stride = conv->stride(2);
-  }
-  for (std::int64_t l = 0; l <= p.layers; ++l) {
-    const bool last = l == p.layers;
-    if (l == 0) call.use_tokens(tokens);
-    work.back_of = l - 1;
-    if (conv && !last) {  // the convolution goes over time too, so a part ends before it
-      call.run();
-      const LayerPlan& layer = call.layers()[static_cast<std::size_t>(l)];
-      mix.weight = layer.conv_weight;
-      mix.bias = layer.conv_bias;
-      mix.state = static_cast<float*>(conv->mutable_data_ptr()) + l * conv->stride(0);
-      run_conv(mix, Dtype::f32, hidden);
-      work.tokens = nullptr;
-      work.back_of = -1;
-    }
-    work.front_of = last ? -1 : l;
-    if (last) work.normed = static_cast<float*>(hidden.mutable_data_ptr());
-    call.run();
-    work.tokens = nullptr;
-    work.front_of = -1;
-    if (last) break;
-    scan.initial = scan.last = static_cast<float*>(cell.mutable_data_ptr()) + l * cell.stride(0);
-    run_scan(scan, p.lstm ? Recurrence::minlstm : Recurrence::mingru, Dtype::f32, false, hidden);
-  }
+  call.use_tokens(tokens);
+  call.use_buffers();
+  work.normed = static_cast<float*>(hidden.mutable_data_ptr());
+  call.run();
   return hidden;
 }
 
@@ -289,7 +237,7 @@ Tensor lm_logits(const Tensor& hidden_given, const Tensor& weights, const Tensor
   check.tensor(hidden, "hidden", ScalarType::Float, {-1, p.width}, "[n, d_model]");
   Tensor logits = torch::stable::new_empty(hidden, {hidden.size(0), p.vocab});
   if (hidden.size(0) == 0) return logits;
-  call.use_buffers(false);
+  call.use_buffers();
   call.work.hidden = static_cast<const float*>(hidden.const_data_ptr());
   call.work.logits = static_cast<float*>(logits.mutable_data_ptr());
   call.run();

@@ -51,7 +51,6 @@ struct Matrix {
 struct LayerPlan {
   const float* conv_taps = nullptr;  // [taps, padded d_model]; null: no convolution
   const float* conv_bias = nullptr;
-  const float* conv_weight = nullptr;  // [width, taps], as the scan over time takes it
   Matrix pointwise;
   const float* cell_norm = nullptr;
   Matrix gates;
@@ -82,22 +81,18 @@ MS_HD std::int64_t fed_row_bytes(std::int64_t width, std::int64_t element) {
 // Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
 // buffers begin at cache lines.
 struct Buffers {
-  float* x = nullptr;    // [rows, width]: the residual stream
-  char* fed = nullptr;   // [rows, width]: what a matrix of `width` inputs reads
-  char* h = nullptr;     // [rows, inner]
-  char* mlp = nullptr;   // [rows, hidden]
-  char* own = nullptr;   // per member [kOwnRows, width]
-  float* pre = nullptr;  // [rows, gates * inner]: for the scan between two parts of a prefill
-  const float* scanned = nullptr;  // [rows, inner]: from it
-  const float* mixed = nullptr;    // [rows, width]: the depthwise convolution's output
+  float* x = nullptr;   // [rows, width]: the residual stream
+  char* fed = nullptr;  // [rows, width]: what a matrix of `width` inputs reads
+  char* h = nullptr;    // [rows, inner]
+  char* mlp = nullptr;  // [rows, hidden]
+  char* own = nullptr;  // per member [kOwnRows, width]
 };
 
 // Up to this many rows every member prepares a matrix' input for itself, which costs less than
 // waiting for each other.
 constexpr std::int64_t kOwnRows = 4;
 
-// One parallel part of a call. A step is one part; a prefill has one per layer, for scans and
-// convolutions go over time between them.
+// A call: a step, a prefill, or the head alone.
 struct Work {
   const Plan* plan = nullptr;
   const LayerPlan* layers = nullptr;
@@ -105,15 +100,12 @@ struct Work {
   std::int64_t rows = 0;
   const void* tokens = nullptr;  // read when not null: rows of the embedding -> x
   bool long_tokens = false;
-  const std::int32_t* slots = nullptr;
-  // What a step moves on; null in a prefill.
+  // Of the sequences that rows are of, each one's in a step; their states move on.
+  Layout layout;
   float* cell = nullptr;  // [layers, slots, inner]
   std::int64_t cell_layer = 0, cell_slot = 0;
   float* conv = nullptr;  // [layers, slots, taps - 1, width]
   std::int64_t conv_layer = 0, conv_slot = 0, conv_tap = 0;
-  // Prefill: which halves of which layers; -1: none. A layer's back follows its scan.
-  std::int64_t back_of = -1, front_of = -1;
-  bool whole_step = false;
   float* normed = nullptr;        // [rows, width]: the final norm's output, when wanted
   const float* hidden = nullptr;  // [rows, width]: when given, only the head is applied to it
   float* logits = nullptr;        // [rows, vocab], when wanted

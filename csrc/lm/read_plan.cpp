@@ -6,7 +6,7 @@ namespace minserve {
 
 namespace {
 
-constexpr std::int64_t kVersion = 1;
+constexpr std::int64_t kVersion = 2;
 constexpr std::int64_t kMost = std::int64_t{1} << 32;  // of any width: products of two fit
 
 class Reader {
@@ -85,11 +85,9 @@ LayerPlan read_layer(Reader& from, const Plan& plan) {
   const std::int64_t width = plan.width, inner = plan.inner;
   LayerPlan layer;
   layer.conv_taps = from.vector(plan.taps * up_to(width, kPanel));
-  layer.conv_weight = from.vector(plan.taps * width);
   layer.conv_bias = from.vector(width);
   layer.pointwise = from.matrix(plan.half, width, width, 1);
   check.require((plan.taps > 0) == (layer.conv_taps != nullptr) &&
-                    (plan.taps > 0) == (layer.conv_weight != nullptr) &&
                     (plan.taps > 0) == (layer.pointwise.data != nullptr),
                 "plan must have all of a convolution or nothing");
   layer.cell_norm = from.needed(width);

@@ -1,8 +1,6 @@
-// What happens to rows between matrices: gathering, norms, convolution, GELU, recurrence.
+// What happens to rows between matrices, each by itself: gathering, norms, GELU.
 #pragma once
 
-#include "../minlstm/cell.h"
-#include "../mingru/cell.h"
 #include "multiply.h"
 
 namespace minserve {
@@ -129,34 +127,6 @@ MS_CELL void each_output(const Output& out, std::int64_t panels, const F& f) {
       }
     }
   }
-}
-
-// One vector of a step of the recurrence: the bits of common/step_cpu.h.
-template <class Cell, class O, class L>
-MS_CELL VF recur(const O& options, const VF (&in)[Cell::kInputs], float* state, L lanes) {
-  const VF before = load<VF>(state, lanes);
-  const Affine<VF> step = Cell::affine(options, in);
-  store(state, fmadd(step.a, before, fmadd(step.a, splat<VF>(0.0f), step.b)), lanes);
-  return fmadd(step.a, before, step.b);
-}
-
-// Channels [begin, end) of one row of the depthwise convolution; its carried inputs move on.
-template <class F>
-MS_CELL void convolve(const Plan& plan, const LayerPlan& layer, const float* x, float* state,
-                      std::int64_t tap_stride, std::int64_t begin, std::int64_t end, const F& put) {
-  const std::int64_t columns = up_to(plan.width, kPanel), kept = plan.taps - 1;
-  each_vector(begin, end, [&](std::int64_t c, auto lanes) {
-    VF sum = layer.conv_bias ? load<VF>(layer.conv_bias + c, lanes) : splat<VF>(0.0f);
-    for (std::int64_t k = 0; k < kept; ++k) {
-      const VF input = load<VF>(state + k * tap_stride + c, lanes);
-      sum = fmadd(load<VF>(layer.conv_taps + k * columns + c, lanes), input, sum);
-      if (k > 0) store(state + (k - 1) * tap_stride + c, input, lanes);
-    }
-    const VF newest = load<VF>(x + c, lanes);
-    sum = fmadd(load<VF>(layer.conv_taps + kept * columns + c, lanes), newest, sum);
-    store(state + (kept - 1) * tap_stride + c, newest, lanes);
-    put(c, sum);
-  });
 }
 
 }  // namespace MS_ISA

@@ -24,7 +24,6 @@ class ByTiles {
   void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
            std::int64_t fed_stride, std::int64_t rows, std::int64_t steps, float* sums, bool begin,
            Fetch fetch) {
-    const WithoutSubnormals as_tiles;
     few_rows_block_for<W>(rows, panels)(weights, stride, fed, fed_stride, steps, sums, begin,
                                         fetch.part(0, 1, steps));
   }

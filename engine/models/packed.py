@@ -23,7 +23,7 @@ from engine.models.cell import ModelState
 from engine.models.lm import LM, Layer
 from engine.ops.lm import lm_logits, lm_prefill, lm_step
 
-_VERSION = 1
+_VERSION = 2
 _PANEL = 16  # outputs of a panel
 _GROUP = 4  # panels side by side; where three gates alternate, three
 _LINE = 64  # bytes of a cache line: where every tensor begins
@@ -154,11 +154,11 @@ class _Writer:
 
     def convolution(self, layer: Layer) -> None:
         if layer.conv is None:
-            self.numbers(-1, -1, -1)
+            self.numbers(-1, -1)
             return
         weight = self._read(layer.conv.weight).float()  # [d_model, taps]
         by_tap = nn.functional.pad(weight.t(), (0, -weight.shape[0] % _PANEL))
-        self.numbers(self.block.place(by_tap), self._place_vector(weight.flatten()))
+        self.numbers(self.block.place(by_tap))
         self.vector(layer.conv.bias)
         self._done(layer.conv.weight)
 
