@@ -182,7 +182,11 @@ MS_CELL VF widen(VH x, const bf16*) {
   return bit_cast<VF>(__builtin_convertvector(x, VU) << 16);
 }
 MS_CELL VH narrow(VF x, const bf16*) {
+#if defined(MS_AVX512_BF16)
+  return bit_cast<VH>(_mm512_cvtneps_pbh((__m512)x));  // subnormal numbers become zeros
+#else
   return __builtin_convertvector(rounded(x) >> 16, VH);
+#endif
 }
 #if defined(MS_AVX512)
 MS_CELL VF widen(VH x, const f16*) {

@@ -198,7 +198,7 @@ class Model {
             [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
               char* to = to_.mlp + row * mlp_stride_;
               each_output(Output{layer.up, panel, sums}, panels,
-                          [&](std::int64_t c, auto, VF v) { Fed::put(to, c, gelu(v)); });
+                          [&](std::int64_t c, auto, VF v) { Fed::put(to, c, gelu_for<Fed>(v)); });
             });
     wait_before(layer.down);
     add_to_x(layer.down, to_.mlp, mlp_stride_);

@@ -55,6 +55,22 @@ MS_CELL VF gelu(VF x) {
   return x * (x > splat<VF>(0.0f) ? 1.0f - kept : kept);
 }
 
+// The same as far as bfloat16 can tell, as common/gelu.cuh has it: max(x, 0) - |x| Phi(-|x|), the
+// last as a power of two, whose relative error is 1.3e-4 up to 4.2 and of no account beyond.
+MS_CELL VF short_gelu(VF x) {
+  const VF z = absolute(x);
+  VF power = fmadd(splat<VF>(-2.8654136e-4), z, splat<VF>(5.4825582e-3));
+  power = fmadd(power, z, splat<VF>(-4.7027521e-2));
+  power = fmadd(power, z, splat<VF>(-0.4658266));
+  power = fmadd(power, z, splat<VF>(-1.1483513));
+  power = fmadd(power, z, splat<VF>(-1.0001827));
+  return maximum(x, splat<VF>(0.0f)) - z * exp2_of(power);
+}
+template <class Fed>
+MS_CELL VF gelu_for(VF x) {
+  return Fed::kHalf ? short_gelu(x) : gelu(x);
+}
+
 // Channels [begin, end) of row `index` of a table of `width` columns -> x.
 MS_CELL void table_row(const Plan& plan, std::int64_t index, std::int64_t begin, std::int64_t end,
                        float* x) {
