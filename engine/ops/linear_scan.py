@@ -3,7 +3,7 @@
 The recurrence under minGRU and minLSTM ("Were RNNs All We Needed?", arXiv 2410.01201, section 3).
 It is computed in linear space with float32 accumulation (float64 for float64). The log-space form
 of Heinsen (arXiv 2311.06281), used by that paper, is kept below as a reference only: it loses
-accuracy with length.
+accuracy with length. On the CPU subnormal numbers count as zeros, as in all scans there.
 
 Two layouts are computed in place, without copies: channels contiguous, and time contiguous (strides
 (channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The layout of

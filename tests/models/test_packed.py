@@ -193,6 +193,29 @@ def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("conv", [0, 3])
+def test_padding_of_prompts_changes_nothing(conv: int, threads: Callable[[int], None]) -> None:
+    """Sequences that are empty or have no slot, and tokens behind the last one."""
+    packed = PackedLM(wide({"cell": "mingru", "conv_kernel": conv}))
+    tokens = random_tokens(211, 160)
+    bounds, slots = int32([0, 3, 3, 10, 152]), int32([2, 1, -1, 0])
+    alone = packed.new_state(3)
+    expected = [
+        packed.prefill(tokens[begin:end], int32([0, end - begin]), alone, int32([slot]))
+        for begin, end, slot in ((0, 3, 2), (10, 152, 0))
+    ]
+    for count in (1, 2, 3):
+        threads(count)
+        state = packed.new_state(3)
+        hidden = packed.prefill(tokens, bounds, state, slots)
+        assert torch.equal(hidden[:3], expected[0])
+        assert torch.equal(hidden[10:152], expected[1])
+        assert torch.equal(state.cell, alone.cell)
+        if conv:
+            assert state.conv is not None and alone.conv is not None
+            assert torch.equal(state.conv, alone.conv)
+
+
+@pytest.mark.parametrize("conv", [0, 3])
 def test_a_padding_row_changes_nothing(conv: int) -> None:
     packed = PackedLM(build({"cell": "mingru", "conv_kernel": conv}))
     state, expected = packed.new_state(3), packed.new_state(3)
