@@ -209,8 +209,9 @@ class Model {
     // Runs of channels of whole sequences, narrower where there are few.
     const Layout& layout = work_.layout;
     const std::int64_t sequences = layout.sequences + 1;  // the last: padding
-    const std::int64_t wide = 4 * kPanel,
-                       run = sequences * plan_.width >= 4 * wide * team_.size ? wide : kPanel;
+    const std::int64_t wide = 4 * kPanel;
+    const bool many = sequences * plan_.width >= 4 * wide * team_.size;
+    const std::int64_t run = many ? wide : kPanel;
     const std::int64_t runs = (plan_.width + run - 1) / run;
     const Range mine = share_of(sequences * runs, member_, team_.size);
     const auto put = [&](std::int64_t row, std::int64_t c, VF v) {
@@ -234,17 +235,18 @@ class Model {
 
   template <class Cell>
   void recur(std::int64_t l, const char* fed) const {
-    const Matrix& gates = work_.layers[l].gates;
     ScanArgs choice;
     choice.linear_candidate = plan_.linear_candidate;
     choice.normalize_gates = plan_.normalize_gates;
-    with_options<true>(choice, [&](const auto& options) {
-      using O = std::decay_t<decltype(options)>;
-      product(
-          gates, fed, fed_stride_,
-          Recurrence<Cell, O, Fed>(options, gates, work_.layout, work_.cell + l * work_.cell_layer,
-                                   work_.cell_slot, to_.h, h_stride_, cut(gates).rows.begin));
-    });
+    with_options<true>(choice, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
+  }
+  template <class Cell, class O>
+  void recur_with(const O& options, std::int64_t l, const char* fed) const {
+    const Matrix& gates = work_.layers[l].gates;
+    product(
+        gates, fed, fed_stride_,
+        Recurrence<Cell, O, Fed>(options, gates, work_.layout, work_.cell + l * work_.cell_layer,
+                                 work_.cell_slot, to_.h, h_stride_, cut(gates).rows.begin));
   }
 
   // x += h, where there is no projection.

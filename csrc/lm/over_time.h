@@ -1,7 +1,7 @@
 // What goes from row to row of a sequence: the recurrence and the convolution. A step has sequences
 // of one row each, a prefill packed ones, and both go the same way.
 //
-// The recurrence is the scan of common/scan_cpu.h, bit for bit: within a chunk h goes on from the
+// The recurrence adds up as the scan of common/scan_cpu.h does: within a chunk h goes on from the
 // carry, and the carry to the next chunk is formed from the chunk's A and B. A member of the team
 // has all rows of its channels, one after the other, while they come from the product.
 #pragma once
