@@ -29,6 +29,7 @@ struct Parameters {
   double top_p;
   float min_p;
 };
+constexpr float kWeightOne = std::int64_t{1} << kWeightBits;  // the best token's
 constexpr float kOctaves = 1.44269504f;  // the temperature at which logits are octaves
 constexpr Parameters kParameters[] = {
     {0.0f, 0, 1.0, 0.0f},        {1.0f, 0, 1.0, 0.0f},        {0.7f, 1, 1.0, 0.0f},
