@@ -126,6 +126,8 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
     kind = device.type
     torch.manual_seed(0)
     torch.set_num_threads(args.threads or usable_cpus())
+    jobs = list(_jobs(args, kind))
+    peer = _peer_mode(args.peer, kind)
     print_environment()
     rate = read_bandwidth(device)
     print(
@@ -138,7 +140,7 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
         prompts=sorted(set(args.prefill or PROMPTS[kind])),
         seconds=args.seconds or (0.15 if kind == "cuda" else 0.5),
         steps=args.steps,
-        peer=_peer_mode(args.peer, kind),
+        peer=peer,
     )
     models: list[ModelFigures] = []
     failed = 0
@@ -148,7 +150,6 @@ def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
         "read_bytes_per_second": rate,
         "peer": asked.peer,
     }
-    jobs = list(_jobs(args, kind))
     kinds = len(args.quantize) * (2 if args.deterministic else 1)
     shares = _shares(args.budget_seconds, len(jobs) * kinds)
     for name, cell, dtype in jobs:
@@ -181,8 +182,13 @@ def _peer_mode(name: str, kind: str) -> Mode:
 
 
 def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, DtypeName]]:
-    """Each model once per type, and the sizes once per cell too."""
+    """Each model once per type, and the sizes once per cell too.
+
+    Raises CheckpointError for a name that is neither a size nor a checkpoint.
+    """
     for name in args.models or [*MODELS[kind], *checkpoint.bundled_names()]:
+        if name not in SIZES:
+            checkpoint.resolve(name)
         cells: Sequence[CellName] = args.cell if name in SIZES else args.cell[:1]
         for cell in cells:
             for dtype in args.dtype:

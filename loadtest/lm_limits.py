@@ -30,8 +30,9 @@ Linear = Callable[[Tensor], Tensor]
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of the quickest kernel that only reads, from memory and no cache."""
-    count = 2**28 if device.type == "cuda" else 2 * last_level_cache()  # float32 numbers
-    buffers = [torch.randn(count, device=device) for _ in range(2)]
+    # Of float32 numbers, of which a buffer on a CPU has twice as many bytes as the caches.
+    count = 2**28 if device.type == "cuda" else _whole_rows(2 * last_level_cache() // 4)
+    buffers = [torch.ones(count, device=device) for _ in range(2)]
     vector = torch.randn(2**12, device=device)
     readers: tuple[Callable[[Tensor], Tensor], ...] = (
         torch.amax,
@@ -46,6 +47,10 @@ def read_bandwidth(device: torch.device) -> float:
     del buffers
     release_memory(device)
     return 4 * count / best
+
+
+def _whole_rows(count: int) -> int:
+    return max(1, count // 2**14) * 2**14
 
 
 def gemm_sequence(

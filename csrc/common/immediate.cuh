@@ -130,9 +130,9 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   static __device__ __forceinline__ void take_tiles(const ScanArgs& args,
                                                     Tickets::Shared* shared_tickets,
                                                     Shared& shared) {
-    const Order order(args.layout, reinterpret_cast<int2*>(shared.a));
+    const Order order(args, reinterpret_cast<int2*>(shared.a));
     words_cleared();
-    Tickets tickets(shared_tickets, long_and_few(args.layout));
+    Tickets tickets(shared_tickets, order.places() > 0, long_and_few(args.layout));
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
     __syncthreads();
     for (int n = 0;; ++n) {

@@ -87,9 +87,9 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
                                                       Shared& shared) {
     const int channel = static_cast<int>(threadIdx.x) - kBlock;
     const std::int64_t step = Scan::word_step(args);
-    const Order order(args.layout, reinterpret_cast<int2*>(shared.a));
+    const Order order(args, reinterpret_cast<int2*>(shared.a));
     words_cleared();
-    Tickets tickets(shared_tickets, false);
+    Tickets tickets(shared_tickets, order.places() > 0, false);
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
     __syncthreads();
     for (int n = 0;; ++n) {

@@ -249,7 +249,7 @@ struct TileScan {
                                                         const Order& order, unsigned ticket,
                                                         Tickets& tickets) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const Tile tile = find_tile(args.layout, order, ticket, tickets, G::kChannels);
+    const Tile tile = find_tile(args, order, ticket, tickets, G::kChannels);
     if (lane == 0) to = tile;
     __syncwarp();
     if (lane < Cell::kInputs) to.input[lane] = tile.row * args.inputs[lane].stride + tile.channel;

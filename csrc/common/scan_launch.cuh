@@ -21,6 +21,12 @@ int stages_for() {
   return stages;
 }
 
+// Where the tickets of a scan with words of so many bytes lie in its workspace.
+inline Tickets::Shared* tickets_of(const ScanArgs& args, std::int64_t word_bytes) {
+  char* const end = static_cast<char*>(args.workspace) + workspace_bytes(args.layout, word_bytes);
+  return reinterpret_cast<Tickets::Shared*>(end - kTicketBytes);
+}
+
 template <template <class> class CellOf, class O, class T, bool kAligned>
 void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
   using Scan = TileWay<CellOf, O, T, kAligned>;
@@ -35,33 +41,39 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
                              " tiles");
   }
   const std::int64_t bytes = workspace_bytes(lay, sizeof(Word<typename Scan::V>));
-  char* tickets = static_cast<char*>(args.workspace) + bytes - kTicketBytes;
   const std::int64_t blocks =
       resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kThreads, shared);
-  clear_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1 : blocks),
-                 256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
-  check(cudaGetLastError(), "clearing the scan's words");
+  if (args.short_length < 0) {
+    clear_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1
+                                                                    : blocks),
+                   256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
+    check(cudaGetLastError(), "clearing the scan's words");
+  }
   const Grid grid = {dim3(static_cast<unsigned>(tiles < blocks ? tiles : blocks)), Scan::kThreads,
                      shared};
-  launch_early<kernel>(grid, stream, "scan", args, reinterpret_cast<Tickets::Shared*>(tickets),
+  launch_early<kernel>(grid, stream, "scan", args, tickets_of(args, sizeof(Word<typename Scan::V>)),
                        stages);
 }
 
-// Which scans: sequences that have this many positions on average, and no more in all, since one
-// of them may have nearly all. Of fewer sequences tiles find their places without a search.
-constexpr int kShortLength = 16, kShortTokens = 2048, kManySequences = 32;
-
-inline bool are_short(const ScanArgs& args) {
+// Sequences of up to how many positions go without tiles. One thread's positions follow each other,
+// so of few sequences a tile is done sooner with more of them; many have order and words that take
+// tiles longer, and keep the GPU busy without. Few that are long on average have words to be
+// emptied for which clear_kernel has more threads.
+inline std::int64_t short_length(const ScanArgs& args) {
+  constexpr int kMany = 32, kFewPositions = 32, kLong = 4096;
   const Layout& lay = args.layout;
-  return !lay.reverse && args.aligned_state && lay.sequences >= kManySequences &&
-         lay.tokens <= kShortLength * lay.sequences && lay.tokens <= kShortTokens;
+  if (lay.reverse || !args.aligned_state) return -1;
+  if (lay.sequences >= kMany) return kScanChunk;
+  return lay.tokens <= kLong * lay.sequences ? kFewPositions : -1;
 }
 
 template <template <class> class CellOf, class O, class T>
 void launch_short(const ScanArgs& args, O options, cudaStream_t stream) {
   using Scan = ShortScan<CellOf, O, T>;
   const Grid grid = {dim3(Scan::blocks(args.layout)), Scan::threads(args.layout)};
-  launch_early<&short_kernel<CellOf, O, T>>(grid, stream, "scan", args, options);
+  launch_early<&short_kernel<CellOf, O, T>>(
+      grid, stream, "scan", args, options,
+      tickets_of(args, sizeof(Word<typename ComputeType<T>::type>)));
 }
 
 template <template <class> class CellOf, class T>
@@ -91,9 +103,9 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
     }
     if constexpr (sizeof(T) < 8) {  // float64 is for checking gradients
       if constexpr (Cell::kPrevious < 0) {
-        if (are_short(args)) {
-          return launch_short<CellOf, decltype(options), T>(args, options, stream);
-        }
+        args.short_length = short_length(args);
+        if (args.short_length >= 0)
+          launch_short<CellOf, decltype(options), T>(args, options, stream);
       }
       if (args.aligned) return launch_tiles<CellOf, decltype(options), T, true>(args, stream);
     }

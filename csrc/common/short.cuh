@@ -1,7 +1,8 @@
-// Scans of a few short sequences each: a thread takes a sequence from its beginning to its end.
+// Scans of short sequences, of one chunk or none: a thread takes a sequence from its beginning to
+// its end. The longer ones among them are left to the tiles, whose words this kernel empties.
 //
-// Where many sequences share few tokens there is little to cut in time, and what tiles need (their
-// order, carries, words) takes longer than they do. The values are formed as scan.cuh forms them:
+// In a short sequence there is nothing to cut in time, and what tiles need (their order, carries,
+// words) takes longer than they do. The values are formed as scan.cuh forms them:
 // runs of kRun positions from the carries that the folds of segments and groups give, so that no
 // bit tells which way a sequence went.
 #pragma once
@@ -9,6 +10,7 @@
 #include "channels.cuh"
 #include "gates.h"
 #include "tiles.cuh"
+#include "words.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -33,15 +35,19 @@ struct ShortScan {
     return static_cast<unsigned>((lay.sequences + 1) * columns(lay, threads(lay)));
   }
 
-  static __device__ __forceinline__ void run(const ScanArgs& args, const O& options) {
+  static __device__ __forceinline__ void run(const ScanArgs& args, const O& options,
+                                             Tickets::Shared* tickets) {
     const Layout& lay = args.layout;
     const int across = static_cast<int>(columns(lay, blockDim.x));
     const std::int64_t s = blockIdx.x / across;
     const std::int64_t channel = (blockIdx.x % across * blockDim.x + threadIdx.x) * kEach;
-    let_next_kernel_start();
+    // In this order: the tiles look at the sequences before they wait for this kernel.
     wait_for_previous_kernel();
+    let_next_kernel_start();
+    if (blockIdx.x == 0 && threadIdx.x == 0) *tickets = {~0u, ~0u};
     if (channel >= lay.channels) return;
     const std::int64_t begin = lay.begin(s), slot = lay.slot(s);
+    if (!args.is_short(s)) return empty_words(args, s, channel);
     const int length = static_cast<int>(lay.end(s) - begin);
     T* const out = static_cast<T*>(args.outputs[0].data) + begin * args.outputs[0].stride + channel;
     if (slot < 0) return zero(out, args.outputs[0].stride, length);
@@ -59,11 +65,8 @@ struct ShortScan {
     Values carry;
 #pragma unroll
     for (int v = 0; v < kEach; ++v) carry[v] = state[v];
-    int first = 0;
-    do {  // also of no positions, which makes -0 what tiles make it
-      scan_chunk(args, options, in, out, first, length, coming, carry);
-      first += kScanChunk;
-    } while (first < length);
+    // Also of no positions, which makes -0 what tiles make it.
+    scan_chunk(args, options, in, out, length, coming, carry);
     if (args.last) {
       state.set(carry);
       state.store(static_cast<V*>(args.last) + slot * args.last_stride + channel);
@@ -74,6 +77,23 @@ struct ShortScan {
   static MS_HD std::int64_t columns(const Layout& lay, unsigned threads) {
     const std::int64_t all = (lay.channels + kEach - 1) / kEach;
     return (all + threads - 1) / threads;
+  }
+
+  static __device__ __forceinline__ void empty_words(const ScanArgs& args, std::int64_t s,
+                                                     std::int64_t channel) {
+    const Layout& lay = args.layout;
+    const std::int64_t first = lay.first_chunk(s);
+    const std::int64_t chunks = (lay.end(s) - lay.begin(s) + kScanChunk - 1) / kScanChunk;
+    struct alignas(kEach * sizeof(Word<V>)) Words {
+      unsigned long long each[kEach];
+    };
+    static_assert(sizeof(Words) == kEach * sizeof(Word<V>), "words of eight bytes");
+    Words empty;
+    for (unsigned long long& one : empty.each) one = ~0ull;
+    Word<V>* words = static_cast<Word<V>*>(args.workspace) + first * lay.channels + channel;
+    for (std::int64_t chunk = 0; chunk < chunks; ++chunk, words += lay.channels) {
+      *reinterpret_cast<Words*>(words) = empty;
+    }
   }
 
   static __device__ __forceinline__ void zero(T* out, std::int64_t stride, int length) {
@@ -109,14 +129,13 @@ struct ShortScan {
   // From the carry into a chunk to the one out of it.
   static __device__ __forceinline__ void scan_chunk(const ScanArgs& args, const O& options,
                                                     const T* const (&in)[Cell::kInputs], T* out,
-                                                    int first, int length, Inputs& coming,
-                                                    Values& carry) {
+                                                    int length, Inputs& coming, Values& carry) {
     Values into_group, into_segment;
     Folded of_chunk, of_group, of_segment;
     set(into_group, carry);
 #pragma unroll 1
     for (int segment = 0; segment < G::kSegments; ++segment) {
-      const int in_group = segment % G::kGroupSegments, position = first + segment * kRun;
+      const int in_group = segment % G::kGroupSegments, position = segment * kRun;
       if (in_group == 0) set(into_segment, into_group);
 #pragma unroll
       for (int v = 0; v < kEach; ++v) of_segment[v] = {V(1), V(0)};
@@ -189,8 +208,8 @@ struct ShortScan {
 
 template <template <class> class CellOf, class O, class T>
 __global__ void __launch_bounds__((ShortScan<CellOf, O, T>::kBlock), 6)
-    short_kernel(const __grid_constant__ ScanArgs args, const O options) {
-  ShortScan<CellOf, O, T>::run(args, options);
+    short_kernel(const __grid_constant__ ScanArgs args, const O options, Tickets::Shared* tickets) {
+  ShortScan<CellOf, O, T>::run(args, options, tickets);
 }
 
 }  // namespace cuda

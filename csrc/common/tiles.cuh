@@ -79,9 +79,13 @@ struct Place {
 class Order {
  public:
   // scratch: 32 of shared memory
-  __device__ __forceinline__ Order(const Layout& lay, int2* scratch)
+  __device__ __forceinline__ Order(const ScanArgs& args, int2* scratch)
       : lane_(static_cast<int>(threadIdx.x) % 32) {
-    const int sequences = static_cast<int>(lay.sequences) + 1;  // with the padding tail
+    const Layout& lay = args.layout;
+    const bool some = args.short_length >= 0;             // have tiles, if they are few
+    const int all = static_cast<int>(lay.sequences) + 1;  // with the padding tail
+    const int sequences = some ? list_long(args, all, scratch) : all;
+    if (sequences == 0) return;
     streams_ = min(sequences, 32);
     direct_ = sequences <= 32;
     int length = 0x7fffffff;
@@ -89,6 +93,7 @@ class Order {
       // A stream for each sequence, of the chunks that it has; what is asked for again and again
       // stays in registers.
       sequence_ = min(lane_, sequences - 1);
+      if (some) sequence_ = scratch[sequence_].x;
       begin_ = lay.begin(sequence_), end_ = lay.end(sequence_);
       slot_ = static_cast<int>(lay.slot(sequence_));
       first_ = static_cast<int>(lay.first_chunk(sequence_));
@@ -109,6 +114,7 @@ class Order {
       const int theirs = __shfl_sync(kAll, length, other);
       rank += theirs < length || (theirs == length && other < lane_);
     }
+    __syncwarp();  // the list has been read
     scratch[rank] = make_int2(length, lane_);
     __syncwarp();
     const int level = scratch[lane_].x;
@@ -153,7 +159,32 @@ class Order {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  int lane_, streams_, first_, sequence_, owner_ = 0, level_before_, before_, through_;
+
+  // Puts down which sequences are not short, and returns how many; more than 32 are not all found.
+  __device__ __forceinline__ int list_long(const ScanArgs& args, int sequences,
+                                           int2* scratch) const {
+    constexpr int kAtOnce = 4;  // loads on their way
+    int count = 0;
+    for (int first = 0; first < sequences && count <= 32; first += 32 * kAtOnce) {
+      bool is_long[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int s = first + 32 * i + lane_;
+        is_long[i] = s < sequences && !args.is_short(s);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const unsigned found = __ballot_sync(kAll, is_long[i]);
+        const int at = count + __popc(found & ((1u << lane_) - 1));
+        if (is_long[i] && at < 32) scratch[at].x = first + 32 * i + lane_;
+        count += __popc(found);
+      }
+    }
+    __syncwarp();
+    return count;
+  }
+
+  int lane_, streams_, first_, sequence_, owner_ = 0, level_before_, before_, through_ = 0;
   bool direct_;
   std::int64_t begin_ = 0, end_ = 0;
   int slot_ = 0;
@@ -172,8 +203,9 @@ class Tickets {
     unsigned counter, agreement;
   };
 
-  __device__ __forceinline__ Tickets(Shared* shared, bool rather_in_turn)
-      : shared_(shared), way_(rather_in_turn ? kOpen : kByTickets), own_(draw()) {
+  // any: whether there are tiles; where none are, a ticket for one beyond them needs no drawing.
+  __device__ __forceinline__ Tickets(Shared* shared, bool any, bool rather_in_turn)
+      : shared_(shared), way_(rather_in_turn ? kOpen : kByTickets), own_(any ? draw() : gridDim.x) {
     // While the way is open nobody draws a second one.
     if (own_ == gridDim.x - 1 && first_lane()) atomicCAS(&shared_->agreement, kOpen, kInTurn);
   }
@@ -210,8 +242,9 @@ class Tickets {
 };
 
 // The tile of a ticket, or of the next one that has work; called by one whole warp.
-__device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order, unsigned ticket,
+__device__ __forceinline__ Tile find_tile(const ScanArgs& args, const Order& order, unsigned ticket,
                                           Tickets& tickets, int channels) {
+  const Layout& lay = args.layout;
   const unsigned blocks = static_cast<unsigned>((lay.channels + channels - 1) / channels);
   const unsigned total = static_cast<unsigned>(order.places()) * blocks;
   Tile tile;
@@ -232,6 +265,7 @@ __device__ __forceinline__ Tile find_tile(const Layout& lay, const Order& order,
     const bool empty = left == 0 && tile.chunk == 0 && tile.slot >= 0;
     if (left <= 0 && !empty) continue;  // a number that no chunk has
     if (tile.chunk < 0) continue;       // cu_seqlens that do not begin at 0
+    if (end - begin <= args.short_length) continue;
     tile.sequence = s;
     tile.row = lay.reverse ? end - 1 - done : begin + done;
     tile.word = number * lay.channels + tile.channel;

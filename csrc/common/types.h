@@ -108,6 +108,12 @@ struct ScanArgs {
   // launchers.
   bool aligned = false;
   bool aligned_state = false;
+  // On CUDA: sequences of at most so many positions, not over kScanChunk, are left to short.cuh,
+  // and only longer ones to the tiles; -1: all are theirs.
+  std::int64_t short_length = -1;
+  MS_HD bool is_short(std::int64_t s) const {
+    return layout.end(s) - layout.begin(s) <= short_length;
+  }
   // Workspace: on the CPU rows of the accumulation type (scan_cpu.h), on CUDA the words described
   // in scan.cuh.
   void* workspace = nullptr;

@@ -5,7 +5,7 @@
 // whose tiles differ most. The outputs and states of every schedule and number of blocks must be
 // equal in every bit, and so must those of a sequence alone and of one that is cut at a chunk's
 // end, with the state carried; the values must be those of a plain serial loop in doubles. With
-// --short 1 all sequences together are left to csrc/common/short.cuh.
+// --short N sequences of up to N positions are left to csrc/common/short.cuh, but for those alone.
 #include "cases.h"
 
 #include "common/short.cuh"
@@ -18,7 +18,8 @@ namespace {
 struct Case {
   std::vector<int> lengths, slots;
   long channels, tail, extra_stride, shift;
-  bool reverse, packed, nan, short_way;
+  long short_length;
+  bool reverse, packed, nan;
   std::vector<int> blocks, seeds;
 };
 
@@ -174,16 +175,6 @@ class Driver {
 
   void start(ScanArgs args, int most_blocks) const {
     const Layout& lay = args.layout;
-    if constexpr (!kBackward && kAligned) {
-      if (case_.short_way && lay.sequences > 1) {  // a sequence alone goes by tiles
-        using Short = cuda::ShortScan<CellOf, cuda::UsualOptions, T>;
-        emulator::launch({"short scan", Short::blocks(lay), Short::threads(lay), 0, true, [=] {
-                            cuda::short_kernel<CellOf, cuda::UsualOptions, T>(args,
-                                                                              cuda::UsualOptions{});
-                          }});
-        return;
-      }
-    }
     const std::int64_t bytes = cuda::workspace_bytes(lay, sizeof(cuda::Word<V>));
     args.workspace =
         emulator::allocate("words", static_cast<std::size_t>(bytes), emulator::Use::write);
@@ -195,9 +186,20 @@ class Driver {
     auto* const tickets = reinterpret_cast<cuda::Tickets::Shared*>(
         static_cast<char*>(args.workspace) + bytes - cuda::kTicketBytes);
     const int stages = most_blocks % 2 ? 1 : Scan::Memory::kMostStages;  // both are to be right
-    emulator::launch({"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false, [=] {
-                        cuda::clear_kernel(static_cast<uint4*>(args.workspace), bytes / 16);
-                      }});
+    if (lay.sequences > 1) args.short_length = case_.short_length;
+    if (args.short_length >= 0) {
+      if constexpr (!kBackward && kAligned) {
+        using Short = cuda::ShortScan<CellOf, cuda::UsualOptions, T>;
+        emulator::launch({"short scan", Short::blocks(lay), Short::threads(lay), 0, true, [=] {
+                            cuda::short_kernel<CellOf, cuda::UsualOptions, T>(
+                                args, cuda::UsualOptions{}, tickets);
+                          }});
+      }
+    } else {
+      emulator::launch({"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false, [=] {
+                          cuda::clear_kernel(static_cast<uint4*>(args.workspace), bytes / 16);
+                        }});
+    }
     const std::int64_t tiles =
         lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
     emulator::launch(
@@ -310,7 +312,7 @@ int main(int count, char** arguments) {
   given.shift = options.number("shift", 0);
   given.reverse = options.number("reverse", 0);
   given.nan = options.number("nan", 0);
-  given.short_way = options.number("short", 0);
+  given.short_length = options.number("short", -1);
   given.blocks = options.numbers("blocks", "1,2,7,50");
   given.seeds = options.numbers("seeds", "1");
   options.none_left();

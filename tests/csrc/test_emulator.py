@@ -18,6 +18,9 @@ RAGGED = "--lengths 1,300,0,128,129,64,700 --slots 3,0,5,-1,1,7,2 --tail 5"
 # More sequences than streams of tiles (tiles.cuh), some without rows.
 MANY = "--lengths " + ",".join(str(7 * n % 5 * 40) for n in range(45))
 MANY += " --slots " + ",".join(str(-1 if n % 9 == 4 else n) for n in range(45))
+# More long ones than streams, short ones between them.
+MANY_LONG = "--lengths " + ",".join(str(129 if n % 8 else n) for n in range(42))
+MANY_LONG += " --slots " + ",".join(str(-1 if n % 9 == 4 else n) for n in range(42))
 LONG = "--lengths 2300 --slots 1"
 UNIFORM = "--lengths 300,300,300"
 
@@ -45,13 +48,14 @@ SCANS = [
     for case in TWO_TYPES + (ALL_TYPES if cell == "mingru" else [])
 ]
 SCANS += [
-    (cell, f"{RAGGED} --type {dtype} --channels {channels} --short 1 --blocks 1 --seeds 13,14")
+    (cell, f"{RAGGED} --type {dtype} --channels {channels} --short 128 --blocks 1,7 --seeds 13")
     for cell in ("linear", "mingru", "minlstm")
     for dtype, channels in (("f32", 132), ("bf16", 328))
 ]
 SCANS += [
-    ("linear", f"{RAGGED} --type bf16 --channels 32 --nan 1 --short 1 --blocks 1 --seeds 15"),
-    ("mingru", f"{MANY} --type bf16 --channels 40 --short 1 --blocks 1 --seeds 16"),
+    ("linear", f"{RAGGED} --type bf16 --channels 32 --nan 1 --short 128 --blocks 1,7 --seeds 15"),
+    ("mingru", f"{MANY} --type bf16 --channels 40 --short 128 --seeds 16"),
+    ("linear", f"{MANY_LONG} --type f32 --channels 32 --short 32 --blocks 1,7 --seeds 17"),
     ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10,11,12"),
     ("mingru", f"{UNIFORM} --type f32 --channels 5 --reverse 1 --seeds 11"),
     ("mingru", f"{UNIFORM} --type bf16 --channels 24 --backward 1 --seeds 12"),
