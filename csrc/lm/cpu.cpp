@@ -144,7 +144,13 @@ class Model {
   template <class F>
   void product(const Matrix& m, const char* fed, std::int64_t stride, F&& finish) const {
     const Cut mine = cut(m);
-    multiply<Fed>(m, fed, stride, mine.rows, mine.panels, finish);
+    // What goes from row to row has all rows of its panels one after the other.
+    const std::int64_t most = m.gates > 1 ? work_.rows : rows_in_cache<Fed>(stride);
+    for (std::int64_t row = mine.rows.begin; row < mine.rows.end;) {
+      const std::int64_t left = mine.rows.end - row, count = left < most ? left : most;
+      multiply<Fed>(m, fed, stride, {row, row + count}, mine.panels, finish);
+      row += count;
+    }
   }
   void add_to_x(const Matrix& m, const char* fed, std::int64_t stride) const {
     product(m, fed, stride,

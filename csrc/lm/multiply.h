@@ -18,6 +18,12 @@ namespace MS_ISA {
 template <class Fed>
 constexpr std::int64_t kRowsOfBlock =
     Fed::kHalf ? Blocks<WeightsHalf>::kRowsOfOne : Blocks<WeightsFloat>::kRowsOfOne;
+// Of such rows as many as are to pass all panels before others do.
+template <class Fed>
+std::int64_t rows_in_cache(std::int64_t row_bytes) {
+  return Fed::kHalf ? Blocks<WeightsHalf>::rows_in_cache(row_bytes)
+                    : Blocks<WeightsFloat>::rows_in_cache(row_bytes);
+}
 
 // Rows of `fed` times panels of `matrix`; then, for each row and run of panels:
 // finish(row, panel, panels, sums), the sums in the order of the panels. A run holds all gates of

@@ -20,6 +20,11 @@ class ByTiles {
   static constexpr std::int64_t steps_together(std::int64_t rows) {
     return rows <= kTileRows ? kAllSteps : rows <= kRowsOfOne ? 2 * kStepsTogether : kStepsTogether;
   }
+  // Rows that stay in the second-level cache, with room for weights, while all panels pass.
+  static constexpr std::int64_t rows_in_cache(std::int64_t row_bytes) {
+    const std::int64_t most = kRowBytesInCache / row_bytes / kRowsTogether * kRowsTogether;
+    return most < kRowsTogether ? kRowsTogether : most;
+  }
 
   void run(const char* weights, std::int64_t stride, std::int64_t panels, const char* fed,
            std::int64_t fed_stride, std::int64_t rows, std::int64_t steps, float* sums, bool begin,
@@ -29,7 +34,7 @@ class ByTiles {
   }
 
  private:
-  static constexpr std::int64_t kAllSteps = INT64_MAX;
+  static constexpr std::int64_t kAllSteps = INT64_MAX, kRowBytesInCache = 1250 * 1024;
 };
 
 // Bytes: more rows have them turned.

@@ -124,6 +124,8 @@ class Blocks {
   // while all of those rows pass: 32 KB, of turned bytes with float32 activations 64.
   static constexpr std::int64_t kRowsTogether = 48, kStepsTogether = 128;
   static constexpr std::int64_t steps_together(std::int64_t) { return kStepsTogether; }
+  // Rows that all panels pass before others: all, for they are multiplied more slowly than read.
+  static constexpr std::int64_t rows_in_cache(std::int64_t) { return INT64_MAX; }
 
   // sums [rows, panels] += fed [rows, steps] times weights [steps, panels]; those of a row lie
   // kMostPanels panels after those of the row before, and are zeros where they `begin`.

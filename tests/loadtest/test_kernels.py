@@ -29,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.operators.fused_cpu.last_level_cache", lambda: 1000)
     monkeypatch.setattr("loadtest.operators.limits.copy_bandwidth", lambda device, size: 1e10)
     monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # all that a long run of tests keeps
 
 
 def run(tmp_path: Path, *options: str) -> dict[str, Any]:

@@ -38,6 +38,12 @@ from loadtest.lm_measure import fitting, typical
 from loadtest.lm_models import Work
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.lm_limits.last_level_cache", lambda: 2**20)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # all that a long run of tests keeps
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     config = EngineConfig(

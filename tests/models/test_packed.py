@@ -361,8 +361,12 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_splits_at_chunk_multiples_change_no_bit(cell: str, dtype: torch.dtype) -> None:
-    packed = PackedLM(wide({"cell": cell, "conv_kernel": 3}).to(dtype))
+@pytest.mark.parametrize("mlp_ratio", [2.3, 20.0], ids=["", "rows a cache holds few of"])
+def test_splits_at_chunk_multiples_change_no_bit(
+    cell: str, dtype: torch.dtype, mlp_ratio: float
+) -> None:
+    options: dict[str, object] = {"cell": cell, "conv_kernel": 3, "mlp_ratio": mlp_ratio}
+    packed = PackedLM(wide(options).to(dtype))
     tokens = random_tokens(211, 2 * SCAN_CHUNK + 40)
     state = packed.new_state(1)
     expected = prefilled(packed, tokens, state, 0)
