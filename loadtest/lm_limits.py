@@ -30,9 +30,11 @@ Linear = Callable[[Tensor], Tensor]
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of the quickest kernel that only reads, from memory and no cache."""
-    # Of float32 numbers, of which a buffer on a CPU has twice as many bytes as the caches.
-    count = 2**28 if device.type == "cuda" else _whole_rows(2 * last_level_cache() // 4)
-    buffers = [torch.ones(count, device=device) for _ in range(2)]
+    # Float32 numbers, on a CPU eight times the bytes of one of its caches: there may be several.
+    count = 2**28 if device.type == "cuda" else _whole_rows(2 * last_level_cache())
+    # What a GPU reads costs it power as weights do; a CPU has no quick way to make so many.
+    make = torch.randn if device.type == "cuda" else torch.ones
+    buffers = [make(count, device=device) for _ in range(2)]
     vector = torch.randn(2**12, device=device)
     readers: tuple[Callable[[Tensor], Tensor], ...] = (
         torch.amax,

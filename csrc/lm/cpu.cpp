@@ -144,12 +144,15 @@ class Model {
   template <class F>
   void product(const Matrix& m, const char* fed, std::int64_t stride, F&& finish) const {
     const Cut mine = cut(m);
-    // What goes from row to row has all rows of its panels one after the other.
+    // What goes from row to row has all rows of its panels one after the other. Others go in even
+    // parts: the weights of all panels pass for each.
+    const std::int64_t all = mine.rows.end - mine.rows.begin;
     const std::int64_t most = m.gates > 1 ? work_.rows : rows_in_cache<Fed>(stride);
-    for (std::int64_t row = mine.rows.begin; row < mine.rows.end;) {
-      const std::int64_t left = mine.rows.end - row, count = left < most ? left : most;
-      multiply<Fed>(m, fed, stride, {row, row + count}, mine.panels, finish);
-      row += count;
+    const std::int64_t parts = all <= most ? 1 : (all - 1) / most + 1;
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const Range rows = share_of(all, part, parts);
+      multiply<Fed>(m, fed, stride, {mine.rows.begin + rows.begin, mine.rows.begin + rows.end},
+                    mine.panels, finish);
     }
   }
   void add_to_x(const Matrix& m, const char* fed, std::int64_t stride) const {

@@ -127,8 +127,10 @@ def test_neighbours_order_and_nan_in_free_slots(
 def test_many_short_sequences(
     device: str, dtype: torch.dtype, cell: str, channels: int, longest: int
 ) -> None:
-    """Which a GPU scans without tiles have the bits that each has alone, by tiles; whether one of
-    them is long, or all are, or rows of no sequence follow."""
+    """Which a GPU scans without tiles, but for those that are long, have the bits that each has
+    alone; whether one of them is long, or rows of no sequence follow. (That both ways have the same
+    bits at every length is for the emulator to find, tests/csrc: alone some go without tiles too.)
+    """
     lengths = [(7 * s) % 23 for s in range(46)]
     lengths[20] = longest
     padding = {3, 44}
