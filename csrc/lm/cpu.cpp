@@ -145,13 +145,15 @@ class Model {
   void product(const Matrix& m, const char* fed, std::int64_t stride, F&& finish) const {
     const Cut mine = cut(m);
     // What goes from row to row has all rows of its panels one after the other. Others go in even
-    // parts: the weights of all panels pass for each.
+    // parts, of whole blocks: the weights of all panels pass for each.
+    constexpr std::int64_t block = kRowsOfBlock<Fed>;
     const std::int64_t all = mine.rows.end - mine.rows.begin;
     const std::int64_t most = m.gates > 1 ? work_.rows : rows_in_cache<Fed>(stride);
     const std::int64_t parts = all <= most ? 1 : (all - 1) / most + 1;
     for (std::int64_t part = 0; part < parts; ++part) {
-      const Range rows = share_of(all, part, parts);
-      multiply<Fed>(m, fed, stride, {mine.rows.begin + rows.begin, mine.rows.begin + rows.end},
+      const Range blocks = share_of((all + block - 1) / block, part, parts);
+      const std::int64_t end = blocks.end * block < all ? blocks.end * block : all;
+      multiply<Fed>(m, fed, stride, {mine.rows.begin + blocks.begin * block, mine.rows.begin + end},
                     mine.panels, finish);
     }
   }

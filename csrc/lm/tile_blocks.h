@@ -20,7 +20,8 @@ class ByTiles {
   static constexpr std::int64_t steps_together(std::int64_t rows) {
     return rows <= kTileRows ? kAllSteps : rows <= kRowsOfOne ? 2 * kStepsTogether : kStepsTogether;
   }
-  // Rows that stay in the second-level cache, with room for weights, while all panels pass.
+  // Rows that stay in the second-level cache, with room for weights, while all panels pass; not
+  // fewer than have their sums together.
   static constexpr std::int64_t rows_in_cache(std::int64_t row_bytes) {
     const std::int64_t most = kRowBytesInCache / row_bytes / kRowsTogether * kRowsTogether;
     return most < kRowsTogether ? kRowsTogether : most;

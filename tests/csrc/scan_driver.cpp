@@ -62,8 +62,10 @@ class Driver {
     }
     rows_ = static_cast<long>(case_.lengths.size()) + 3;
     for (int slot : case_.slots) rows_ = std::max<long>(rows_, slot + 1);
-    for (long i = 0; i < rows_ * case_.channels; ++i)
-      state_.push_back(static_cast<V>(normal(random)));
+    for (long i = 0; i < rows_ * case_.channels; ++i) {
+      // Adding to -0 shows whether it was added to.
+      state_.push_back(static_cast<V>(i % 5 == 3 ? -0.0 : normal(random)));
+    }
     for (long i = 0; i < sequences() * case_.channels; ++i) {
       previous_.push_back(static_cast<V>(normal(random)));
     }
@@ -319,6 +321,7 @@ int main(int count, char** arguments) {
   const long size = type == "f64" ? 8 : type == "f32" ? 4 : 2;
   const bool aligned = size < 8 && given.shift == 0 && given.channels * size % 16 == 0 &&
                        given.extra_stride * size % 16 == 0;
+  if (given.short_length >= 0 && (backward || !aligned)) Options::usage("--short");
   if (backward) {
     check<cuda::BACKWARD_CELL>(given, type, aligned);
   } else {

@@ -18,9 +18,15 @@ RAGGED = "--lengths 1,300,0,128,129,64,700 --slots 3,0,5,-1,1,7,2 --tail 5"
 # More sequences than streams of tiles (tiles.cuh), some without rows.
 MANY = "--lengths " + ",".join(str(7 * n % 5 * 40) for n in range(45))
 MANY += " --slots " + ",".join(str(-1 if n % 9 == 4 else n) for n in range(45))
-# More long ones than streams, short ones between them.
-MANY_LONG = "--lengths " + ",".join(str(129 if n % 8 else n) for n in range(42))
-MANY_LONG += " --slots " + ",".join(str(-1 if n % 9 == 4 else n) for n in range(42))
+
+
+def long_ones(count: int) -> str:
+    """So many long sequences, and short ones between them."""
+    lengths = [length for n in range(count) for length in ([n, 129] if n % 8 == 0 else [129])]
+    slots = [-1 if n % 9 == 4 else n for n in range(len(lengths))]
+    return f"--lengths {','.join(map(str, lengths))} --slots {','.join(map(str, slots))}"
+
+
 LONG = "--lengths 2300 --slots 1"
 UNIFORM = "--lengths 300,300,300"
 
@@ -55,7 +61,11 @@ SCANS += [
 SCANS += [
     ("linear", f"{RAGGED} --type bf16 --channels 32 --nan 1 --short 128 --blocks 1,7 --seeds 15"),
     ("mingru", f"{MANY} --type bf16 --channels 40 --short 128 --seeds 16"),
-    ("linear", f"{MANY_LONG} --type f32 --channels 32 --short 32 --blocks 1,7 --seeds 17"),
+    # As many as there are streams, and more; the rows of no sequence may be long too.
+    *(
+        ("linear", f"{long_ones(n)} --tail {tail} --type f32 --channels 32 --short 40 --seeds 17")
+        for n, tail in ((31, 41), (32, 0), (33, 0), (37, 300))
+    ),
     ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10,11,12"),
     ("mingru", f"{UNIFORM} --type f32 --channels 5 --reverse 1 --seeds 11"),
     ("mingru", f"{UNIFORM} --type bf16 --channels 24 --backward 1 --seeds 12"),

@@ -316,7 +316,10 @@ def test_a_model_that_does_not_load_ends_no_other(
 @pytest.mark.parametrize(
     "wrong", [["--models", "7b"], ["--batch", "0"], ["--peer", "graph"], ["--only", "tea"]]
 )
-def test_bad_options_are_refused(wrong: list[str]) -> None:
+def test_bad_options_are_refused_before_anything_is_measured(
+    wrong: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "read_bandwidth", lambda device: pytest.fail("measures"))
     with pytest.raises(SystemExit) as ended:
         command.main(["--device", "cpu", *wrong])
     assert ended.value.code == 2

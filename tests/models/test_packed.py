@@ -360,13 +360,15 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
 
 
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mlp_ratio", [2.3, 20.0], ids=["", "rows a cache holds few of"])
-def test_splits_at_chunk_multiples_change_no_bit(
-    cell: str, dtype: torch.dtype, mlp_ratio: float
-) -> None:
-    options: dict[str, object] = {"cell": cell, "conv_kernel": 3, "mlp_ratio": mlp_ratio}
-    packed = PackedLM(wide(options).to(dtype))
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-bfloat16"])
+@pytest.mark.parametrize("mlp_ratio", [2.3, 20.0], ids=["short rows", "rows a cache has few of"])
+def test_splits_at_chunk_multiples_change_no_bit(cell: str, kind: str, mlp_ratio: float) -> None:
+    model = wide({"cell": cell, "conv_kernel": 3, "mlp_ratio": mlp_ratio})
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    if kind.startswith("int8"):
+        model, _ = quantized(model)
+    packed = PackedLM(model)
     tokens = random_tokens(211, 2 * SCAN_CHUNK + 40)
     state = packed.new_state(1)
     expected = prefilled(packed, tokens, state, 0)
