@@ -159,7 +159,7 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
       "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
-      "bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+      "bool linear_candidate=False, bool normalize_gates=True, bool fixed_order=False) -> Tensor");
   // the same of up to about a hundred sequences and a small model: weights as
   // engine/ops/cluster_step.py packs them, plan the addresses of what results are added to
   m.def(

@@ -79,7 +79,7 @@ void whole_step_map(const Tensor& weight, const Tensor& map);
 Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
                   std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
-                  bool normalize_gates);
+                  bool normalize_gates, bool fixed_order);
 Tensor cluster_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
                     const Tensor& table, const MaybeTensor& head_bias, const Tensor& plan,
                     const Tensor& cell, const MaybeTensor& conv, std::int64_t hidden,

@@ -36,6 +36,7 @@ struct WholeStepPhase {
   std::int32_t units, inputs;
   std::int32_t each;   // neighbouring units that a block has, as long as there are any
   std::int32_t shift;  // the block whose number this is has the first ones
+  std::int32_t parts;  // in a fixed order: of the inputs, each summed from zero
   // Where in a set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
   std::int32_t in, out;
 };
@@ -45,6 +46,8 @@ constexpr int kMostTokens = 8;     // rows of a batch, at most
 constexpr int kMostPhases = 224;   // of a step, at most: all arguments fit into those of a kernel
 constexpr int kMostTaps = 4;       // of a convolution, at most
 constexpr int kMostKeptUnits = 3;  // of the residual stream in a block, at most
+constexpr int kMostParts = 8;      // of the inputs, in a fixed order
+constexpr int kMostSquares = 64;   // sums of squares of a token, in a fixed order
 constexpr int kMostInputBytes = 64 * 1024;          // of all tokens to a product, at most
 constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
 
@@ -68,6 +71,7 @@ constexpr int bytes_of_block(WeightType type, bool split, int batch) {
 struct WholeStepArgs {
   int phases = 0;
   int batch = 0;
+  bool fixed_order = false;  // sums are the bits of linear/ in a fixed order; bf16 only
   WeightType weights = WeightType::bf16;
   int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions

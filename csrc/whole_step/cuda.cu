@@ -15,20 +15,20 @@ int attribute(cudaDeviceAttr which, int device, const char* what) {
   return value;
 }
 
-template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed>
 void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   static thread_local int prepared = -1, most_shared = 0;
   const auto* kernel =
-      reinterpret_cast<const void*>(&whole_step_kernel<CellOf, kAny, kType, kSplit>);
+      reinterpret_cast<const void*>(&whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed>);
   if (prepared != device) {
     most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, "shared memory");
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
           "shared memory of a whole step");
     prepared = device;
   }
-  const int fixed =
-      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit>)) + args.input_bytes;
-  args.stages = (most_shared - fixed) / whole::kStageBytes;
+  const int besides =
+      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit, kFixed>)) + args.input_bytes;
+  args.stages = (most_shared - besides) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeCooperative;
@@ -38,23 +38,23 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(whole_step_blocks(device)));
   config.blockDim = dim3(whole::kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(fixed + args.stages * whole::kStageBytes);
+  config.dynamicSmemBytes = static_cast<std::size_t>(besides + args.stages * whole::kStageBytes);
   config.stream = on;
   config.attrs = attributes;
   config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, &whole_step_kernel<CellOf, kAny, kType, kSplit>, args),
+  check(cudaLaunchKernelEx(&config, &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed>, args),
         "a whole step");
 }
 
-template <WeightType kType, bool kSplit>
+template <WeightType kType, bool kSplit, bool kFixed = false>
 void launch_cell(WholeStepArgs& args, int device, cudaStream_t on) {
   const bool any = args.linear_candidate || !args.normalize_gates;
   if (args.gates == 2) {
-    any ? launch<MinGruCell, true, kType, kSplit>(args, device, on)
-        : launch<MinGruCell, false, kType, kSplit>(args, device, on);
+    any ? launch<MinGruCell, true, kType, kSplit, kFixed>(args, device, on)
+        : launch<MinGruCell, false, kType, kSplit, kFixed>(args, device, on);
   } else {
-    any ? launch<MinLstmCell, true, kType, kSplit>(args, device, on)
-        : launch<MinLstmCell, false, kType, kSplit>(args, device, on);
+    any ? launch<MinLstmCell, true, kType, kSplit, kFixed>(args, device, on)
+        : launch<MinLstmCell, false, kType, kSplit, kFixed>(args, device, on);
   }
 }
 
@@ -93,7 +93,8 @@ void whole_step(WholeStepArgs& args, int device, void* stream) {
   const bool split = splits(args.weights, args.batch);
   switch (args.weights) {
     case WeightType::bf16:
-      return launch_cell<WeightType::bf16, false>(args, device, on);
+      return args.fixed_order ? launch_cell<WeightType::bf16, false, true>(args, device, on)
+                              : launch_cell<WeightType::bf16, false>(args, device, on);
     case WeightType::int8:
       return split ? launch_cell<WeightType::int8, true>(args, device, on)
                    : launch_cell<WeightType::int8, false>(args, device, on);

@@ -5,6 +5,7 @@
 #include "../common/channels.cuh"
 #include "../linear/epilogue.cuh"
 #include "exchange.cuh"
+#include "in_order.cuh"
 #include "pairs.cuh"
 #include "weights.cuh"
 
@@ -31,7 +32,24 @@ __device__ __forceinline__ float2 look_up(const WholeStepPhase& phase, int row, 
   return numbers(rounded(x.x * scale, x.y * scale, bf16{}));
 }
 
-// Sums of a lane's pair, of all warps.
+// Sums of a lane's pair, of all parts of the inputs in their order.
+template <int kSums>
+__device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostParts][kSums],
+                                                 int parts) {
+  const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4, lane % 4 * 2);
+  float2 of_part[kMostParts], all = {};
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part) {
+    of_part[part] = {};
+    if (part < parts) of_part[part] = *reinterpret_cast<const float2*>(&sums[part][at]);
+  }
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part) {  // a zero more changes nothing: none is -0
+    all.x += of_part[part].x, all.y += of_part[part].y;
+  }
+  return all;
+}
+// Of all warps.
 template <int kTokens, int kSums>
 __device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]) {
   const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4 % kTokens, lane % 4 * 2);
@@ -45,25 +63,47 @@ __device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]
   return {even.x + odd.x, even.y + odd.y};
 }
 
+// What a norm multiplies the sums of this lane's token with; bits are those of linear/ where the
+// order is fixed.
+template <int kSums>
+__device__ __forceinline__ float norm_scale_in_order(const WholeStepArgs& args,
+                                                     const float (&squares)[kSums][kMostTokens]) {
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int i = 0; i < args.width / kSquareRows; ++i) sum += squares[i][threadIdx.x % 32 / 4];
+  LeftNorm norm;
+  norm.width = static_cast<float>(args.width), norm.eps = args.eps;
+  return norm_scale_of(norm, sum);
+}
+template <int kSums>
+__device__ __forceinline__ float norm_scale_of_warps(
+    const WholeStepArgs& args, const float (&squares)[kSums][kMostTokens]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kSums; ++w) sum += squares[w][threadIdx.x % 32 / 4];
+  return rsqrtf(fmaf(sum, 1.0f / static_cast<float>(args.width), args.eps));
+}
+
 // What a lane's pair of a unit needs besides the sums.
 template <int kGates>
 struct Beside {
   float2 shift[kGates] = {}, factor[kGates] = {}, before = {};
 };
 
-template <template <class> class CellOf, WeightType kType, bool kSplit, class Options>
+template <template <class> class CellOf, WeightType kType, bool kSplit, bool kFixed, class Options>
 __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options& options,
-                                       Shared<CellOf<float>::kInputs, kSplit>& shared,
+                                       Shared<CellOf<float>::kInputs, kSplit, kFixed>& shared,
                                        unsigned char* set) {
   constexpr int kGates = CellOf<float>::kInputs;
-  constexpr int kTokens = Shared<kGates, kSplit>::kTokens;
+  constexpr int kTokens = Shared<kGates, kSplit, kFixed>::kTokens;
   const int warp = threadIdx.x / 32 - kMultiplying, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
   int state_slot = real ? args.slots[token] : -1, id = real ? args.tokens[token] : -1;
   if (state_slot >= args.num_slots) state_slot = -1;
   const std::int64_t cell_row = max(state_slot, 0) * args.cell_slot_stride;
   constexpr int kLine = bytes_of_unit(kSplit);
-  float2 x = {};  // of the residual stream
+  float2 x = {};      // of the residual stream
+  unsigned turn = 0;  // in a fixed order: how many units this warp has taken sums of
 #pragma unroll 1
   for (int p = 0; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
@@ -90,10 +130,15 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       if (kind == PhaseKind::gates) found.before = load_floats(rows + channel);
       return found;
     };
+    float scale = 1.0f;
     // Warps take turns at units, from the first one on. What a unit needs besides the sums is on
     // its way before those of the one ahead are there.
     int unit = own.first + warp;
     Beside<kGates> next = beside(unit);
+    if (kFixed && normed && own.first < own.end) {
+      barrier_sync<kAllMeeting>(kNormed);
+      scale = norm_scale_in_order(args, shared.squares);
+    }
 #pragma unroll 1
     for (; unit < own.end; unit += kFinishing) {
       const int channel = unit * kUnit + lane % 4 * 2;
@@ -105,22 +150,31 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
           x = look_up<kType>(phase, id, static_cast<std::int64_t>(id) * args.width + channel);
         }
       } else {
-        barrier_sync<kMeeting>(kSummed + warp);
-        y[0] = total<kTokens>(shared.sums[warp][0]);
+        const int room = kFixed ? warp + turn % 2 * kFinishing : warp;
+        if constexpr (kFixed) {
+          meet(kSummed + room, threads_of_unit(gates_of<kGates>(phase), phase.parts));
+        } else {
+          barrier_sync<kMeeting>(kSummed + room);
+        }
+        const auto total_of = [&](int gate) {
+          if constexpr (kFixed) return total_in_order(shared.sums[room][gate], phase.parts);
+          if constexpr (!kFixed) return total<kTokens>(shared.sums[room][gate]);
+        };
+        y[0] = total_of(0);
         if (kind == PhaseKind::gates) {
 #pragma unroll
-          for (int gate = 1; gate < kGates; ++gate)
-            y[gate] = total<kTokens>(shared.sums[warp][gate]);
+          for (int gate = 1; gate < kGates; ++gate) y[gate] = total_of(gate);
         }
-        float scale = 1.0f;
-        if (normed) {
-          float sum = 0.0f;
-#pragma unroll
-          for (int w = 0; w < kMultiplying; ++w) sum += shared.squares[w][token];
-          scale = rsqrtf(fmaf(sum, 1.0f / static_cast<float>(args.width), args.eps));
-        }
+        if (!kFixed) scale = normed ? norm_scale_of_warps(args, shared.squares) : 1.0f;
+        ++turn;
         __syncwarp();
-        if (lane == 0) arrive(shared.taken[warp]);
+        if (lane == 0) {
+          if constexpr (kFixed) {
+            store_release(shared.units_taken[warp], turn);
+          } else {
+            arrive(shared.taken[warp]);
+          }
+        }
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
           if (kScaled<kType> && (gate == 0 || kind == PhaseKind::gates)) {

@@ -46,7 +46,10 @@ __device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], const Pla
 }
 
 // A lane has every fourth unit of a block of a token.
-template <WeightType kType, bool kNorm>
+//
+// Sums of squares: of all blocks of this warp, [token], or in a fixed order of every block of the
+// product's inputs by itself, [block][token].
+template <WeightType kType, bool kNorm, bool kFixed>
 __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const WholeStepPhase& phase,
                                            const unsigned char* set, unsigned char* own,
                                            float* squares) {
@@ -62,9 +65,11 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int of_word = 4 * args.batch * 16, of_block = kMultiplying * kEach * of_word;
   float sum = 0.0f;
+  if (kFixed) squares += warp * kMostTokens;
 #pragma unroll 1
   for (int left = phase.inputs / kBlock - warp; left > 0; left -= kAtOnce * kMultiplying) {
     uint4 words[kWords], norm[kWords];
+    float of_quads[kAtOnce][2] = {};  // of a block: first ones of this lane's units, second ones
     const auto there = [&](int i) { return i < kEach || left > kMultiplying; };
     if (kNorm) {
 #pragma unroll
@@ -84,23 +89,45 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
         const unsigned x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
         const unsigned w[4] = {norm[i].x, norm[i].y, norm[i].z, norm[i].w};
         unsigned scaled[4];
+        float of_quad[2] = {};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float low = number_of(x, 2 * k, bf16{}), high = number_of(x, 2 * k + 1, bf16{});
-          sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
+          if (kFixed) {
+            of_quad[k / 2] += low * low, of_quad[k / 2] += high * high;
+          } else {
+            sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
+          }
           scaled[k] = rounded(low * number_of(w, 2 * k, bf16{}),
                               high * number_of(w, 2 * k + 1, bf16{}), bf16{});
         }
         words[i] = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+        of_quads[i / kEach][0] += of_quad[0], of_quads[i / kEach][1] += of_quad[1];
       }
       if (real) {
         *reinterpret_cast<uint4*>(to + i / kEach * of_block + i % kEach * of_word) = words[i];
       }
     }
+    if (kNorm && kFixed) {
+      // In the order of write_residual() (linear/epilogue.cuh): quads 8, 4, 2 and 1 apart.
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!there(i * kEach)) continue;
+#pragma unroll
+        for (float& of_quad : of_quads[i]) {
+          of_quad += __shfl_xor_sync(0xffffffffu, of_quad, 2);
+          of_quad += __shfl_xor_sync(0xffffffffu, of_quad, 1);
+        }
+        if (lane % 4 == 0) {
+          squares[i * kMultiplying * kMostTokens + token] = of_quads[i][0] + of_quads[i][1];
+        }
+      }
+      squares += kAtOnce * kMultiplying * kMostTokens;
+    }
     from += kAtOnce * kStep * kLine;
     to += kAtOnce * of_block;
   }
-  if (kNorm) {
+  if (kNorm && !kFixed) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (lane % 4 == 0) squares[token] = sum;
@@ -264,7 +291,7 @@ __device__ __forceinline__ void take_inputs(const WholeStepArgs& args, const Who
   if constexpr (kSplit) {
     take_split<kType, kNorm>(args, phase, set, own, squares);
   } else {
-    take_whole<kType, kNorm>(args, phase, set, own, squares);
+    take_whole<kType, kNorm, false>(args, phase, set, own, squares);
   }
 }
 

@@ -4,7 +4,7 @@
 // A step of few sequences is the reading of the weights, and a product depends on the whole one
 // before. One warp of each block copies that block's rows of every matrix, in the order in which
 // they will be needed, into a ring that takes most of the shared memory; it runs ahead by what the
-// ring holds. Twelve warps multiply each block of inputs as soon as it has been written
+// ring holds. Sixteen warps multiply each block of inputs as soon as it has been written
 // (exchange.cuh), three finish the sums and write what the next product reads (finish.cuh).
 //
 // Between two products latency counts: nothing is read after the inputs that could be read before,
@@ -12,19 +12,20 @@
 #pragma once
 
 #include "finish.cuh"
+#include "in_order.cuh"
 #include "multiply.cuh"
 
 namespace minserve {
 namespace cuda {
 
-template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed>
 __global__ void __launch_bounds__(whole::kThreads, 1)
     whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kGates = CellOf<float>::kInputs;
   extern __shared__ __align__(1024) unsigned char ring[];
   unsigned char* inputs = ring + args.stages * whole::kStageBytes;
-  auto& shared = *reinterpret_cast<whole::Shared<kGates, kSplit>*>(inputs + args.input_bytes);
+  auto& shared = *reinterpret_cast<whole::Shared<kGates, kSplit, kFixed>*>(inputs + args.input_bytes);
   if (threadIdx.x == 0) whole::prepare(shared);
   __syncthreads();
   let_next_kernel_start();
@@ -42,13 +43,17 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   if (warp < whole::kMultiplying) {
     whole::arrive_at(whole::kLooked);
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
-    whole::multiply<kGates, kType, kSplit>(args, shared, ring, inputs, set);
+    if constexpr (kFixed) {
+      whole::multiply_in_order<kGates>(args, shared, ring, inputs, set);
+    } else {
+      whole::multiply<kGates, kType, kSplit>(args, shared, ring, inputs, set);
+    }
   } else {
     if constexpr (kAny) {
       const AnyOptions options{args.linear_candidate, args.normalize_gates};
-      whole::finish<CellOf, kType, kSplit>(args, options, shared, set);
+      whole::finish<CellOf, kType, kSplit, kFixed>(args, options, shared, set);
     } else {
-      whole::finish<CellOf, kType, kSplit>(args, UsualOptions{}, shared, set);
+      whole::finish<CellOf, kType, kSplit, kFixed>(args, UsualOptions{}, shared, set);
     }
     if (warp == whole::kMultiplying) {
       // A block that has no unit in any phase waits for none of its own warps otherwise.

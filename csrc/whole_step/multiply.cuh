@@ -80,7 +80,8 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
 }
 
 template <int kGates, WeightType kType, bool kSplit>
-__device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGates, kSplit>& shared,
+__device__ __forceinline__ void multiply(const WholeStepArgs& args,
+                                         Shared<kGates, kSplit, false>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kOfGroup;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args, Shared<kGate
   made_once(first_block.at), made_once(first_block.step), made_once(weights);
   float* const sums_of_lane =
       &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];
-  constexpr int kOfTile = kMultiplying * Shared<kGates, kSplit>::kSums;
+  constexpr int kOfTile = kMultiplying * Shared<kGates, kSplit, false>::kSums;
   constexpr int kOfFinisher = kGates * kOfTile;
   Turn stage;           // this group's next one
   unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd

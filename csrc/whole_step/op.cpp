@@ -5,6 +5,7 @@
 
 #include "../common/deal.h"
 #include "../common/operators.h"
+#include "../linear/fixed_choice.h"
 #include "../linear/require_hopper.h"
 #include "launch.h"
 #include "plan.h"
@@ -31,11 +32,16 @@ enum Field {
 // The plan's phases, each with its part of the exchange and its share of the blocks.
 class Plan {
  public:
-  Plan(const Check& check, const Tensor& plan, std::int64_t weight_type, int blocks)
-      : check_(check), blocks_(blocks) {
+  Plan(const Check& check, const Tensor& plan, std::int64_t weight_type, std::int64_t gates,
+       bool fixed_order, int blocks)
+      : check_(check), gates_(gates), blocks_(blocks) {
     check.require(weight_type >= 0 && weight_type <= static_cast<int>(WeightType::fp8),
                   "weight_type must be 0, 1 or 2, got ", weight_type);
+    check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
     args.weights = static_cast<WeightType>(weight_type);
+    args.fixed_order = fixed_order;
+    check.require(!fixed_order || args.weights == WeightType::bf16,
+                  "fixed_order is for weights in bfloat16");
     check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
                       plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 2 &&
                       plan.size(0) <= kMostPhases,
@@ -84,6 +90,10 @@ class Plan {
       args.ids = static_cast<int>(inputs);
       check_.require(divided_up(phase.units, blocks_) <= kMostKeptUnits, "a residual stream of ",
                      channels, " channels is too wide for ", blocks_, " multiprocessors");
+      check_.require(!args.fixed_order || (channels % kSquareRows == 0 &&
+                                           channels <= kSquareRows * kMostSquares),
+                     "a residual stream in a fixed order must be a multiple of ", kSquareRows,
+                     " and at most ", kSquareRows * kMostSquares, " wide, got ", channels);
     } else {
       const WholeStepPhase& before = args.phase[n - 1];
       const int block = inputs_of_block(args.weights);
@@ -91,6 +101,9 @@ class Plan {
                      " must be the channels of the one before, a multiple of ", block, ", got ",
                      inputs);
       phase.in = before.out;
+      const FixedChooser fixed(channels, inputs, kind == PhaseKind::gates ? gates_ : 1, 1);
+      phase.parts = fixed.parts();
+      check_.require(phase.parts <= kMostParts, "phase ", n, " has too many parts");
       widest_input = std::max(widest_input, phase.inputs);
     }
     check_.require(!phase.norm || (inputs == args.width &&
@@ -124,6 +137,7 @@ class Plan {
   }
 
   const Check& check_;
+  std::int64_t gates_;
   int blocks_, next_block_ = 0;
 };
 
@@ -156,11 +170,11 @@ void whole_step_map(const Tensor& weight, const Tensor& map) {
 Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& plan_numbers,
                   const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
                   const Tensor& ended, std::int64_t weight_type, std::int64_t gates, double eps,
-                  bool linear_candidate, bool normalize_gates) {
+                  bool linear_candidate, bool normalize_gates, bool fixed_order) {
   const Check check("whole_step", tokens, "tokens");
   require_hopper(check, tokens);
   const int device = tokens.get_device_index();
-  Plan plan(check, plan_numbers, weight_type, cuda::whole_step_blocks(device));
+  Plan plan(check, plan_numbers, weight_type, gates, fixed_order, cuda::whole_step_blocks(device));
   WholeStepArgs& args = plan.args;
   const std::int64_t batch = tokens.dim() == 1 ? tokens.size(0) : 0;
   check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");
@@ -175,7 +189,6 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor&
   args.input_bytes =
       plan.widest_input / inputs_of_block(args.weights) *
       bytes_of_block(args.weights, splits(args.weights, tokens_of_batch), tokens_of_batch);
-  check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
   check.tensor(cell, "cell", ScalarType::Float, {plan.layers, -1, plan.inner},
                "[layers, num_slots, inner]");
   check.require(in_pairs(cell), "channels of cell must lie together, rows at multiples of 8 bytes");

@@ -12,6 +12,7 @@ namespace whole {
 constexpr int kGroups = 2, kOfGroup = 8, kMultiplying = kGroups * kOfGroup;
 constexpr int kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
+constexpr int kFixedRooms = 2 * kFinishing;  // for sums of a unit, in a fixed order
 
 // A stage is what one group multiplies at once: a block of inputs for each of its warps, of two
 // tiles of 8 rows.
@@ -26,21 +27,29 @@ __host__ __device__ constexpr int place_of_sum(int token, int row) {
   return token * kUnit + token / 4 * 8 + row;
 }
 
-template <int kGates, bool kSplit>
+template <int kGates, bool kSplit, bool kFixed>
 struct Shared {
+  // Sums of a unit come from every warp, or in a fixed order from one for each part of the inputs.
+  static constexpr int kParts = kFixed ? kMostParts : kMultiplying;
+  static constexpr int kRooms = kFixed ? kFixedRooms : kFinishing;
+  static constexpr int kSquares = kFixed ? kMostSquares : kMultiplying;
   static constexpr int kTokens = kSplit ? kMostSplit : kMostTokens;
   static constexpr int kSums = place_of_sum(kTokens, 0);
-  float sums[kFinishing][kGates][kMultiplying][kSums];  // of one unit for each warp that finishes
-  float squares[kMultiplying][kMostTokens];
+  float sums[kRooms][kGates][kParts][kSums];  // of a unit; rooms for each warp that finishes
+  float squares[kSquares][kMostTokens];
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kFinishing];                      // sums
+  unsigned units_taken[kFinishing];                     // in a fixed order: since the step began
   std::uint64_t stored;                                 // this block's last unit of a phase
 };
 
-// Named barriers: 0 is that of __syncthreads, then one for each warp that finishes: it waits until
-// all that multiply have arrived.
+// Named barriers: 0 is that of __syncthreads, then one for each room for sums: a warp that finishes
+// waits until all have arrived that multiply, or in a fixed order all that have had a part.
 constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
-constexpr int kLooked = kSummed + kFinishing;  // all have read how many blocks have ended
+constexpr int kLooked = kSummed + kFixedRooms;  // all have read how many blocks have ended
+// In a fixed order, all inputs of a product are there: of one without a norm for those that
+// multiply, of one with a norm for those that finish too, who may be there a product earlier.
+constexpr int kTaken = kLooked + 1, kNormed = kTaken + 1, kAllMeeting = (kMultiplying + kFinishing) * 32;
 
 __device__ __forceinline__ void arrive_at(int barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting) : "memory");
@@ -57,6 +66,7 @@ __device__ __forceinline__ void prepare(Shared& shared) {
   for (int i = 0; i < kFinishing; ++i) {
     init_barrier(shared.taken[i], 1);
     arrive(shared.taken[i]);  // as if there had been sums
+    shared.units_taken[i] = 0;
   }
   init_barrier(shared.stored, 1);
   fence_barriers();

@@ -81,8 +81,9 @@ class HopperLM:
         self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
-        whole = not deterministic and WholeStep.most_rows(model) > 0
-        self._whole = WholeStep(model, self._head) if whole else None
+        self._whole = None
+        if WholeStep.most_rows(model) > 0:
+            self._whole = WholeStep(model, self._head, fixed_order=deterministic)
         self._clusters = None if deterministic else ClusterStep.of(model)
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.

@@ -84,7 +84,8 @@ class Head:
 
 class WholeStep:
     """Steps of `model`, which `runs_kernels` says yes to, for batches of up to `most_rows`; this
-    must not be 0. Its weights may be quantised."""
+    must not be 0. Its weights may be quantised. With `fixed_order`, which they may not be for,
+    steps have the bits of a Chain with it."""
 
     @staticmethod
     def most_rows(model: LM) -> int:
@@ -92,7 +93,7 @@ class WholeStep:
         device = torch.cuda.get_device_properties(model.norm.weight.device)
         return most_rows(model.config, device.multi_processor_count)
 
-    def __init__(self, model: LM, head: Head) -> None:
+    def __init__(self, model: LM, head: Head, *, fixed_order: bool = False) -> None:
         config = model.config
         self.rows = self.most_rows(model)
         self._eps = config.norm_eps
@@ -101,6 +102,7 @@ class WholeStep:
             gates=config.gates,
             linear_candidate=config.candidate == "linear",
             normalize_gates=config.normalize_gates,
+            fixed_order=fixed_order,
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:

@@ -66,14 +66,24 @@ class Program:
     each takes the whole GPU. Weights are read before the kernel ahead on the stream has ended, so
     none may write them.
 
+    With `fixed_order` sums have the order of linear_map, linear_step and linear_residual_ with
+    theirs, and logits and states the same bits as by a chain of these. For weights in bfloat16.
+
     Raises RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other.
     """
 
     def __init__(
-        self, phases: Sequence[Phase], *, gates: int, linear_candidate: bool, normalize_gates: bool
+        self,
+        phases: Sequence[Phase],
+        *,
+        gates: int,
+        linear_candidate: bool,
+        normalize_gates: bool,
+        fixed_order: bool = False,
     ) -> None:
         self._phases = tuple(phases)
         self._gates = gates
+        self._fixed_order = fixed_order
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         device = phases[0].weight.device
         for n, phase in enumerate(phases):
@@ -127,6 +137,7 @@ class Program:
             eps,
             self._linear_candidate,
             self._normalize_gates,
+            self._fixed_order,
         )
         return logits
 
@@ -208,6 +219,7 @@ def _fake(
     eps: float,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
+    fixed_order: bool = False,
 ) -> Tensor:
     vocabulary = torch.library.get_ctx().new_dynamic_size()
     return cell.new_empty((tokens.shape[0], vocabulary))

@@ -205,7 +205,8 @@ def whole_steps() -> None:
             candidate="linear" if linear else "g",
         )
         model = LM(config).to("cuda", torch.bfloat16)
-        models = HopperLM(model), *(PlainModel(quantize_model(model, k)) for k in ("int8", "fp8"))
+        narrow = [PlainModel(quantize_model(model, kind)) for kind in ("int8", "fp8")]
+        models = HopperLM(model), HopperLM(model, deterministic=True), *narrow
         state = model.new_state(8)
         for step, batch in itertools.product(models, (1, 3, 8)):
             slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
