@@ -27,7 +27,8 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
     prepared = device;
   }
   const int besides =
-      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit, kFixed>)) + args.input_bytes;
+      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit, kFixed>)) +
+      args.input_bytes;
   args.stages = (most_shared - besides) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
   cudaLaunchAttribute attributes[2] = {};

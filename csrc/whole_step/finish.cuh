@@ -37,6 +37,7 @@ template <int kSums>
 __device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostParts][kSums],
                                                  int parts) {
   const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4, lane % 4 * 2);
+  if (parts == 1) return *reinterpret_cast<const float2*>(&sums[0][at]);
   float2 of_part[kMostParts], all = {};
 #pragma unroll
   for (int part = 0; part < kMostParts; ++part) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ float norm_scale_in_order(const WholeStepArgs& args,
   return norm_scale_of(norm, sum);
 }
 template <int kSums>
-__device__ __forceinline__ float norm_scale_of_warps(
-    const WholeStepArgs& args, const float (&squares)[kSums][kMostTokens]) {
+__device__ __forceinline__ float norm_scale_of_warps(const WholeStepArgs& args,
+                                                     const float (&squares)[kSums][kMostTokens]) {
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < kSums; ++w) sum += squares[w][threadIdx.x % 32 / 4];
@@ -135,8 +136,9 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
     // its way before those of the one ahead are there.
     int unit = own.first + warp;
     Beside<kGates> next = beside(unit);
-    if (kFixed && normed && own.first < own.end) {
-      barrier_sync<kAllMeeting>(kNormed);
+    if (kFixed && normed && unit < own.end) {
+      while (count_at(shared_address(&shared.products_begun)) < p) {
+      }
       scale = norm_scale_in_order(args, shared.squares);
     }
 #pragma unroll 1
@@ -150,7 +152,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
           x = look_up<kType>(phase, id, static_cast<std::int64_t>(id) * args.width + channel);
         }
       } else {
-        const int room = kFixed ? warp + turn % 2 * kFinishing : warp;
+        const int room = kFixed ? warp + turn % kRoomsEach * kFinishing : warp;
         if constexpr (kFixed) {
           meet(kSummed + room, threads_of_unit(gates_of<kGates>(phase), phase.parts));
         } else {
@@ -170,7 +172,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         __syncwarp();
         if (lane == 0) {
           if constexpr (kFixed) {
-            store_release(shared.units_taken[warp], turn);
+            set_count(shared.units_taken[warp], turn);
           } else {
             arrive(shared.taken[warp]);
           }

@@ -36,6 +36,10 @@ __device__ __forceinline__ float load_float(std::uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ void store_float(std::uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 // 16 rows of weights times eight columns of 16 inputs in bfloat16: rows 0 to 7 and 8 to 15 of the
 // first eight inputs, then of the others.
 __device__ __forceinline__ void multiply_step(float (&sums)[4], const uint4& w, unsigned x0,

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   constexpr int kGates = CellOf<float>::kInputs;
   extern __shared__ __align__(1024) unsigned char ring[];
   unsigned char* inputs = ring + args.stages * whole::kStageBytes;
-  auto& shared = *reinterpret_cast<whole::Shared<kGates, kSplit, kFixed>*>(inputs + args.input_bytes);
+  auto& shared =
+      *reinterpret_cast<whole::Shared<kGates, kSplit, kFixed>*>(inputs + args.input_bytes);
   if (threadIdx.x == 0) whole::prepare(shared);
   __syncthreads();
   let_next_kernel_start();

@@ -90,8 +90,8 @@ class Plan {
       args.ids = static_cast<int>(inputs);
       check_.require(divided_up(phase.units, blocks_) <= kMostKeptUnits, "a residual stream of ",
                      channels, " channels is too wide for ", blocks_, " multiprocessors");
-      check_.require(!args.fixed_order || (channels % kSquareRows == 0 &&
-                                           channels <= kSquareRows * kMostSquares),
+      check_.require(!args.fixed_order ||
+                         (channels % kSquareRows == 0 && channels <= kSquareRows * kMostSquares),
                      "a residual stream in a fixed order must be a multiple of ", kSquareRows,
                      " and at most ", kSquareRows * kMostSquares, " wide, got ", channels);
     } else {

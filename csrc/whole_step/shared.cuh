@@ -12,7 +12,8 @@ namespace whole {
 constexpr int kGroups = 2, kOfGroup = 8, kMultiplying = kGroups * kOfGroup;
 constexpr int kFinishing = 3, kCopier = kMultiplying + kFinishing;
 constexpr int kThreads = (kCopier + 1) * 32;
-constexpr int kFixedRooms = 2 * kFinishing;  // for sums of a unit, in a fixed order
+// Rooms for sums of a unit in a fixed order: so many for each warp that finishes.
+constexpr int kRoomsEach = 2, kFixedRooms = kRoomsEach * kFinishing;
 
 // A stage is what one group multiplies at once: a block of inputs for each of its warps, of two
 // tiles of 8 rows.
@@ -39,17 +40,17 @@ struct Shared {
   float squares[kSquares][kMostTokens];
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kFinishing];                      // sums
-  unsigned units_taken[kFinishing];                     // in a fixed order: since the step began
-  std::uint64_t stored;                                 // this block's last unit of a phase
+  // In a fixed order: units whose sums have been taken, by warps that finish; the newest phase
+  // whose inputs and their squares are all here.
+  unsigned units_taken[kFinishing], products_begun;
+  std::uint64_t stored;  // this block's last unit of a phase
 };
 
 // Named barriers: 0 is that of __syncthreads, then one for each room for sums: a warp that finishes
 // waits until all have arrived that multiply, or in a fixed order all that have had a part.
 constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
 constexpr int kLooked = kSummed + kFixedRooms;  // all have read how many blocks have ended
-// In a fixed order, all inputs of a product are there: of one without a norm for those that
-// multiply, of one with a norm for those that finish too, who may be there a product earlier.
-constexpr int kTaken = kLooked + 1, kNormed = kTaken + 1, kAllMeeting = (kMultiplying + kFinishing) * 32;
+constexpr int kTaken = kLooked + 1;  // in a fixed order: all inputs of a product are there
 
 __device__ __forceinline__ void arrive_at(int barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting) : "memory");
@@ -68,6 +69,7 @@ __device__ __forceinline__ void prepare(Shared& shared) {
     arrive(shared.taken[i]);  // as if there had been sums
     shared.units_taken[i] = 0;
   }
+  shared.products_begun = 0;
   init_barrier(shared.stored, 1);
   fence_barriers();
 }

@@ -6,6 +6,8 @@ import dataclasses
 import math
 import random
 import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -76,14 +78,14 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constant("kBlockBytes") == whole_step.BLOCK_BYTES
 
 
-def chain_of(model: LM) -> HopperLM:
-    chain = HopperLM(model)
+def chain_of(model: LM, *, deterministic: bool = False) -> HopperLM:
+    chain = HopperLM(model, deterministic=deterministic)
     chain._whole = None
     return chain
 
 
-def whole_of(model: LM) -> HopperLM:
-    whole = HopperLM(model)
+def whole_of(model: LM, *, deterministic: bool = False) -> HopperLM:
+    whole = HopperLM(model, deterministic=deterministic)
     assert whole._whole is not None
     return whole
 
@@ -113,13 +115,10 @@ def test_steps_as_the_chain_does(name: str) -> None:
     model = build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16)
     exact = exact_of(model)  # before weights move
     chain, whole = chain_of(model), whole_of(model)
-    chance = random.Random(name)
     most = whole._whole.rows  # type: ignore[union-attr]
     ours = model.new_state(12)
-    for _ in range(60):
-        slots = chance.sample(range(12), chance.randint(1, most))
-        if chance.random() < 0.3:
-            slots[chance.randrange(len(slots))] = -1
+    for slots, seed in islice(chances(name, most), 60):
+        chance = random.Random(seed)
         ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
         live = [row for row, slot in enumerate(slots) if slot >= 0]
         theirs, reference = copied(ours), copied(ours)
@@ -134,6 +133,38 @@ def test_steps_as_the_chain_does(name: str) -> None:
             assert as_near(ours.conv, theirs.conv, reference.conv)
         dead = [row for row in range(12) if row not in slots]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+
+
+def chances(seed: str, most: int) -> Iterator[tuple[list[int], int]]:
+    """Slots of a batch, one of which may be padding, and a seed for its ids."""
+    chance = random.Random(seed)
+    while True:
+        slots = chance.sample(range(12), chance.randint(1, most))
+        if chance.random() < 0.3:
+            slots[chance.randrange(len(slots))] = -1
+        yield slots, chance.getrandbits(30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CONFIGS, *NARROW, *WIDE])
+def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
+    """Over many steps of changing batches, whoever of the warps comes first."""
+    model = build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16)
+    chain, whole = (of(model, deterministic=True) for of in (chain_of, whole_of))
+    most = whole._whole.rows  # type: ignore[union-attr]
+    ours, theirs = model.new_state(12), model.new_state(12)
+    for slots, seed in islice(chances(name, most), 300):
+        chance = random.Random(seed)
+        ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
+        live = [row for row, slot in enumerate(slots) if slot >= 0]
+        got, expected = (
+            quick.step(ids, state, int32(slots, "cuda"))
+            for quick, state in ((whole, ours), (chain, theirs))
+        )
+        assert torch.equal(got[live], expected[live])
+        assert torch.equal(ours.cell, theirs.cell)
+        if ours.conv is not None and theirs.conv is not None:
+            assert torch.equal(ours.conv, theirs.conv)
 
 
 @pytest.mark.gpu
@@ -193,9 +224,10 @@ def test_every_8_bit_value_is_exact_at_every_input(kind: Quantization, batch: in
 
 
 @pytest.mark.gpu
-def test_graphs_of_several_batches_take_turns() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graphs_of_several_batches_take_turns(deterministic: bool) -> None:
     model = build(CONFIGS["conv"], torch.bfloat16)
-    whole = whole_of(model)
+    whole = whole_of(model, deterministic=deterministic)
     captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
     state = model.new_state(8)
     for batch in (1, 2, 4, 8):
@@ -219,14 +251,15 @@ def test_graphs_of_several_batches_take_turns() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("bits", [-1, 0x7FC0, 0x7F80], ids=["all bits", "NaN", "infinity"])
-def test_no_value_is_taken_for_one_that_is_missing(bits: int) -> None:
+def test_no_value_is_taken_for_one_that_is_missing(bits: int, deterministic: bool) -> None:
     """All bits set says "not written yet" between blocks, and is a NaN: a model's own NaNs must
     come out as NaNs rather than be waited for."""
     model = build(CONFIGS["conv"], torch.bfloat16)
     rows = model.embedding.weight.data.view(torch.int16)
     rows[7] = bits
-    whole, state = whole_of(model), model.new_state(3)
+    whole, state = whole_of(model, deterministic=deterministic), model.new_state(3)
     poisoned = ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
     logits = whole.step(int32([3, 7, 5], "cuda"), poisoned, int32([0, 1, 2], "cuda"))
     assert not torch.isfinite(logits[1]).any()
@@ -285,6 +318,18 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match=r"norm must be contiguous torch.bfloat16 \[64\]"):
         normed = Phase(kind="logits", weight=table, norm=torch.ones(64, device="cuda"))
         Program([Phase(kind="embed", weight=table), normed], **how)
+    with pytest.raises(RuntimeError, match="fixed_order is for weights in bfloat16"):
+        scale = torch.ones(8, device="cuda")
+        narrow = Phase(kind="logits", weight=ends.weight.to(torch.int8), scale=scale)
+        first = Phase(kind="embed", weight=ends.weight)
+        Program([first, narrow], **how, fixed_order=True).run(
+            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
+        )
+    with pytest.raises(RuntimeError, match="in a fixed order must be a multiple of 64"):
+        odd = Phase(kind="embed", weight=torch.zeros(8, 72, dtype=torch.bfloat16, device="cuda"))
+        Program([odd, ends], **how, fixed_order=True).run(
+            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
+        )
     with pytest.raises(RuntimeError, match="rows a multiple of 8"):
         wide = torch.zeros(12, 64, dtype=torch.bfloat16, device="cuda")
         Program([Phase(kind="embed", weight=table), Phase(kind="logits", weight=wide)], **how)
