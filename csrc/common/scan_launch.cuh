@@ -27,6 +27,18 @@ inline Tickets::Shared* tickets_of(const ScanArgs& args, std::int64_t word_bytes
   return reinterpret_cast<Tickets::Shared*>(end - kTicketBytes);
 }
 
+// Tiles of `Scan`, at most. Throws for more than there are tickets.
+template <class Scan>
+std::int64_t tiles_of(const Layout& lay) {
+  const std::int64_t tiles =
+      lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
+  if (tiles > kMostTickets) {
+    throw std::runtime_error("minserve: too large for one scan: " + std::to_string(tiles) +
+                             " tiles");
+  }
+  return tiles;
+}
+
 template <template <class> class CellOf, class O, class T, bool kAligned>
 void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
   using Scan = TileWay<CellOf, O, T, kAligned>;
@@ -34,12 +46,7 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
   const int stages = stages_for<Scan>();
   const int shared = Scan::Memory::shared_bytes(stages);
   const Layout& lay = args.layout;
-  const std::int64_t tiles =
-      lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);
-  if (tiles > kMostTickets) {
-    throw std::runtime_error("minserve: too large for one scan: " + std::to_string(tiles) +
-                             " tiles");
-  }
+  const std::int64_t tiles = tiles_of<Scan>(lay);
   const std::int64_t bytes = workspace_bytes(lay, sizeof(Word<typename Scan::V>));
   const std::int64_t blocks =
       resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kThreads, shared);
@@ -104,8 +111,10 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
     if constexpr (sizeof(T) < 8) {  // float64 is for checking gradients
       if constexpr (Cell::kPrevious < 0) {
         args.short_length = short_length(args);
-        if (args.short_length >= 0)
+        if (args.short_length >= 0) {  // whose states are aligned, so everything is
+          tiles_of<TileWay<CellOf, decltype(options), T, true>>(lay);
           launch_short<CellOf, decltype(options), T>(args, options, stream);
+        }
       }
       if (args.aligned) return launch_tiles<CellOf, decltype(options), T, true>(args, stream);
     }

@@ -82,9 +82,9 @@ class Order {
   __device__ __forceinline__ Order(const ScanArgs& args, int2* scratch)
       : lane_(static_cast<int>(threadIdx.x) % 32) {
     const Layout& lay = args.layout;
-    const bool some = args.short_length >= 0;             // have tiles, if they are few
+    const bool only_long = args.short_length >= 0;        // have tiles, if they are few
     const int all = static_cast<int>(lay.sequences) + 1;  // with the padding tail
-    const int sequences = some ? list_long(args, all, scratch) : all;
+    const int sequences = only_long ? list_long(args, all, scratch) : all;
     if (sequences == 0) return;
     streams_ = min(sequences, 32);
     direct_ = sequences <= 32;
@@ -93,7 +93,7 @@ class Order {
       // A stream for each sequence, of the chunks that it has; what is asked for again and again
       // stays in registers.
       sequence_ = min(lane_, sequences - 1);
-      if (some) sequence_ = scratch[sequence_].x;
+      if (only_long) sequence_ = scratch[sequence_].x;
       begin_ = lay.begin(sequence_), end_ = lay.end(sequence_);
       slot_ = static_cast<int>(lay.slot(sequence_));
       first_ = static_cast<int>(lay.first_chunk(sequence_));

@@ -3,7 +3,9 @@
 // A form adds up its products in the order of the inputs, whatever its tile. What changes the order
 // is cutting the inputs into parts, each summed from zero. So here the number of parts follows from
 // the weight's shape alone, and the number of tokens decides who sums them: few tokens have a block
-// for each part, many have one block that takes them in turn. Both add the parts up in order.
+// for each part, many have one block that takes them in turn. Both add the parts up in order. So
+// does the kernel of a whole step, where a warp has a part (whole_step/in_order.cuh): it cuts the
+// inputs where the forms do, part * blocks / parts of their blocks of kStep.
 #pragma once
 
 #include "choice.h"

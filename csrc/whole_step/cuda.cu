@@ -31,6 +31,7 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
       args.input_bytes;
   args.stages = (most_shared - besides) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
+  if (args.stages < 2) throw std::runtime_error("minserve: no room for a whole step's weights");
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;

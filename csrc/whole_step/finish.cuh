@@ -37,7 +37,6 @@ template <int kSums>
 __device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostParts][kSums],
                                                  int parts) {
   const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4, lane % 4 * 2);
-  if (parts == 1) return *reinterpret_cast<const float2*>(&sums[0][at]);
   float2 of_part[kMostParts], all = {};
 #pragma unroll
   for (int part = 0; part < kMostParts; ++part) {
@@ -45,7 +44,7 @@ __device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostParts]
     if (part < parts) of_part[part] = *reinterpret_cast<const float2*>(&sums[part][at]);
   }
 #pragma unroll
-  for (int part = 0; part < kMostParts; ++part) {  // a zero more changes nothing: none is -0
+  for (int part = 0; part < kMostParts; ++part) {  // a zero more changes no sum that began with +0
     all.x += of_part[part].x, all.y += of_part[part].y;
   }
   return all;
@@ -139,6 +138,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
     if (kFixed && normed && unit < own.end) {
       while (count_at(shared_address(&shared.products_begun)) < p) {
       }
+      __syncwarp();
       scale = norm_scale_in_order(args, shared.squares);
     }
 #pragma unroll 1
@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       } else {
         const int room = kFixed ? warp + turn % kRoomsEach * kFinishing : warp;
         if constexpr (kFixed) {
-          meet(kSummed + room, threads_of_unit(gates_of<kGates>(phase), phase.parts));
+          meet_at(kSummed + room, threads_of_unit(gates_of<kGates>(phase), phase.parts));
         } else {
           barrier_sync<kMeeting>(kSummed + room);
         }

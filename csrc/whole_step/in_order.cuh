@@ -1,7 +1,7 @@
 // Products whose sums are those of linear/ in a fixed order, bit for bit: a part of the inputs is
 // summed from zero, sixteen inputs after another, and parts are added up in their order
 // (linear/fixed_choice.h says how many there are). mma.sync and wgmma round sixteen products and a
-// sum alike, as tests/models/test_hopper.py sees.
+// sum alike, as tests/ops/test_whole_step_order.py sees.
 //
 // So a warp has a part of two tiles, a job, instead of some inputs of all tiles. Its products wait
 // for each other, 25 cycles a step; what makes up for that is that jobs run side by side, and that
@@ -35,9 +35,10 @@ struct Fragments {
     multiply_step(sums, w[3], y.z, y.w);
   }
 };
-// Products are done here, so what they were made of has been loaded.
-__device__ __forceinline__ void finish_products(const float (&sums)[4]) {
-  asm volatile("" ::"f"(sums[0]) : "memory");
+// 0, once the products are done: what they were made of has been loaded then. (`zero` is none that
+// the compiler knows.)
+__device__ __forceinline__ unsigned zero_when_done(const float (&sums)[4], unsigned zero) {
+  return __float_as_uint(sums[0]) & zero;
 }
 
 template <int kGates>
@@ -53,10 +54,11 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
   // Lanes 8 to 15 and 24 to 31 have rows of the second tile.
   const std::uint32_t weights =
       shared_address(ring) + Tiles::place(lane) + lane / 8 % 2 * kTileBytes;
-  Stages<Shared<kGates, false, true>> stages(shared, args.stages, kInFlight<kType>);
+  Stages<Shared<kGates, false, true>> stages(shared, args.stages);
   Rooms<kGates> rooms(shared, place_of_sum(WholeSums::first_token(lane), lane / 4));
   int first_stage = 0;  // of this phase
   unsigned stored = 0;
+  const unsigned zero = static_cast<unsigned>(args.batch) / (kMostTokens + 1);
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
@@ -72,11 +74,8 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
     const int threads = threads_of_unit(gates, parts);
     // Of its last stage a warp also gives back what lies behind the last block.
     const int behind = end == blocks ? stages_each * kOfGroup - blocks : 0;
-    // Once all sums of the product before have been stored, its stages have landed and nobody reads
-    // its inputs any more.
     if (units_of(before).first < before.units) wait_barrier(shared.stored, stored++ % 2);
     if (tiles == 0) continue;
-    stages.begin(first_stage);
 
     int pair = job >> log, stage;
     unsigned place;
@@ -94,6 +93,7 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
     // Later stages have to wait until places of this very product are free.
     const bool early = pair < pairs && (pair + 1) * stages_each <= args.stages;
     if (early) place = stages.wait(stage);
+    rooms.wait_until_taken();  // nobody reads inputs any more that were here before
     unsigned char* own = inputs + warp * of_block;
     if (phase.norm) {
       take_whole<kType, true, true>(args, phase, set, own, &shared.squares[0][0]);
@@ -129,12 +129,10 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
         from = weights + place * kStageBytes, at += of_block;
         next.load(from, at, all_inputs.step);
         now.multiply(sums);
-        finish_products(sums);
-        stages.give_back(leaving, run);
+        stages.give_back(leaving, run + zero_when_done(sums, zero));
         run = min(left, kOfGroup);
       }
       next.multiply(sums);
-      finish_products(sums);
       // Both tiles may be of one unit, or of two.
       first.wait();
       store_float(first.sums, sums[0]), store_float(first.sums + kUnit * 4, sums[1]);
@@ -144,7 +142,7 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
         store_float(second.sums, sums[2]), store_float(second.sums + kUnit * 4, sums[3]);
         arrive_at(second.barrier, threads);
       }
-      stages.give_back(place, run + behind);
+      stages.give_back(place, run + behind + zero_when_done(sums, zero));
       pair += kMultiplying >> log;
       if (pair < pairs) {
         plan();

@@ -65,7 +65,7 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int of_word = 4 * args.batch * 16, of_block = kMultiplying * kEach * of_word;
   float sum = 0.0f;
-  if (kFixed) squares += warp * kMostTokens;
+  if (kNorm && kFixed) squares += warp * kMostTokens;
 #pragma unroll 1
   for (int left = phase.inputs / kBlock - warp; left > 0; left -= kAtOnce * kMultiplying) {
     uint4 words[kWords], norm[kWords];

@@ -15,8 +15,15 @@ __device__ __forceinline__ void arrive_times(std::uint64_t& barrier, unsigned ti
 __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Counters in shared memory. A warp's accesses to it happen in their order, and __syncwarp() keeps
-// the compiler to that; a release would be a fence, which waits for the copies of weights.
+// `threads`, whole warps, meet.
+__device__ __forceinline__ void meet_at(int barrier, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Counters in shared memory, each written by one thread. A release would be a fence, which waits
+// for the copies of weights. What stands for it is that a multiprocessor carries out the accesses
+// of a warp to its shared memory in their order: what a warp, or those that it has met at a
+// barrier, did before it set a counter is seen by whoever reads the counter first. The compiler is
+// kept to that order by `volatile`, "memory" and __syncwarp().
 __device__ __forceinline__ unsigned count_at(std::uint32_t address) {
   unsigned count;
   asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(count) : "r"(address) : "memory");
@@ -31,23 +38,21 @@ __device__ __forceinline__ void set_count(unsigned& counter, unsigned count) {
 template <class Shared>
 class Stages {
  public:
-  // Copies are asked for in order, and no more than `in_flight` are on their way.
-  __device__ __forceinline__ Stages(Shared& shared, unsigned places, int in_flight)
+  __device__ __forceinline__ Stages(Shared& shared, unsigned places)
       : shared_(shared),
+        asked_(shared_address(&shared.stages_asked)),
         places_(places),
-        inverse_(0xffffffffu / places + 1),
-        reach_(places - in_flight) {}
+        inverse_(0xffffffffu / places + 1) {}
 
-  // All stages before `n` have landed.
-  __device__ __forceinline__ void begin(int n) { landed_ = n - 1; }
-  // Until stage n has; returns its place. A barrier can be asked for the newest copy and the one
-  // before alone. One that has landed tells that all have but for the last ones ahead of it, so
-  // that those of less than a round later can be waited for.
-  __device__ __forceinline__ unsigned wait(int n) {
-    while (n > landed_ + reach_) wait_for(landed_ += reach_);
-    wait_for(n);
-    landed_ = max(landed_, n);
-    return place(n);
+  // Until stage n, of which the caller has a part, has landed; returns its place. A barrier tells
+  // the newest copy from the one before alone. Once this one has been asked for, the one before has
+  // landed; and none comes after it before the caller has given its part back.
+  __device__ __forceinline__ unsigned wait(unsigned n) {
+    while (static_cast<int>(count_at(asked_) - n) <= 0) {
+    }
+    const unsigned at = place(n);
+    wait_barrier(shared_.full[at], round(n) % 2);
+    return at;
   }
   // By a whole warp: so many of the blocks in a place, of which it waits for no more.
   __device__ __forceinline__ void give_back(unsigned place, unsigned blocks) {
@@ -58,13 +63,10 @@ class Stages {
  private:
   __device__ __forceinline__ unsigned round(unsigned n) const { return __umulhi(n, inverse_); }
   __device__ __forceinline__ unsigned place(unsigned n) const { return n - round(n) * places_; }
-  __device__ __forceinline__ void wait_for(unsigned n) {
-    wait_barrier(shared_.full[place(n)], round(n) % 2);
-  }
 
   Shared& shared_;
+  std::uint32_t asked_;        // the counter's address
   unsigned places_, inverse_;  // 2^32 / places, rounded up: exact for n below 2^32 / places
-  int reach_, landed_ = -1;
 };
 
 // Threads that meet at the barrier of a unit's room. The tiles of three gates lie in two pairs.
@@ -88,9 +90,9 @@ struct Room {
 template <int kGates>
 class Rooms {
  public:
-  using Sums = Shared<kGates, false, true>;
+  using OfBlock = Shared<kGates, false, true>;
   // `place`: where a lane's sums lie among those of a part.
-  __device__ __forceinline__ Rooms(Sums& shared, int place)
+  __device__ __forceinline__ Rooms(OfBlock& shared, int place)
       : sums_(shared_address(&shared.sums[0][0][0][place])),
         taken_(shared_address(shared.units_taken)) {}
 
@@ -99,8 +101,16 @@ class Rooms {
     const unsigned had = finisher == 0 ? had_[0] : finisher == 1 ? had_[1] : had_[2];
     const unsigned turn = had + unit / kFinishing;
     const unsigned room = finisher + turn % kRoomsEach * kFinishing;
-    const unsigned at = ((room * kGates + gate) * Sums::kParts + part) * Sums::kSums;
+    const unsigned at = ((room * kGates + gate) * OfBlock::kParts + part) * OfBlock::kSums;
     return {sums_ + at * 4, taken_ + finisher * 4, static_cast<int>(kSummed + room), turn};
+  }
+  // Until all sums of the products before this one have been taken: their jobs are done.
+  __device__ __forceinline__ void wait_until_taken() const {
+#pragma unroll
+    for (int finisher = 0; finisher < kFinishing; ++finisher) {
+      while (static_cast<int>(count_at(taken_ + finisher * 4) - had_[finisher]) < 0) {
+      }
+    }
   }
   // A product is done, in which this block had so many.
   __device__ __forceinline__ void count(int units) {

@@ -1,12 +1,14 @@
 // Weights into shared memory, and products of two tiles at a time.
 //
-// Every warp multiplies its own blocks of the inputs by all tiles of its block, and takes them
-// without waiting for another warp. Two groups of warps take turns at the stages of the ring, so
-// that a stage is full whatever the number of inputs, and half of the warps wait at its barriers.
+// Unless the order of sums is fixed (in_order.cuh), every warp multiplies its own blocks of the
+// inputs by all tiles of its block, and takes them without waiting for another warp. Two groups of
+// warps take turns at the stages of the ring, so that a stage is full whatever the number of
+// inputs, and half of the warps wait at its barriers.
 #pragma once
 
 #include "exchange.cuh"
 #include "inputs.cuh"
+#include "jobs.cuh"
 #include "weights.cuh"
 
 namespace minserve {
@@ -36,13 +38,14 @@ __device__ __forceinline__ int stages_of(int inputs) {
 }
 
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
-// because they are multiplied together.
-template <int kGates, WeightType kType, class Shared>
+// because they are multiplied together. In a fixed order it tells how many stages it has asked for.
+template <int kGates, WeightType kType, bool kFixed, class Shared>
 __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& shared,
                                              unsigned char* ring) {
   const int in_flight = min(kInFlight<kType>, args.stages);
   Turn stage, landed;
   int on_their_way = 0;
+  unsigned asked = 0;
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
@@ -74,6 +77,7 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
         if (second >= 0) copy_tile(to + kTileBytes, map, second, block, full);
         stage.advance(1, args.stages);
         ++on_their_way;
+        if (kFixed) set_count(shared.stages_asked, ++asked);
       }
     }
   }

@@ -41,8 +41,8 @@ struct Shared {
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kFinishing];                      // sums
   // In a fixed order: units whose sums have been taken, by warps that finish; the newest phase
-  // whose inputs and their squares are all here.
-  unsigned units_taken[kFinishing], products_begun;
+  // whose inputs and their squares are all here; stages that copies have been asked for.
+  unsigned units_taken[kFinishing], products_begun, stages_asked;
   std::uint64_t stored;  // this block's last unit of a phase
 };
 
@@ -51,6 +51,7 @@ struct Shared {
 constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
 constexpr int kLooked = kSummed + kFixedRooms;  // all have read how many blocks have ended
 constexpr int kTaken = kLooked + 1;  // in a fixed order: all inputs of a product are there
+static_assert(kTaken < 16, "a block has sixteen barriers");
 
 __device__ __forceinline__ void arrive_at(int barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting) : "memory");
@@ -69,7 +70,7 @@ __device__ __forceinline__ void prepare(Shared& shared) {
     arrive(shared.taken[i]);  // as if there had been sums
     shared.units_taken[i] = 0;
   }
-  shared.products_begun = 0;
+  shared.products_begun = shared.stages_asked = 0;
   init_barrier(shared.stored, 1);
   fence_barriers();
 }

@@ -84,8 +84,8 @@ class Head:
 
 class WholeStep:
     """Steps of `model`, which `runs_kernels` says yes to, for batches of up to `most_rows`; this
-    must not be 0. Its weights may be quantised. With `fixed_order`, which they may not be for,
-    steps have the bits of a Chain with it."""
+    must not be 0. Its weights may be quantised. With `fixed_order`, for bfloat16 weights, steps
+    have the bits of a Chain with it."""
 
     @staticmethod
     def most_rows(model: LM) -> int:

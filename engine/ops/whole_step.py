@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.linear_map import SQUARE_ROWS
 
 Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 
@@ -32,6 +33,7 @@ MOST_PHASES = 224
 MOST_CHANNELS_EACH = 24
 MOST_TAPS = 4
 BLOCK_BYTES = 128
+MOST_SQUARES = 64  # of SQUARE_ROWS channels each, in a fixed order
 
 
 # The copy engine keeps what it has read of a map, by its address. So memory that has once held maps
@@ -88,6 +90,8 @@ class Program:
         device = phases[0].weight.device
         for n, phase in enumerate(phases):
             _check(n, phase, phases, gates)
+        if fixed_order:
+            _check_order(phases)
         self._weight_type = _WEIGHT_TYPES.index(phases[-1].weight.dtype)
         maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8, device="cpu")
         for row, phase in zip(maps[1:], phases[1:], strict=True):
@@ -204,6 +208,18 @@ def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
         )
     numbers_of_taps = {other.taps.shape[-1] for other in phases if other.taps is not None}
     require(len(numbers_of_taps) <= 1, "all convolutions must have the same number of taps")
+
+
+def _check_order(phases: Sequence[Phase]) -> None:
+    """RuntimeError where the order of sums cannot be fixed."""
+    dtype, width = phases[-1].weight.dtype, phases[0].weight.shape[1]
+    if dtype != torch.bfloat16:
+        raise RuntimeError(f"minserve::whole_step: fixed_order needs bfloat16 weights, got {dtype}")
+    if width % SQUARE_ROWS or width > MOST_SQUARES * SQUARE_ROWS:
+        raise RuntimeError(
+            f"minserve::whole_step: fixed_order needs a residual stream of a multiple of "
+            f"{SQUARE_ROWS} and at most {MOST_SQUARES * SQUARE_ROWS} channels, got {width}"
+        )
 
 
 def _fake(

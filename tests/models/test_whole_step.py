@@ -76,6 +76,7 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constant("kMostKeptUnits") * constant("kUnit") == whole_step.MOST_CHANNELS_EACH
     assert constant("kMostTaps") == whole_step.MOST_TAPS
     assert constant("kBlockBytes") == whole_step.BLOCK_BYTES
+    assert constant("kMostSquares") == whole_step.MOST_SQUARES
 
 
 def chain_of(model: LM, *, deterministic: bool = False) -> HopperLM:
@@ -268,9 +269,10 @@ def test_no_value_is_taken_for_one_that_is_missing(bits: int, deterministic: boo
 
 
 @pytest.mark.gpu
-def test_a_neighbours_state_and_padding_are_left_alone() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_neighbours_state_and_padding_are_left_alone(deterministic: bool) -> None:
     model = build(CONFIGS["minlstm"], torch.bfloat16)
-    whole, state = whole_of(model), model.new_state(4)
+    whole, state = whole_of(model, deterministic=deterministic), model.new_state(4)
     state.cell[:, [0, 3]] = float("nan")
     logits = whole.step(int32([1, 2, 3], "cuda"), state, int32([1, -1, 2], "cuda"))
     assert torch.isfinite(logits[[0, 2]]).all()
@@ -278,9 +280,10 @@ def test_a_neighbours_state_and_padding_are_left_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_ids_and_slots_that_do_not_exist_are_passed_over() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ids_and_slots_that_do_not_exist_are_passed_over(deterministic: bool) -> None:
     model = build(CONFIGS["conv"], torch.bfloat16)
-    whole, state = whole_of(model), model.new_state(3)
+    whole, state = whole_of(model, deterministic=deterministic), model.new_state(3)
     ids, slots = int32([3, 66, -5, 4], "cuda"), int32([0, 1, 2, 3], "cuda")
     clean = model.new_state(3)
     logits = whole.step(ids, state, slots)
@@ -318,18 +321,13 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match=r"norm must be contiguous torch.bfloat16 \[64\]"):
         normed = Phase(kind="logits", weight=table, norm=torch.ones(64, device="cuda"))
         Program([Phase(kind="embed", weight=table), normed], **how)
-    with pytest.raises(RuntimeError, match="fixed_order is for weights in bfloat16"):
+    with pytest.raises(RuntimeError, match=r"needs bfloat16 weights, got torch.int8"):
         scale = torch.ones(8, device="cuda")
         narrow = Phase(kind="logits", weight=ends.weight.to(torch.int8), scale=scale)
-        first = Phase(kind="embed", weight=ends.weight)
-        Program([first, narrow], **how, fixed_order=True).run(
-            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
-        )
-    with pytest.raises(RuntimeError, match="in a fixed order must be a multiple of 64"):
+        Program([Phase(kind="embed", weight=ends.weight), narrow], **how, fixed_order=True)
+    with pytest.raises(RuntimeError, match="a multiple of 64 and at most 4096 channels, got 72"):
         odd = Phase(kind="embed", weight=torch.zeros(8, 72, dtype=torch.bfloat16, device="cuda"))
-        Program([odd, ends], **how, fixed_order=True).run(
-            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
-        )
+        Program([odd, ends], **how, fixed_order=True)
     with pytest.raises(RuntimeError, match="rows a multiple of 8"):
         wide = torch.zeros(12, 64, dtype=torch.bfloat16, device="cuda")
         Program([Phase(kind="embed", weight=table), Phase(kind="logits", weight=wide)], **how)
