@@ -71,7 +71,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--shapes",
         nargs="+",
-        help="8x4096x2048, varlen128x8192x2048; 16x768 of the others",
+        help="8x4096x2048, varlen128x8192x2048, 127x16in2048x1152; 16x768 of the others",
     )
     options.add_argument(
         "--dtype",

@@ -1,8 +1,10 @@
 """The shapes that are measured, and how they are written on the command line.
 
 `8x4096x2048` is sequences x tokens x channels; `varlen128x8192x2048` is 128 packed sequences with
-lengths drawn from 1 to 8,192 by a fixed seed; `16x768` is the batch x width of a step or a head, or
-the rows x vocabulary of draws.
+lengths drawn from 1 to 8,192 by a fixed seed; `126x16+1x1900in4096x1152` is 126 packed sequences of
+16 tokens and one of 1,900 in a tensor of 4,096 rows, those behind them nobody's, as a round of
+prompts has them; `16x768` is the batch x width of a step or a head, or the rows x vocabulary of
+draws.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class ScanShape:
     lengths: tuple[int, ...]
     channels: int
     packed: bool  # lengths differ: no [batch, time, channels] tensor holds them
+    behind: int = 0  # rows that are no sequence's, of a serving scan's tensors
 
     @property
     def tokens(self) -> int:
+        """Of all sequences."""
         return sum(self.lengths)
 
     @property
@@ -67,7 +71,15 @@ class ScanShape:
 
 
 def parse_scan(label: str) -> ScanShape | None:
-    """The scan shape that `label` names; None if it names a step."""
+    """The scan shape that `label` names; None if it names a step. Raises ValueError for sequences
+    that do not fit."""
+    if match := re.fullmatch(r"(\d+x\d+(?:\+\d+x\d+)*)in(\d+)x(\d+)", label):
+        runs = [map(int, run.split("x")) for run in match[1].split("+")]
+        lengths = tuple(length for count, length in runs for _ in range(count))
+        behind, channels = int(match[2]) - sum(lengths), int(match[3])
+        if behind < 0:
+            raise ValueError(f"shape {label!r}: the sequences have more tokens than the tensor")
+        return ScanShape(label, lengths, channels, packed=True, behind=behind)
     match = re.fullmatch(r"(varlen)?(\d+)x(\d+)x(\d+)", label)
     if match is None:
         return None
@@ -118,8 +130,8 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
     for label, scan, step in scans:
         if scan is None and step is None:
             raise ValueError(
-                f"shape {label!r} is neither 8x4096x2048 nor varlen128x8192x2048"
-                " (scans) nor 16x768 (steps, draws, heads)"
+                f"shape {label!r} is neither 8x4096x2048, varlen128x8192x2048 nor"
+                " 127x16in2048x1152 (scans) nor 16x768 (steps, draws, heads)"
             )
     return Selection(
         tuple(scan for _, scan, _ in scans if scan is not None),

@@ -87,6 +87,15 @@ def test_bytes_are_counted_once_each(tmp_path: Path) -> None:
     assert found["steps", "conv_step"] == numbers * (2 + 2 + 24) + 24 * 5 * 2 + 5 * 4
 
 
+def test_rows_behind_the_sequences_are_scanned_too(tmp_path: Path) -> None:
+    fused_rows = run(tmp_path, "--cases", "fused", "--shapes", "5x7+1x30in80x24")["rows"]
+    assert [row["operator"] for row in fused_rows] == ["mingru_scan", "minlstm_scan"] * 2
+    for row in fused_rows:
+        assert 0 < row["rate"] < math.inf and row["error"] < 4e-3
+    # In float32, gates of 65 tokens are read, and 80 rows written.
+    assert fused_rows[0]["bytes"] == (2 * 65 + 80) * 24 * 4
+
+
 def test_shapes_of_the_command_line() -> None:
     shape = parse_scan("8x4096x2048")
     assert shape is not None and shape.uniform == (8, 4096, 2048) and shape.tokens == 8 * 4096
@@ -95,6 +104,10 @@ def test_shapes_of_the_command_line() -> None:
     assert len(packed.lengths) == 128 and 1 <= min(packed.lengths) < max(packed.lengths) <= 8192
     edges = packed.cu_seqlens(CPU)
     assert edges[0] == 0 and edges[-1] == packed.tokens and edges.dtype == torch.int32
+    short = parse_scan("2x16+1x30in64x24")
+    assert short is not None and short.lengths == (16, 16, 30) and short.behind == 2
+    with pytest.raises(ValueError, match="more tokens than the tensor"):
+        parse_scan("4x16in63x24")
     assert parse_step("16x768") == (16, 768) and parse_step("1x2x3") is None
     chosen = select(["16x768", SCAN, "1x65536x13200"], CPU, quick=False)
     assert chosen.steps == ((16, 768),) and [s.label for s in chosen.scans] == [SCAN]
