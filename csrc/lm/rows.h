@@ -92,24 +92,43 @@ MS_CELL void table_row(const Plan& plan, std::int64_t index, std::int64_t begin,
   });
 }
 
-// The same from the packed head, where the embedding is tied to it: one element of each step.
+// The same from the packed head, where the embedding is tied to it: one or two elements of each
+// step, whose line is read for them alone. So the next lines are asked for ahead, and loops are
+// short: what counts is how many lines are on their way at once. `begin` is even.
+constexpr std::int64_t kLinesAhead = 32;
 inline void packed_row(const Matrix& head, std::int64_t index, std::int64_t begin, std::int64_t end,
                        float* x) {
   std::int64_t stride;
-  const char* panel = head.at(index / kPanel, stride);
+  const char* from = head.at(index / kPanel, stride);
   const std::int64_t lane = index % kPanel;
-  for (std::int64_t c = begin; c < end; ++c) {
-    if (head.stored == Kind::f32) {
-      __builtin_memcpy(x + c, panel + c * stride + lane * 4, 4);
-    } else if (head.stored == Kind::bf16) {
-      std::uint16_t bits;
-      __builtin_memcpy(&bits, panel + c / 2 * stride + lane * 4 + c % 2 * 2, 2);
-      const std::uint32_t word = static_cast<std::uint32_t>(bits) << 16;
-      __builtin_memcpy(x + c, &word, 4);
-    } else {
-      const char* at = panel + c / 2 * stride + c % 2 * kPanel + lane;
-      x[c] = static_cast<float>(*reinterpret_cast<const std::int8_t*>(at)) * head.scale[index];
+  if (head.stored == Kind::f32) {
+    from += begin * stride + lane * 4;
+    for (std::int64_t c = begin; c < end; ++c, from += stride) {
+      __builtin_prefetch(from + kLinesAhead * stride);
+      __builtin_memcpy(x + c, from, 4);
     }
+    return;
+  }
+  from += begin / 2 * stride + lane * (head.stored == Kind::bf16 ? 4 : 1);
+  const auto each_two = [&](const auto& first_of, const auto& second_of) {
+    for (std::int64_t c = begin; c < end; c += 2, from += stride) {
+      __builtin_prefetch(from + kLinesAhead * stride);
+      x[c] = first_of(from);
+      if (c + 1 < end) x[c + 1] = second_of(from);
+    }
+  };
+  if (head.stored == Kind::bf16) {
+    const auto number = [](const char* p) {
+      std::uint16_t bits;
+      __builtin_memcpy(&bits, p, 2);
+      return bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+    };
+    each_two(number, [&](const char* p) { return number(p + 2); });
+  } else {
+    const auto number = [scale = head.scale[index]](const char* p) {
+      return static_cast<float>(*reinterpret_cast<const std::int8_t*>(p)) * scale;
+    };
+    each_two(number, [&](const char* p) { return number(p + kPanel); });
   }
 }
 
