@@ -169,6 +169,7 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
         }
         if (!kFixed) scale = normed ? norm_scale_of_warps(args, shared.squares) : 1.0f;
         ++turn;
+        if (kFixed) delay(8, 3000);
         __syncwarp();
         if (lane == 0) {
           if constexpr (kFixed) {

@@ -101,11 +101,13 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
       take_whole<kType, false, true>(args, phase, set, own, nullptr);
     }
     barrier_sync<kMultiplying * 32>(kTaken);
+    delay(16, 8000);
     if (threadIdx.x == 0) set_count(shared.products_begun, p);
     if (!early && pair < pairs) place = stages.wait(stage);
 
 #pragma unroll 1
     while (pair < pairs) {
+      delay(4, 6000);
       std::uint32_t from = weights + place * kStageBytes + begin % kOfGroup * kWarpBytes;
       std::uint32_t at = all_inputs.at + begin * of_block;
       Fragments next;

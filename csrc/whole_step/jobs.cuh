@@ -2,6 +2,7 @@
 // ring's stages by their numbers, and rooms for what they have summed.
 #pragma once
 
+#include "../common/delays.cuh"
 #include "shared.cuh"
 
 namespace minserve {

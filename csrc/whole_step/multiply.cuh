@@ -77,7 +77,10 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
         if (second >= 0) copy_tile(to + kTileBytes, map, second, block, full);
         stage.advance(1, args.stages);
         ++on_their_way;
-        if (kFixed) set_count(shared.stages_asked, ++asked);
+        if (kFixed) {
+          delay(64, 3000);
+          set_count(shared.stages_asked, ++asked);
+        }
       }
     }
   }
