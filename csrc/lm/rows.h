@@ -92,10 +92,12 @@ MS_CELL void table_row(const Plan& plan, std::int64_t index, std::int64_t begin,
   });
 }
 
+// Steps of a panel that a row of it is asked for ahead.
+constexpr std::int64_t kStepsAhead = 32;
+
 // The same from the packed head, where the embedding is tied to it: one or two elements of each
-// step, whose line is read for them alone. So the next lines are asked for ahead, and loops are
-// short: what counts is how many lines are on their way at once. `begin` is even.
-constexpr std::int64_t kLinesAhead = 32;
+// step, whose line is read for them alone. So loops are short: what counts is how many lines are on
+// their way at once. `begin` is even.
 inline void packed_row(const Matrix& head, std::int64_t index, std::int64_t begin, std::int64_t end,
                        float* x) {
   std::int64_t stride;
@@ -104,17 +106,17 @@ inline void packed_row(const Matrix& head, std::int64_t index, std::int64_t begi
   if (head.stored == Kind::f32) {
     from += begin * stride + lane * 4;
     for (std::int64_t c = begin; c < end; ++c, from += stride) {
-      __builtin_prefetch(from + kLinesAhead * stride);
+      __builtin_prefetch(from + kStepsAhead * stride);
       __builtin_memcpy(x + c, from, 4);
     }
     return;
   }
   from += begin / 2 * stride + lane * (head.stored == Kind::bf16 ? 4 : 1);
-  const auto each_two = [&](const auto& first_of, const auto& second_of) {
+  const auto each_two = [&](const auto& number, std::int64_t second) {  // bytes from the first
     for (std::int64_t c = begin; c < end; c += 2, from += stride) {
-      __builtin_prefetch(from + kLinesAhead * stride);
-      x[c] = first_of(from);
-      if (c + 1 < end) x[c + 1] = second_of(from);
+      __builtin_prefetch(from + kStepsAhead * stride);
+      x[c] = number(from);
+      if (c + 1 < end) x[c + 1] = number(from + second);
     }
   };
   if (head.stored == Kind::bf16) {
@@ -123,12 +125,12 @@ inline void packed_row(const Matrix& head, std::int64_t index, std::int64_t begi
       __builtin_memcpy(&bits, p, 2);
       return bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
     };
-    each_two(number, [&](const char* p) { return number(p + 2); });
+    each_two(number, 2);
   } else {
     const auto number = [scale = head.scale[index]](const char* p) {
       return static_cast<float>(*reinterpret_cast<const std::int8_t*>(p)) * scale;
     };
-    each_two(number, [&](const char* p) { return number(p + kPanel); });
+    each_two(number, kPanel);
   }
 }
 

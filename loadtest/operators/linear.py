@@ -103,7 +103,7 @@ def measure_backward(
 ) -> list[Row]:
     """linear_scan's backward (reads a, h, grad_h, writes grad_a, grad_b), and those of
     mingru_scan_train and minlstm_scan_train (read pre, h, grad_h, write grad_pre). Only the
-    first has a bar, on a GPU."""
+    first has a bar, on a GPU. None at shapes with rows behind, which training has not."""
     rows: list[Row] = []
     bar = Bar("copy", 0.85) if limits.device.type == "cuda" else None
     for dtype in dtypes:
@@ -115,7 +115,7 @@ def measure_backward(
                 rows.append(Row("backward", operator, shape.label, name, traffic, layout, bar))
                 with reported(rows[-1], limits.device):
                     _fill_linear_backward(rows[-1], shape, dtype, limits)
-            for cell in CELLS:
+            for cell in CELLS if not shape.behind else []:
                 operator = f"{cell.name}_train backward"
                 traffic = (2 * cell.gates + 2) * shape.elements * size
                 rows.append(Row("backward", operator, shape.label, name, traffic))
