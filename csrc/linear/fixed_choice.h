@@ -14,6 +14,8 @@ namespace minserve {
 
 class FixedChooser {
  public:
+  static constexpr int kMostParts = 8;
+
   FixedChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
@@ -21,8 +23,8 @@ class FixedChooser {
   int parts() const {
     const bool enough = tiles(64) >= 24 && 64 * gates_ * inputs_ * 2 <= (100 << 10);
     int parts = 1;
-    while (parts < 8 && !enough && inputs_ / (2 * parts) >= 192 && tiles(64) * parts < 96 &&
-           tiles(64) * parts * 2 <= 200) {
+    while (parts < kMostParts && !enough && inputs_ / (2 * parts) >= 192 &&
+           tiles(64) * parts < 96 && tiles(64) * parts * 2 <= 200) {
       parts *= 2;
     }
     return parts;

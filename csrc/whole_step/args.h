@@ -37,6 +37,9 @@ struct WholeStepPhase {
   std::int32_t each;   // neighbouring units that a block has, as long as there are any
   std::int32_t shift;  // the block whose number this is has the first ones
   std::int32_t parts;  // in a fixed order: of the inputs, each summed from zero
+  // Blocks of the inputs that are in shared memory at a time: all of them but where some inputs
+  // come in pieces, each of which adds to the sums of those before. There are none of a norm's.
+  std::int32_t at_once;
   // Where in a set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
   std::int32_t in, out;
 };
@@ -48,7 +51,10 @@ constexpr int kMostTaps = 4;       // of a convolution, at most
 constexpr int kMostKeptUnits = 3;  // of the residual stream in a block, at most
 constexpr int kMostParts = 8;      // of the inputs, in a fixed order
 constexpr int kMostSquares = 64;   // sums of squares of a token, in a fixed order
-constexpr int kMostInputBytes = 64 * 1024;          // of all tokens to a product, at most
+constexpr int kMostInputBytes = 64 * 1024;  // of all tokens' inputs at a time, at most
+constexpr int kMostDividedTiles = 2;  // of a block, where inputs come in pieces: sums have to wait
+constexpr int kMostPieces = 4;        // of inputs, in a fixed order: each has some of the parts
+constexpr int kTaking = 16;           // warps, each of which takes every so manyth block of inputs
 constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
 
 // Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts (inputs.cuh). To
@@ -71,13 +77,14 @@ constexpr int bytes_of_block(WeightType type, bool split, int batch) {
 struct WholeStepArgs {
   int phases = 0;
   int batch = 0;
+  bool in_pieces = false;    // some inputs have no room at once
   bool fixed_order = false;  // sums are the bits of linear/ in a fixed order; bf16 only
   WeightType weights = WeightType::bf16;
   int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table
   int width = 0;        // of the residual stream
-  int input_bytes = 0;  // of all tokens to one product, at most
+  int input_bytes = 0;  // of all tokens' inputs at a time, at most
   int stages = 0;       // of the ring of weights
   bool linear_candidate = false, normalize_gates = true;
   float eps = 0.0f;

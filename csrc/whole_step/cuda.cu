@@ -15,14 +15,14 @@ int attribute(cudaDeviceAttr which, int device, const char* what) {
   return value;
 }
 
-template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed,
+          bool kPieces>
 void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   static thread_local int prepared = -1, most_shared = 0;
-  const auto* kernel =
-      reinterpret_cast<const void*>(&whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed>);
+  constexpr auto kKernel = &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed, kPieces>;
   if (prepared != device) {
     most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, "shared memory");
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
           "shared memory of a whole step");
     prepared = device;
   }
@@ -44,20 +44,30 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   config.stream = on;
   config.attrs = attributes;
   config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed>, args),
-        "a whole step");
+  check(cudaLaunchKernelEx(&config, kKernel, args), "a whole step");
 }
 
-template <WeightType kType, bool kSplit, bool kFixed = false>
+template <WeightType kType, bool kSplit, bool kFixed, bool kPieces>
 void launch_cell(WholeStepArgs& args, int device, cudaStream_t on) {
   const bool any = args.linear_candidate || !args.normalize_gates;
   if (args.gates == 2) {
-    any ? launch<MinGruCell, true, kType, kSplit, kFixed>(args, device, on)
-        : launch<MinGruCell, false, kType, kSplit, kFixed>(args, device, on);
+    any ? launch<MinGruCell, true, kType, kSplit, kFixed, kPieces>(args, device, on)
+        : launch<MinGruCell, false, kType, kSplit, kFixed, kPieces>(args, device, on);
   } else {
-    any ? launch<MinLstmCell, true, kType, kSplit, kFixed>(args, device, on)
-        : launch<MinLstmCell, false, kType, kSplit, kFixed>(args, device, on);
+    any ? launch<MinLstmCell, true, kType, kSplit, kFixed, kPieces>(args, device, on)
+        : launch<MinLstmCell, false, kType, kSplit, kFixed, kPieces>(args, device, on);
   }
+}
+
+template <WeightType kType, bool kFixed = false>
+void launch_whole(WholeStepArgs& args, int device, cudaStream_t on) {
+  args.in_pieces ? launch_cell<kType, false, kFixed, true>(args, device, on)
+                 : launch_cell<kType, false, kFixed, false>(args, device, on);
+}
+template <WeightType kType>
+void launch_8_bit(WholeStepArgs& args, int device, cudaStream_t on) {
+  splits(kType, args.batch) ? launch_cell<kType, true, false, false>(args, device, on)
+                            : launch_whole<kType>(args, device, on);
 }
 
 }  // namespace
@@ -92,17 +102,14 @@ void map_weight(void* to, const void* weight, WeightType type, std::int64_t rows
 void whole_step(WholeStepArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  const bool split = splits(args.weights, args.batch);
   switch (args.weights) {
     case WeightType::bf16:
-      return args.fixed_order ? launch_cell<WeightType::bf16, false, true>(args, device, on)
-                              : launch_cell<WeightType::bf16, false>(args, device, on);
+      return args.fixed_order ? launch_whole<WeightType::bf16, true>(args, device, on)
+                              : launch_whole<WeightType::bf16>(args, device, on);
     case WeightType::int8:
-      return split ? launch_cell<WeightType::int8, true>(args, device, on)
-                   : launch_cell<WeightType::int8, false>(args, device, on);
+      return launch_8_bit<WeightType::int8>(args, device, on);
     case WeightType::fp8:
-      return split ? launch_cell<WeightType::fp8, true>(args, device, on)
-                   : launch_cell<WeightType::fp8, false>(args, device, on);
+      return launch_8_bit<WeightType::fp8>(args, device, on);
   }
 }
 

@@ -35,13 +35,62 @@ struct Fragments {
     multiply_step(sums, w[3], y.z, y.w);
   }
 };
-// 0, once the products are done: what they were made of has been loaded then. (`zero` is none that
-// the compiler knows.)
-__device__ __forceinline__ unsigned zero_when_done(const float (&sums)[4], unsigned zero) {
-  return __float_as_uint(sums[0]) & zero;
-}
+// Sums of a job's part of the inputs.
+template <class Shared>
+class PartSums {
+ public:
+  // weights: where a lane's lie in the ring's first place; of_block: bytes of a block's inputs;
+  // zero: 0, which the compiler does not know.
+  __device__ __forceinline__ PartSums(Stages<Shared>& stages, std::uint32_t weights,
+                                      std::uint32_t of_block, unsigned zero)
+      : stages_(stages), weights_(weights), of_block_(of_block), zero_(zero) {}
 
-template <int kGates>
+  // Over blocks `begin` to before `end`; those from `first` on lie at `inputs`. `stage` and `place`
+  // are the first one's, and then the last one's. Returns how many blocks of that are not given
+  // back.
+  __device__ __forceinline__ int add(float (&sums)[4], int begin, int end, int first,
+                                     const typename Tiles<WeightType::bf16, false>::Inputs& inputs,
+                                     int& stage, unsigned& place) const {
+    std::uint32_t from = weights_ + place * kStageBytes + begin % kOfGroup * kWarpBytes;
+    std::uint32_t at = inputs.at + (begin - first) * of_block_;
+    Fragments next;
+    next.load(from, at, inputs.step);
+    int left = end - begin, run = min(left, kOfGroup - begin % kOfGroup);  // of this stage
+#pragma unroll 1
+    for (;;) {
+#pragma unroll 2
+      for (int i = 1; i < run; ++i) {
+        const Fragments now = next;
+        from += kWarpBytes, at += of_block_;
+        next.load(from, at, inputs.step);
+        now.multiply(sums);
+      }
+      left -= run;
+      if (left == 0) break;
+      const Fragments now = next;
+      const unsigned leaving = place;
+      place = stages_.wait(++stage);
+      from = weights_ + place * kStageBytes, at += of_block_;
+      next.load(from, at, inputs.step);
+      now.multiply(sums);
+      stages_.give_back(leaving, run + zero_when_done(sums));
+      run = min(left, kOfGroup);
+    }
+    next.multiply(sums);
+    return run;
+  }
+  // 0, once the products are done: what they were made of has been loaded then.
+  __device__ __forceinline__ unsigned zero_when_done(const float (&sums)[4]) const {
+    return __float_as_uint(sums[0]) & zero_;
+  }
+
+ private:
+  Stages<Shared>& stages_;
+  const std::uint32_t weights_, of_block_;
+  const unsigned zero_;
+};
+
+template <int kGates, bool kPieces>
 __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
                                                   Shared<kGates, false, true>& shared,
                                                   const unsigned char* ring, unsigned char* inputs,
@@ -58,7 +107,8 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
   Rooms<kGates> rooms(shared, place_of_sum(WholeSums::first_token(lane), lane / 4));
   int first_stage = 0;  // of this phase
   unsigned stored = 0;
-  const unsigned zero = static_cast<unsigned>(args.batch) / (kMostTokens + 1);
+  const PartSums part_sums(stages, weights, of_block,
+                           static_cast<unsigned>(args.batch) / (kMostTokens + 1));
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
@@ -95,61 +145,43 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
     if (early) place = stages.wait(stage);
     rooms.wait_until_taken();  // nobody reads inputs any more that were here before
     unsigned char* own = inputs + warp * of_block;
-    if (phase.norm) {
-      take_whole<kType, true, true>(args, phase, set, own, &shared.squares[0][0]);
-    } else {
-      take_whole<kType, false, true>(args, phase, set, own, nullptr);
-    }
-    barrier_sync<kMultiplying * 32>(kTaken);
-    delay(16, 8000);
-    if (threadIdx.x == 0) set_count(shared.products_begun, p);
-    if (!early && pair < pairs) place = stages.wait(stage);
+#pragma unroll 1
+    for (int taken = 0; taken < blocks;) {
+      if (phase.norm) {
+        take_whole<kType, true, true, false>(args, phase, 0, set, own, &shared.squares[0][0]);
+      } else {
+        take_whole<kType, false, true, kPieces>(args, phase, taken, set, own, nullptr);
+      }
+      const int before = taken;
+      taken += kPieces ? phase.at_once : blocks;
+      barrier_sync<kMultiplying * 32>(kTaken);
+      delay(16, 8000);
+      if (threadIdx.x == 0) set_count(shared.products_begun, p);
+      if (!early && pair < pairs && (!kPieces || end <= taken)) place = stages.wait(stage);
 
 #pragma unroll 1
-    while (pair < pairs) {
-      delay(4, 6000);
-      std::uint32_t from = weights + place * kStageBytes + begin % kOfGroup * kWarpBytes;
-      std::uint32_t at = all_inputs.at + begin * of_block;
-      Fragments next;
-      next.load(from, at, all_inputs.step);
-      float sums[4] = {};
-      int left = end - begin, run = min(left, kOfGroup - begin % kOfGroup);
-#pragma unroll 1
-      for (;;) {
-#pragma unroll 2
-        for (int i = 1; i < run; ++i) {
-          const Fragments now = next;
-          from += kWarpBytes, at += of_block;
-          next.load(from, at, all_inputs.step);
-          now.multiply(sums);
+      while (pair < pairs && (!kPieces || end <= taken)) {
+        delay(4, 6000);
+        float sums[4] = {};
+        const int run = part_sums.add(sums, begin, end, before, all_inputs, stage, place);
+        // Both tiles may be of one unit, or of two.
+        first.wait();
+        store_float(first.sums, sums[0]), store_float(first.sums + kUnit * 4, sums[1]);
+        if (ends) arrive_at(first.barrier, threads);
+        if (two) {
+          if (ends) second.wait();
+          store_float(second.sums, sums[2]), store_float(second.sums + kUnit * 4, sums[3]);
+          arrive_at(second.barrier, threads);
         }
-        left -= run;
-        if (left == 0) break;
-        const Fragments now = next;
-        const unsigned leaving = place;
-        place = stages.wait(++stage);
-        from = weights + place * kStageBytes, at += of_block;
-        next.load(from, at, all_inputs.step);
-        now.multiply(sums);
-        stages.give_back(leaving, run + zero_when_done(sums, zero));
-        run = min(left, kOfGroup);
+        stages.give_back(place, run + behind + part_sums.zero_when_done(sums));
+        pair += kMultiplying >> log;
+        if (pair < pairs) {
+          plan();
+          place = stages.wait(stage);
+        }
       }
-      next.multiply(sums);
-      // Both tiles may be of one unit, or of two.
-      first.wait();
-      store_float(first.sums, sums[0]), store_float(first.sums + kUnit * 4, sums[1]);
-      if (ends) arrive_at(first.barrier, threads);
-      if (two) {
-        if (ends) second.wait();
-        store_float(second.sums, sums[2]), store_float(second.sums + kUnit * 4, sums[3]);
-        arrive_at(second.barrier, threads);
-      }
-      stages.give_back(place, run + behind + zero_when_done(sums, zero));
-      pair += kMultiplying >> log;
-      if (pair < pairs) {
-        plan();
-        place = stages.wait(stage);
-      }
+      if (!kPieces) break;
+      if (taken < blocks) barrier_sync<kMultiplying * 32>(kTaken);  // nobody reads them any more
     }
     first_stage += pairs * stages_each;
     rooms.count(units.end - units.first);

@@ -45,13 +45,14 @@ __device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], const Pla
   } while (!__all_sync(0xffffffffu, all));
 }
 
-// A lane has every fourth unit of a block of a token.
+// All inputs, or with kPieces as many from block `first` on as are here at a time. A lane has every
+// fourth unit of a block of a token.
 //
 // Sums of squares: of all blocks of this warp, [token], or in a fixed order of every block of the
 // product's inputs by itself, [block][token].
-template <WeightType kType, bool kNorm, bool kFixed>
+template <WeightType kType, bool kNorm, bool kFixed, bool kPieces>
 __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                           const unsigned char* set, unsigned char* own,
+                                           int first, const unsigned char* set, unsigned char* own,
                                            float* squares) {
   constexpr int kBlock = inputs_of_block(kType), kEach = kBlock / kUnit / 4, kWords = 4;
   constexpr int kAtOnce = kWords / kEach;               // blocks
@@ -59,7 +60,9 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   constexpr int kLine = bytes_of_unit(false);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
-  const int first_unit = warp * kBlock / kUnit + lane % 4;
+  if (!kPieces) first = 0;
+  const int blocks = phase.inputs / kBlock - first;
+  const int first_unit = (first + warp) * kBlock / kUnit + lane % 4;
   const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
@@ -67,7 +70,8 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   float sum = 0.0f;
   if (kNorm && kFixed) squares += warp * kMostTokens;
 #pragma unroll 1
-  for (int left = phase.inputs / kBlock - warp; left > 0; left -= kAtOnce * kMultiplying) {
+  for (int left = (kPieces ? min(blocks, phase.at_once) : blocks) - warp; left > 0;
+       left -= kAtOnce * kMultiplying) {
     uint4 words[kWords], norm[kWords];
     float of_quads[kAtOnce][2] = {};  // of a block: first ones of this lane's units, second ones
     const auto there = [&](int i) { return i < kEach || left > kMultiplying; };
@@ -284,14 +288,15 @@ __device__ __forceinline__ void take_split(const WholeStepArgs& args, const Whol
   __syncwarp();
 }
 
-template <WeightType kType, bool kSplit, bool kNorm>
+template <WeightType kType, bool kSplit, bool kNorm, bool kPieces>
 __device__ __forceinline__ void take_inputs(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                            const unsigned char* set, unsigned char* own,
+                                            int first, const unsigned char* set, unsigned char* own,
                                             float* squares) {
   if constexpr (kSplit) {
+    static_assert(!kPieces);
     take_split<kType, kNorm>(args, phase, set, own, squares);
   } else {
-    take_whole<kType, kNorm, false>(args, phase, set, own, squares);
+    take_whole<kType, kNorm, false, kPieces>(args, phase, first, set, own, squares);
   }
 }
 

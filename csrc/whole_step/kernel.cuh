@@ -19,7 +19,8 @@
 namespace minserve {
 namespace cuda {
 
-template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed>
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed,
+          bool kPieces>
 __global__ void __launch_bounds__(whole::kThreads, 1)
     whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -46,9 +47,9 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
     whole::arrive_at(whole::kLooked);
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
     if constexpr (kFixed) {
-      whole::multiply_in_order<kGates>(args, shared, ring, inputs, set);
+      whole::multiply_in_order<kGates, kPieces>(args, shared, ring, inputs, set);
     } else {
-      whole::multiply<kGates, kType, kSplit>(args, shared, ring, inputs, set);
+      whole::multiply<kGates, kType, kSplit, kPieces>(args, shared, ring, inputs, set);
     }
   } else {
     if constexpr (kAny) {

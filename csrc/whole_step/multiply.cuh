@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
   }
 }
 
-template <int kGates, WeightType kType, bool kSplit>
+template <int kGates, WeightType kType, bool kSplit, bool kPieces>
 __device__ __forceinline__ void multiply(const WholeStepArgs& args,
                                          Shared<kGates, kSplit, false>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
@@ -130,13 +130,6 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
     if (tiles > 0 && any) load_weights();
     wait_for_own(args.phase[p - 1]);
     if (tiles == 0) continue;
-    if (phase.norm) {
-      // Nobody reads the sums of squares before any more: a whole other product has been finished
-      // since.
-      take_inputs<kType, kSplit, true>(args, phase, set, own, shared.squares[warp]);
-    } else {
-      take_inputs<kType, kSplit, false>(args, phase, set, own, nullptr);
-    }
     int finisher = 0, gate = 0;
     const auto wait_for_room = [&](int next) {
       wait_barrier(shared.taken[next], handed >> next & 1);
@@ -145,39 +138,57 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
       arrive_at(kSummed + ready);
       handed ^= 1u << ready;
     };
+    typename Tiles::Sums sums;
+    int taken = 0;                                          // blocks of the inputs
+    int left = stages - group;                              // of two tiles, this group's stages
+    const int missing = left * kOfGroup - (blocks - warp);  // of the last one, up to this warp's
 #pragma unroll 1
-    for (; tiles > 0; tiles -= 2) {
-      typename Tiles::Sums sums;
-      typename Tiles::Inputs at = first_block;
-      int block = blocks - warp;  // that are left, from this warp's on
+    do {
+      if (phase.norm) {
+        // Nobody reads the sums of squares before any more: a whole other product has been finished
+        // since.
+        take_inputs<kType, kSplit, true, false>(args, phase, 0, set, own, shared.squares[warp]);
+      } else {
+        take_inputs<kType, kSplit, false, kPieces>(args, phase, taken, set, own, nullptr);
+      }
+      if (kPieces) taken += phase.at_once;
+      // Of these: to be multiplied by inputs that are not here yet.
+      const int later = kPieces ? max(stages - group - taken / kOfGroup, 0) : 0;
 #pragma unroll 1
-      for (int left = stages - group; left > 0; left -= kGroups) {
-        if (block > 0) held.multiply(sums, at);
-        block -= kMultiplying;
-        at.advance(of_block);
-        __syncwarp();
-        if (lane == 0) arrive(shared.empty[stage.at]);
-        // The next one of these tiles, or the first one of the next.
-        stage.advance(left > kGroups ? kGroups : left + group, args.stages);
-        if (left > kGroups || tiles > 2) load_weights();
+      while (tiles > 0) {
+        typename Tiles::Inputs at = first_block;
+#pragma unroll 1
+        for (; left > later; left -= kGroups) {
+          if (left * kOfGroup > missing) held.multiply(sums, at);
+          at.advance(of_block);
+          __syncwarp();
+          if (lane == 0) arrive(shared.empty[stage.at]);
+          // The next one of these tiles, or the first one of the next.
+          stage.advance(left > kGroups ? kGroups : left + group, args.stages);
+          if (left > kGroups || tiles > 2) load_weights();
+        }
+        if (kPieces && taken < blocks) break;  // there are no other tiles (kMostDividedTiles)
+        if (!any) stage.advance(stages, args.stages);
+        // Both tiles may be of one unit, or end one each.
+        const bool two = tiles > 1, ends = gate + 1 == gates;
+        const int second_gate = ends ? 0 : gate + 1;
+        const int second = !ends ? finisher : finisher + 1 == kFinishing ? 0 : finisher + 1;
+        if (gate == 0) wait_for_room(finisher);
+        if (ends && two) wait_for_room(second);
+        sums.store(sums_of_lane + finisher * kOfFinisher + gate * kOfTile,
+                   sums_of_lane + second * kOfFinisher + second_gate * kOfTile, two);
+        if (ends) hand(finisher);
+        finisher = second, gate = second_gate;
+        if (two && ++gate == gates) {
+          hand(finisher);
+          gate = 0;
+          if (++finisher == kFinishing) finisher = 0;
+        }
+        tiles -= 2;
+        left = stages - group;
+        sums = {};
       }
-      if (!any) stage.advance(stages, args.stages);
-      // Both tiles may be of one unit, or end one each.
-      const bool two = tiles > 1, ends = gate + 1 == gates;
-      const int second_gate = ends ? 0 : gate + 1;
-      const int second = !ends ? finisher : finisher + 1 == kFinishing ? 0 : finisher + 1;
-      if (gate == 0) wait_for_room(finisher);
-      if (ends && two) wait_for_room(second);
-      sums.store(sums_of_lane + finisher * kOfFinisher + gate * kOfTile,
-                 sums_of_lane + second * kOfFinisher + second_gate * kOfTile, two);
-      if (ends) hand(finisher);
-      finisher = second, gate = second_gate;
-      if (two && ++gate == gates) {
-        hand(finisher);
-        gate = 0;
-        if (++finisher == kFinishing) finisher = 0;
-      }
-    }
+    } while (kPieces && tiles > 0);
   }
 }
 

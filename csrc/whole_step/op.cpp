@@ -55,10 +55,50 @@ class Plan {
 
   WholeStepArgs args;
   std::int64_t inner = 0, vocabulary = 0, layers = 0, conv_layers = 0;
-  int widest_input = 0;
+
+  // Says how many inputs are in shared memory at a time: all of them, or as many as there is room
+  // for.
+  void set_batch(std::int64_t batch) {
+    check_.require(batch >= 1 && batch <= most_batch_, "batch must be 1 to ", most_batch_, ", got ",
+                   batch);
+    args.batch = static_cast<int>(batch);
+    const int block = inputs_of_block(args.weights);
+    const int room = kMostInputBytes / (args.batch * block * 2);
+    int most_blocks = 0;
+    for (int n = 1; n < args.phases; ++n) {
+      WholeStepPhase& phase = args.phase[n];
+      const int blocks = phase.inputs / block;
+      phase.at_once = blocks;
+      if (args.fixed_order) {
+        while (phase.at_once > room) phase.at_once /= 2;
+      } else {  // whole rounds of warps
+        const std::int64_t rounds = divided_up(blocks, kTaking);
+        const std::int64_t pieces = blocks <= room ? 1 : divided_up(rounds, room / kTaking);
+        phase.at_once = static_cast<int>(divided_up(rounds, pieces)) * kTaking;
+      }
+      args.in_pieces |= phase.at_once < blocks;
+      most_blocks = std::max(most_blocks, std::min(phase.at_once, blocks));
+    }
+    args.input_bytes =
+        most_blocks * bytes_of_block(args.weights, splits(args.weights, args.batch), args.batch);
+  }
 
  private:
   PhaseKind kind_of(int n) const { return static_cast<PhaseKind>(args.phase[n].kind); }
+  std::int64_t gates_of(PhaseKind kind) const { return kind == PhaseKind::gates ? gates_ : 1; }
+
+  // Inputs of more than there is room for come in pieces, if the sums of all tiles can wait in
+  // registers and no norm needs all inputs first; in a fixed order in halves or quarters, that have
+  // as many parts each.
+  int most_batch_of(const WholeStepPhase& phase) const {
+    const int whole = kMostInputBytes / (2 * phase.inputs);
+    const auto tiles = phase.each * gates_of(static_cast<PhaseKind>(phase.kind));
+    if (phase.norm || tiles > kMostDividedTiles) return whole;
+    if (args.weights != WeightType::bf16 && whole < kMostSplit) return whole;  // split ones do not
+    if (!args.fixed_order) return kMostTokens;
+    const int blocks = phase.inputs / inputs_of_block(args.weights);
+    return phase.parts % kMostPieces || blocks % phase.parts ? whole : kMostPieces * whole;
+  }
 
   void add(const std::int64_t* from) {
     const int n = args.phases++;
@@ -101,10 +141,10 @@ class Plan {
                      " must be the channels of the one before, a multiple of ", block, ", got ",
                      inputs);
       phase.in = before.out;
-      const FixedChooser fixed(channels, inputs, kind == PhaseKind::gates ? gates_ : 1, 1);
-      phase.parts = fixed.parts();
-      check_.require(phase.parts <= kMostParts, "phase ", n, " has too many parts");
-      widest_input = std::max(widest_input, phase.inputs);
+      if (args.fixed_order) {
+        static_assert(kMostParts == FixedChooser::kMostParts);
+        phase.parts = FixedChooser(channels, inputs, gates_of(kind), 1).parts();
+      }
     }
     check_.require(!phase.norm || (inputs == args.width &&
                                    (kind == PhaseKind::gates || kind == PhaseKind::gelu ||
@@ -129,6 +169,7 @@ class Plan {
     // What the residual stream keeps in registers stays where it is; all else is dealt from where
     // the phase before has stopped, so that the blocks without any go round.
     phase.each = static_cast<int>(divided_up(phase.units, blocks_));
+    if (kind != PhaseKind::embed) most_batch_ = std::min(most_batch_, most_batch_of(phase));
     if (kind != PhaseKind::embed && kind != PhaseKind::residual) {
       phase.shift = next_block_;
       const int with_some = static_cast<int>(divided_up(phase.units, phase.each));
@@ -139,6 +180,7 @@ class Plan {
   const Check& check_;
   std::int64_t gates_;
   int blocks_, next_block_ = 0;
+  int most_batch_ = kMostTokens;
 };
 
 }  // namespace
@@ -181,14 +223,7 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor&
   check.tensor(slots_given, "slots", ScalarType::Int, {batch}, "[batch], int32");
   check.require(tokens.is_contiguous(), "tokens must be contiguous");
   const Tensor slots = torch::stable::contiguous(slots_given);
-  check.require(
-      batch >= 1 && batch <= kMostTokens && batch * plan.widest_input * 2 <= kMostInputBytes,
-      "batch must be 1 to ", std::min(kMostTokens, kMostInputBytes / (2 * plan.widest_input)),
-      ", got ", batch);
-  const int tokens_of_batch = static_cast<int>(batch);
-  args.input_bytes =
-      plan.widest_input / inputs_of_block(args.weights) *
-      bytes_of_block(args.weights, splits(args.weights, tokens_of_batch), tokens_of_batch);
+  plan.set_batch(batch);
   check.tensor(cell, "cell", ScalarType::Float, {plan.layers, -1, plan.inner},
                "[layers, num_slots, inner]");
   check.require(in_pairs(cell), "channels of cell must lie together, rows at multiples of 8 bytes");
@@ -212,7 +247,6 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given, const Tensor&
   check.tensor(ended, "ended", ScalarType::Long, {1}, "[1], int64");
   check.require(exchange.is_contiguous(), "exchange must be contiguous");
 
-  args.batch = tokens_of_batch;
   args.gates = static_cast<int>(gates);
   args.linear_candidate = linear_candidate;
   args.normalize_gates = normalize_gates;

@@ -19,6 +19,7 @@ constexpr int kRoomsEach = 2, kFixedRooms = kRoomsEach * kFinishing;
 // tiles of 8 rows.
 constexpr int kWarpBytes = kBlockBytes * kUnit;
 constexpr int kTileBytes = kOfGroup * kWarpBytes, kStageBytes = 2 * kTileBytes;
+static_assert(kMultiplying == kTaking, "a warp takes what it multiplies, unless order is fixed");
 static_assert(kMostKeptUnits == kFinishing, "each warp that finishes keeps one unit");
 static_assert(sizeof(WholeStepArgs) <= 32764, "what a kernel's arguments may have");
 constexpr int kMostStages = 16;

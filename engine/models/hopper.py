@@ -82,7 +82,7 @@ class HopperLM:
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
         self._whole = None
-        if WholeStep.most_rows(model) > 0:
+        if WholeStep.most_rows(model, fixed_order=deterministic) > 0:
             self._whole = WholeStep(model, self._head, fixed_order=deterministic)
         self._clusters = None if deterministic else ClusterStep.of(model)
         self._most_rows, self._most_tokens = where_the_library_begins(model)

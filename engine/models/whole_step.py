@@ -18,10 +18,14 @@ from engine.models.quantized import QuantLinear
 from engine.ops import library
 from engine.ops.whole_step import (
     BLOCK_BYTES,
+    DIVIDED_INPUTS,
     MOST_CHANNELS_EACH,
+    MOST_DIVIDED_CHANNELS_EACH,
     MOST_INPUT_BYTES,
     MOST_PHASES,
+    MOST_PIECES,
     MOST_ROWS,
+    MOST_SPLIT,
     MOST_TAPS,
     Kind,
     Phase,
@@ -29,7 +33,7 @@ from engine.ops.whole_step import (
 )
 
 
-def most_rows(config: ModelConfig, processors: int) -> int:
+def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False) -> int:
     """How many sequences a step on a GPU of so many multiprocessors may have; 0: the kernel does
     not take such a model. What `runs_kernels` asks is taken as given."""
     hidden = [config.mlp_hidden] if config.mlp_hidden else []
@@ -42,7 +46,22 @@ def most_rows(config: ModelConfig, processors: int) -> int:
         and config.conv_kernel <= MOST_TAPS
         and config.n_layers * of_layer + 2 <= MOST_PHASES
     )
-    return min(MOST_ROWS, MOST_INPUT_BYTES // (2 * max(inputs))) if fits else 0
+    if not fits:
+        return 0
+    # What reads these adds to the residual stream, and has no norm.
+    may_divide = config.d_model <= MOST_DIVIDED_CHANNELS_EACH * processors
+    rows = [MOST_ROWS, _rows_with_room(config.d_model)]
+    for width in inputs[1:]:
+        room = _rows_with_room(width)
+        if not may_divide or (config.quantization is not None and room < MOST_SPLIT):
+            rows.append(room)
+        elif fixed_order:
+            rows.append(room * (1 if width % DIVIDED_INPUTS else MOST_PIECES))
+    return min(rows)
+
+
+def _rows_with_room(width: int) -> int:
+    return MOST_INPUT_BYTES // (2 * width)
 
 
 def runs_kernels(model: LM) -> bool:
@@ -88,14 +107,14 @@ class WholeStep:
     have the bits of a Chain with it."""
 
     @staticmethod
-    def most_rows(model: LM) -> int:
+    def most_rows(model: LM, *, fixed_order: bool = False) -> int:
         """Of a batch, on the model's GPU; 0: the kernel does not take such a model."""
         device = torch.cuda.get_device_properties(model.norm.weight.device)
-        return most_rows(model.config, device.multi_processor_count)
+        return most_rows(model.config, device.multi_processor_count, fixed_order=fixed_order)
 
     def __init__(self, model: LM, head: Head, *, fixed_order: bool = False) -> None:
         config = model.config
-        self.rows = self.most_rows(model)
+        self.rows = self.most_rows(model, fixed_order=fixed_order)
         self._eps = config.norm_eps
         self._program = Program(
             list(_phases(model, head)),

@@ -24,16 +24,23 @@ _WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
 _LINE_BYTES = 16  # of a channel's values of eight tokens
 
-#: What the kernel takes: rows of a batch, bytes of all rows' inputs to one product, products,
-#: channels for each multiprocessor, taps of a convolution; what the inputs of products divide by,
-#: in bytes of a row of weights.
+#: What the kernel takes: rows of a batch, products, channels for each multiprocessor, taps of a
+#: convolution; what the inputs of products divide by, in bytes of a row of weights.
 MOST_ROWS = 8
-MOST_INPUT_BYTES = 64 * 1024
 MOST_PHASES = 224
 MOST_CHANNELS_EACH = 24
 MOST_TAPS = 4
 BLOCK_BYTES = 128
 MOST_SQUARES = 64  # of SQUARE_ROWS channels each, in a fixed order
+
+#: Bytes of all rows' inputs to one product, in bfloat16; and what lets inputs come in pieces of as
+#: many: no norm, so few channels for each multiprocessor, and in a fixed order a multiple of inputs
+#: and no more than so many pieces.
+MOST_INPUT_BYTES = 64 * 1024
+MOST_DIVIDED_CHANNELS_EACH = 16
+DIVIDED_INPUTS = 512
+MOST_PIECES = 4
+MOST_SPLIT = 2  # rows whose inputs do not come in pieces, of 8-bit weights
 
 
 # The copy engine keeps what it has read of a map, by its address. So memory that has once held maps
@@ -113,8 +120,8 @@ class Program:
         """One token of every row.
 
         Args:
-            tokens: int32 [batch], up to MOST_ROWS and as many as MOST_INPUT_BYTES leave room for;
-                an id out of range is a row of zeros.
+            tokens: int32 [batch], up to MOST_ROWS and, where inputs may not come in pieces, as
+                many as MOST_INPUT_BYTES leave room for; an id out of range is a row of zeros.
             slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
                 be named twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.

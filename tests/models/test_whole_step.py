@@ -40,7 +40,10 @@ def config(**changes: object) -> ModelConfig:
     [
         ({}, 8),
         ({"d_model": 768, "n_layers": 12, "expansion": 1.5}, 8),
-        ({"d_model": 2048, "n_layers": 24, "expansion": 1.5}, 4),  # 8192 inputs of 2 bytes
+        ({"d_model": 2048, "n_layers": 24, "expansion": 1.5}, 8),  # 8192 inputs in two pieces
+        ({"d_model": 2048, "expansion": 1.5, "quantization": "int8"}, 8),
+        ({"d_model": 2304}, 3),  # three tiles of a block, whose sums cannot wait for more inputs
+        ({"d_model": 1024, "mlp_ratio": 20.0, "quantization": "int8"}, 1),
         ({"d_model": 192, "quantization": None}, 8),
         ({"d_model": 192, "quantization": "int8"}, 0),  # a block and a half of 8-bit inputs
         ({"quantization": "fp8"}, 8),
@@ -54,6 +57,21 @@ def config(**changes: object) -> ModelConfig:
 )
 def test_which_models_it_takes(changes: dict[str, object], rows: int) -> None:
     assert most_rows(config(**changes), H100) == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 8),
+        ({"d_model": 2048, "expansion": 1.5}, 8),
+        ({"d_model": 2048, "mlp_ratio": 12.0}, 4),  # quarters of 6,144 inputs
+        ({"d_model": 1216}, 6),  # 4,864 inputs are no whole blocks for each part
+    ],
+)
+def test_inputs_in_pieces_are_whole_parts_in_a_fixed_order(
+    changes: dict[str, object], rows: int
+) -> None:
+    assert most_rows(config(**changes), H100, fixed_order=True) == rows
 
 
 def test_phases_are_counted_as_they_are_made() -> None:
@@ -77,6 +95,11 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constant("kMostTaps") == whole_step.MOST_TAPS
     assert constant("kBlockBytes") == whole_step.BLOCK_BYTES
     assert constant("kMostSquares") == whole_step.MOST_SQUARES
+    divided = constant("kMostDividedTiles") * constant("kUnit")
+    assert divided == whole_step.MOST_DIVIDED_CHANNELS_EACH
+    assert constant("kMostPieces") == whole_step.MOST_PIECES
+    assert constant("kMostParts") * 64 == whole_step.DIVIDED_INPUTS  # a block for each part
+    assert constant("kMostSplit") == whole_step.MOST_SPLIT
 
 
 def chain_of(model: LM, *, deterministic: bool = False) -> HopperLM:
@@ -107,13 +130,20 @@ WIDE = {
     "wide": config(d_model=2048, n_layers=2, expansion=1.5, vocab_size=2000),
     "wide minlstm": config(d_model=1280, n_layers=2, cell="minlstm", vocab_size=2000),
 }
+#: Inputs that come in pieces: thirds or quarters; pieces that are not as long as each other, or do
+#: not end where a stage of weights does.
+DIVIDED = {
+    "divided": config(d_model=512, n_layers=2, mlp_ratio=24.0),
+    "divided unevenly": config(d_model=1152, n_layers=2, cell="minlstm", conv_kernel=3),
+}
+OTHERS = NARROW | WIDE | DIVIDED
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*CONFIGS, *NARROW, *WIDE])
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_steps_as_the_chain_does(name: str) -> None:
     """Many steps of changing batches: what one leaves behind must not reach the next."""
-    model = build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16)
+    model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     exact = exact_of(model)  # before weights move
     chain, whole = chain_of(model), whole_of(model)
     most = whole._whole.rows  # type: ignore[union-attr]
@@ -147,10 +177,10 @@ def chances(seed: str, most: int) -> Iterator[tuple[list[int], int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*CONFIGS, *NARROW, *WIDE])
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
     """Over many steps of changing batches, whoever of the warps comes first."""
-    model = build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16)
+    model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     chain, whole = (of(model, deterministic=True) for of in (chain_of, whole_of))
     most = whole._whole.rows  # type: ignore[union-attr]
     ours, theirs = model.new_state(12), model.new_state(12)
@@ -170,9 +200,9 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", [*CONFIGS, *NARROW, *WIDE])
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
-    model = quantize_model(build((CONFIGS | NARROW | WIDE)[name], torch.bfloat16), kind)
+    model = quantize_model(build((CONFIGS | OTHERS)[name], torch.bfloat16), kind)
     quick, chance = PlainModel(model), random.Random(name)
     assert (quick._whole is not None) == (name not in NARROW)  # 64 and 192 inputs: half blocks
     if quick._whole is None:
