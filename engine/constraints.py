@@ -93,10 +93,13 @@ class Constraints:
             text.ending.clear()
             if key in self._rejected:
                 bits[row] = 0xFFFFFFFF
-            elif text.matcher.is_error() or not (goes_on[row] or (may_end[row] and text.ends)):
+                continue
+            # Its bit alone does not say so: a grammar may ask for that token by its number.
+            ends = may_end[row] and text.matcher.is_accepting()
+            if text.matcher.is_error() or not (goes_on[row] or (ends and text.ends)):
                 self._rejected[key] = reason(text.matcher)
                 bits[row] = 0xFFFFFFFF
-            elif may_end[row]:
+            elif ends:
                 for token in text.ends:
                     word, bit = token // 32, np.uint32(1 << token % 32)
                     if not bits[row, word] & bit:

@@ -12,6 +12,7 @@ does it in a process that can be killed (engine.grammar_check); the limits here 
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
 # line breaks to its last token.
 JSON_WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
 _NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
+_SPECIAL_NAMES = "; following special tokens"  # the names that `_add_end` makes up are nobody's
 _MOST_REASON = 500  # characters of the library's own words
 
 
@@ -70,18 +72,31 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
 
 
 def _add_end(layout: dict[str, Any]) -> int:
-    """Adds a token to a tokenizer.json that ends a text; its id, beyond all others. Ids without a
-    token, which the library does not know, get one that is no text either."""
-    vocab, added = layout["model"]["vocab"], layout["added_tokens"]
-    ids = {*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))}
-    ids.update(token["id"] for token in added)
-    end = 1 + max(ids, default=-1)
+    """Adds a token to a tokenizer.json that ends a text; its id, beyond all others. This one, the
+    special tokens and those of ids that have none get names that nobody can know: where a grammar
+    asks for the text `<|endoftext|>`, the library would take it for the token of that name, which
+    is no text. Other added tokens are ordinary ones where the vocabulary has them, else no text."""
+    model, secret = layout["model"], secrets.token_hex(16)
+    vocab = model["vocab"]
+    named = isinstance(vocab, dict)
+    known = {*vocab.values()} if named else {*range(len(vocab))}
+    special = {token["id"]: token["special"] for token in layout["added_tokens"]}
+    end = 1 + max({*known, *special}, default=-1)
+    silent = [id for id in range(end + 1) if id not in known or special.get(id)]
+    names = {id: f"<|no text {id} {secret}|>" for id in silent}
+    if named:
+        unknown = vocab.get(model.get("unk_token"))
+        if unknown in names:  # it has to be in the vocabulary
+            model["unk_token"] = names[unknown]
+        model["vocab"] = {names.get(id, name): id for name, id in vocab.items()}
+        model["vocab"] |= {name: id for id, name in names.items()}  # else numbered by their order
+    else:
+        vocab += [["", 0.0] for _ in range(end + 1 - len(vocab))]
+        model["vocab"] = [[names.get(id, piece), score] for id, (piece, score) in enumerate(vocab)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    for id in sorted({*range(end), end} - ids):
-        name = f"<|no text {id}|>"
-        if isinstance(vocab, dict):
-            vocab[name] = id  # or added tokens are numbered by their order
-        added.append({"id": id, "content": name, "special": True, **flags})
+    layout["added_tokens"] = [
+        {"id": id, "content": name, "special": True, **flags} for id, name in names.items()
+    ]
     return end
 
 
@@ -116,7 +131,8 @@ def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
     if matcher.is_error():
         raise InvalidRequest(reason(matcher))
     if not first & ~(1 << tokens.end):
-        raise InvalidRequest("no text but the empty one matches it")
+        empty = "no text but the empty one matches it"
+        raise InvalidRequest(empty if matcher.is_accepting() else _NO_SPELLING)
     if not tokens.complete and not can_spell(matcher, tokens.library, tokens.end):
         raise InvalidRequest(_NO_SPELLING)
     return matcher
@@ -125,9 +141,10 @@ def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher goes no further, in the library's words."""
     error = matcher.get_error()
-    if error.startswith("NoExtension"):
+    if not error or error.startswith("NoExtension"):
         return _NO_SPELLING
     text = error.replace("<non-verbose/>", "").strip()
+    text = text.partition(_SPECIAL_NAMES)[0]
     return text if len(text) <= _MOST_REASON else text[:_MOST_REASON] + "..."
 
 

@@ -48,7 +48,7 @@ def can_spell(matcher: LLMatcher, library: LLTokenizer, end: int) -> bool:
             if walk.is_error():
                 break
             allowed = np.unpackbits(mask, bitorder="little")
-            if allowed[end]:
+            if allowed[end] and walk.is_accepting():
                 return True
             closing = [token for token in ends if allowed[token]]
             hasty = closing and chance.random() < _HASTE

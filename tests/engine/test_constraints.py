@@ -108,6 +108,23 @@ def test_special_tokens_are_no_text(tmp_path: Path) -> None:
     assert allowed(constraints, 0) == [ids("a")]
 
 
+def test_the_end_cannot_be_asked_for_by_its_number(tmp_path: Path) -> None:
+    size = save_bytes(tmp_path)
+    grammars = Grammars(tmp_path, size)
+    constraints = Constraints(grammars, EOS, 1)
+    named = [
+        Grammar("grammar", f"start: {text}")
+        for text in ('"a" (<[257]> | <[256]>) "b"', '"a" | <[257]> "b"')
+    ]
+    settle(grammars, *named)
+    for key, one in enumerate(named):
+        constraints.admit(key, SamplingParams(grammar=one))
+    assert allowed(constraints, 0, 1) == [ids("a"), ids("a")]
+    constraints.take(0, ord("a"))
+    allowed(constraints, 0)
+    assert "tokens can spell" in constraints.rejected()[0]
+
+
 def test_a_token_that_is_not_allowed_ends_in_a_rejection_of_that_sequence_alone(
     admit: Admit,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,106 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+# Texts that spell names of tokens.
+
+
+def _save_added(folder: Path) -> int:
+    """Merges, a special token beyond the vocabulary, and tokens that are added but not special, one
+    of which the vocabulary has."""
+    size = save_merges(folder)
+    path = folder / "tokenizer.json"
+    layout = json.loads(path.read_text(encoding="utf-8"))
+    layout["model"]["vocab"]["<tool>"] = size
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for id, (name, special) in enumerate(
+        [("<tool>", False), ("<call>", False), ("<|turn|>", True)], size
+    ):
+        layout["added_tokens"].append({"id": id, "content": name, "special": special, **flags})
+    layout["model"]["unk_token"] = "<|eos|>"
+    path.write_text(json.dumps(layout), encoding="utf-8")
+    return size + 3
+
+
+def _save_pieces(folder: Path) -> int:
+    """Scored pieces, special ones among them."""
+    byte_pieces = [[f"<0x{byte:02X}>", -9.0] for byte in range(256)]
+    pieces = [["<unk>", 0.0], ["</s>", 0.0], *byte_pieces, *([one, -5.0] for one in "abcdefs</>|")]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [
+        {"id": id, "content": name, "special": True, **flags}
+        for id, name in ((0, "<unk>"), (1, "</s>"), (len(pieces), "<|turn|>"))
+    ]
+    save_bytes(folder)
+    path = folder / "tokenizer.json"
+    layout = json.loads(path.read_text(encoding="utf-8"))
+    layout["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": True}
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    layout |= {"added_tokens": special, "decoder": decoder, "pre_tokenizer": None}
+    path.write_text(json.dumps(layout), encoding="utf-8")
+    return len(pieces) + 1
+
+
+def _spell(tokens: TextTokens, grammar: Grammar) -> bytes:
+    """The one text that matches, as it is written under masks."""
+    matcher, written = compile_grammar(tokens, grammar).deep_copy(), b""
+    while not matcher.is_stopped():
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        token = (bits & -bits).bit_length() - 1
+        assert token != tokens.end and not tokens.library.is_special_token(token)
+        assert matcher.consume_token(token), matcher.get_error()
+        written += tokens.library.decode_bytes([token])
+    assert matcher.is_accepting()
+    return written
+
+
+@pytest.mark.parametrize("save", [save_bytes, save_merges, _save_added, _save_pieces])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<|endoftext|>",
+        "<|eos|>",
+        "<|turn|>",
+        "<tool>",
+        "<call>",
+        "<unk>",
+        "</s>",
+        "<|no text 257|>",
+    ],
+)
+def test_names_of_special_tokens_are_spelled_as_text(
+    name: str, save: Callable[[Path], int], tmp_path: Path
+) -> None:
+    tokens = load_tokens(tmp_path, save(tmp_path))
+    assert tokens.complete
+    for grammar, text in [
+        (schema({"const": name}), json.dumps(name)),
+        (schema({"enum": [name]}), json.dumps(name)),
+        (Grammar("choice", json.dumps([f"ÿ{name}"])), f"ÿ{name}"),
+        (Grammar("choice", json.dumps([name])), name),
+        (Grammar("regex", re.escape(name)), name),
+        (Grammar("grammar", f'start: "{name}" "b"'), f"{name}b"),
+        (Grammar("grammar", f'root ::= "{name}"'), name),
+    ]:
+        assert _spell(tokens, grammar) == text.encode()
+
+
+def test_a_special_token_that_the_vocabulary_cannot_spell_is_refused(tmp_path: Path) -> None:
+    size = save_characters(tmp_path, "abc")
+    path = tmp_path / "tokenizer.json"
+    layout = json.loads(path.read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    layout["added_tokens"] = [{"id": size, "content": "<s>", "special": True, **flags}]
+    path.write_text(json.dumps(layout), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="tokens can spell"):
+        compile_grammar(load_tokens(tmp_path, size + 1), Grammar("choice", '["a<s>"]'))
+
+
+def test_special_tokens_have_no_names_in_grammars(tokens: TextTokens) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        compile_grammar(tokens, Grammar("grammar", 'start: "a" <|endoftext|>'))
+    assert refused.value.message.endswith('unknown special token: "<|endoftext|>"')
 
 
 # Vocabularies that lack characters.

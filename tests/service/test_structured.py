@@ -35,6 +35,7 @@ ASKED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "[0-9]{3}", "json": None}}, "[0-9]{3}"),
     ({"structured_outputs": {"choice": ["yes", "größe"]}}, "yes|größe"),
     ({"structured_outputs": {"grammar": 'start: "a" /[xy]+/ "b"'}}, "a[xy]+b"),
+    ({"structured_outputs": {"json": {"const": "<|endoftext|>"}}}, r'"<\|endoftext\|>"'),
 ]
 FORMER: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": POINT}, POINT_TEXT),
