@@ -187,6 +187,14 @@ class EngineClient:
             with contextlib.suppress(EngineDead):
                 self._transport.send(Abort(mine, reason, list(kept)))
 
+    def give_up(self, request_id: int, error: EngineError) -> None:
+        """Ends a request, if it is in flight, whose Delivery then fails with `error` after all that
+        has come."""
+        self.abort([request_id])
+        if (delivery := self._deliveries.pop(request_id, None)) is not None:
+            self.queued.discard(request_id)
+            delivery.fail(error)
+
     async def ask_state(
         self,
         action: Literal["get", "fork", "delete", "list", "export", "import"],

@@ -1,8 +1,9 @@
 """Deliveries: what has come of each request and has not been read yet.
 
 A Delivery merges what comes between two reads, so that a slow reader costs memory for its own
-tokens only, and never holds up another. Several deliveries can share an Inbox, from which one task
-reads all that have news in one go.
+tokens only, and never holds up another. What the reader of a stream takes at a time is bounded; how
+much waits for it can be asked, so that it can be given up. Several deliveries can share an Inbox,
+from which one task reads all that have news in one go.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import msgspec
 from engine.errors import EngineError
 from engine.holding import Holding
 from engine.messages import Finished, Request, TokenLogprobs, unpack_ids
+
+MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update of a stream
 
 
 class Update(msgspec.Struct):
@@ -135,8 +138,9 @@ class Delivery:
     """
 
     __slots__ = (
-        "_holding", "_inbox", "_over", "_released", "_rest", "_waiter", "_wants_logprobs", "error",
-        "id", "interval", "on_finish", "only_tokens", "tokens", "told", "which",
+        "_holding", "_inbox", "_most", "_over", "_released", "_reports", "_rest", "_waiter",
+        "_wants_logprobs", "error", "id", "interval", "on_finish", "only_tokens", "tokens", "told",
+        "which",
     )  # fmt: skip
 
     def __init__(
@@ -161,15 +165,35 @@ class Delivery:
         self.only_tokens = True  # nothing else has
         self.told = False  # the reader knows that there is news, which it has not taken
         self._wants_logprobs = request.sampling.logprobs is not None
+        self._reports = 1 + (request.sampling.logprobs or 0)  # of a token
+        # An answer that is not streamed is read as a whole.
+        self._most = max(1, MOST_TAKEN // self._reports) if request.stream else None
         self._inbox = inbox
         self._over = False  # the update with `finished` has been read
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def unread(self) -> int:
+        """How much waits for the reader: tokens, and alternatives that were asked for."""
+        return len(self.tokens) * self._reports
+
     def take(self) -> Update:
-        """All that has come since the last call, which may be nothing."""
+        """What has come since the last call, which may be nothing; of a stream not more than
+        MOST_TAKEN, and then there are news at once."""
+        if self._most is not None and len(self.tokens) > self._most:
+            return self._take_first(self._most)
         update, self._rest = self._rest, Update()
         update.tokens, self.tokens = self.tokens, []
         self._released, self.only_tokens, self.told = False, True, False
+        return update
+
+    def _take_first(self, count: int) -> Update:
+        rest = self._rest
+        update = Update(self.tokens[:count], rest.logprobs[:count], rest.scores)
+        del self.tokens[:count], rest.logprobs[:count]
+        rest.scores = []
+        self._released, self.told = True, False
+        self.tell()
         return update
 
     def clear_tokens(self) -> None:

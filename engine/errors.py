@@ -11,6 +11,7 @@
     │   ├── StateMismatch    a snapshot of another model
     │   ├── StateMalformed   a snapshot that is none, or is damaged
     │   └── StateQuota       there is no room for another one
+    ├── ReaderBehind         the client reads a stream more slowly than it is written
     ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
     │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
@@ -106,6 +107,12 @@ class StateQuota(StateError):
     """The owner has as many states as it may, or memory for them is used up by others in use."""
 
     code = "state_quota"
+
+
+class ReaderBehind(EngineError):
+    """The client reads its stream more slowly than it is written, and too much waits for it."""
+
+    code = "reader_behind"
 
 
 class TimedOut(EngineError):

@@ -72,7 +72,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(lifecycle.live())]
+        tasks = [
+            asyncio.create_task(lifecycle.live()),
+            asyncio.create_task(lifecycle.end_those_behind()),
+        ]
         if access.keys is not None:
             tasks.append(asyncio.create_task(access.keys.watch()))
         try:

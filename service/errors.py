@@ -24,6 +24,7 @@ from engine.errors import (
     EngineUnavailable,
     InvalidRequest,
     QueueFull,
+    ReaderBehind,
     Refused,
     ReloadUnderWay,
     StateBusy,
@@ -51,6 +52,7 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     StateBusy: (409, INVALID),
     StateQuota: (429, RATE_LIMIT),
     StateError: (400, INVALID),
+    ReaderBehind: (408, TIMEOUT),  # told in streams alone, which have begun
     TimedOut: (504, TIMEOUT),
     QueueFull: (429, RATE_LIMIT),
     ReloadUnderWay: (409, INVALID),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from engine.client import Delivery, EngineClient, Inbox, Update
-from engine.errors import Draining, EngineError
+from engine.errors import Draining, EngineError, ReaderBehind
 from engine.messages import FinishReason, Request, StateInfo, StateReply
 from service.direct import Writer
 from service.metrics import Metrics
@@ -64,6 +64,7 @@ class Flight:
         self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
+        self.awaits_reader = False  # what has come cannot be written yet
         self.trace: Trace | None = None  # where traces are taken
         self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
         self.tokens_out = 0  # that it generated
@@ -176,6 +177,22 @@ class Flight:
             reason: FinishReason = "stop"
             self._client.abort([request], reason, [] if kept is None else [kept])
 
+    def end_if_behind(self, most: int) -> None:
+        """Ends a stream of which more than `most` tokens and alternatives wait for its reader; what
+        waits is still sent, and then an error."""
+        if not self.awaits_reader:
+            return
+        unread = sum(delivery.unread for delivery in self._deliveries)
+        if unread <= most:
+            return
+        error = ReaderBehind(
+            f"the stream is read more slowly than it is written: {unread} tokens and alternatives "
+            f"wait, and at most {most} may; read faster, or ask for fewer tokens or alternatives"
+        )
+        for delivery in self._deliveries:
+            if delivery.id in self._open:
+                self._client.give_up(delivery.id, error)
+
     @property
     def is_over(self) -> bool:
         """All that it has asked has come."""
@@ -224,7 +241,7 @@ class Flight:
                     if self.trace is not None:
                         self.trace.ended(finished)
                     self._unread -= 1
-                elif delivery.error is not None:
+                elif delivery.error is not None and not delivery.tokens:
                     self._open.discard(delivery.id)
                     self._unread -= 1
                     batch.append((delivery.which, self._named(delivery.error, delivery.which)))

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Bytes that a snapshot may have beside its state; engine.snapshot knows better, but later.
 SNAPSHOT_REST = 2**17
 LOOK_SECONDS = 0.02  # between looks at what is in flight
+UNREAD_SECONDS = 0.25  # between looks at what streams' readers are behind by
 
 
 class Lifecycle:
@@ -149,6 +150,14 @@ class Lifecycle:
         except Exception as error:
             logger.exception("unexpected error while loading")
             self._fail(EngineDead(f"unexpected error while loading: {error}"))
+
+    async def end_those_behind(self) -> None:
+        """Ends streams whose readers are too slow, until this is cancelled: nothing holds the
+        engine back, so what waits for them would take memory without bound."""
+        while True:
+            await asyncio.sleep(UNREAD_SECONDS)
+            for flight in self.flights:
+                flight.end_if_behind(self.settings.max_unread)
 
     async def drain(self, timeout: float) -> None:
         """Takes nothing new and returns when everything in flight has ended, which after `timeout`

@@ -95,6 +95,7 @@ class Settings(BaseSettings):
     max_tokens: PositiveInt = 1_000_000  # generated for one prompt
     max_logprobs: int = Field(default=20, ge=0)
     max_reports: PositiveInt = 2**20  # log-probabilities that one answer may hold
+    max_unread: PositiveInt = 2**18  # tokens and alternatives that a stream's reader is behind by
     max_stop: PositiveInt = 16  # stop strings of one prompt
     max_stop_length: PositiveInt = 1024  # characters
     max_stop_token_ids: PositiveInt = 128

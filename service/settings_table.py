@@ -30,6 +30,7 @@ VARIABLES = {
     "max_prompt_tokens": "Most prompt tokens of one request, once per sample and continuation.",
     "max_logprobs": "Most alternatives per token.",
     "max_reports": "Most log-probabilities that one answer may hold.",
+    "max_unread": "Most tokens and alternatives that may wait for a slow reader of a stream.",
     "max_stop": "Most stop strings of one prompt.",
     "max_stop_length": "Characters of a stop string.",
     "max_stop_token_ids": "Most stop ids of one prompt.",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.client import Update
-from engine.errors import EngineError, EngineUnavailable, QueueFull, StepFailed
+from engine.errors import EngineError, EngineUnavailable, QueueFull, ReaderBehind, StepFailed
 from service.direct import Connection, Writer, begin
 from service.errors import ApiError, forget, from_engine
 from service.flight import Flight
@@ -157,6 +157,14 @@ class Chunks:
         self.over = True
         return end
 
+    async def written(self, writing: Awaitable[None]) -> None:
+        """Awaits a write, which may wait for the client to read what was written before."""
+        self._flight.awaits_reader = True
+        try:
+            await writing
+        finally:
+            self._flight.awaits_reader = False
+
     def write_through(self, writer: Writer) -> None:
         """From now on plain tokens are written as they come, without being asked for here."""
         self._flight.tap([voice.render_tokens for voice in self._voices], writer)
@@ -194,7 +202,7 @@ class EventStream(Response):
                 elif writer is not None and writer.is_open():
                     (writer.end if chunks.over else writer.write)(chunk)
                 else:
-                    await write(_body(chunk, more=not chunks.over))
+                    await chunks.written(write(_body(chunk, more=not chunks.over)))
         except Exception as error:
             if not started:
                 raise
@@ -222,8 +230,9 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def ends_all(error: EngineError) -> bool:
-    """The error concerns the engine, or says that it does not take all of what was asked (which it
-    may find out for a part of it only, where several API processes fill one queue)."""
-    if isinstance(error, QueueFull):
+    """The error concerns the engine or the whole stream, or says that the engine does not take all
+    of what was asked (which it may find out for a part of it only, where several API processes fill
+    one queue)."""
+    if isinstance(error, QueueFull | ReaderBehind):
         return True
     return isinstance(error, EngineUnavailable) and not isinstance(error, StepFailed)

@@ -9,6 +9,7 @@ import pytest
 
 from engine import holding
 from engine.client import Delivery, Inbox
+from engine.delivery import MOST_TAKEN
 from engine.errors import StepFailed
 from engine.holding import Holding
 from engine.messages import Finished, Request, SamplingParams, TokenLogprobs, pack_ids
@@ -196,3 +197,51 @@ async def test_the_task_is_told_that_a_tap_failed() -> None:
     one.add_tokens([1])
     with pytest.raises(ArithmeticError):
         await waiting
+
+
+def reports_of(count: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(-float(n)) for n in range(count)]
+
+
+@pytest.mark.parametrize("top", [None, 0, 7])
+async def test_a_stream_that_is_read_late_comes_in_pieces_of_bounded_size(top: int | None) -> None:
+    """In their order, what ends it last."""
+    sampling = SamplingParams(logprobs=top)
+    inbox = Inbox()
+    late = Delivery(Request(id=0, prompt=pack_ids([1]), sampling=sampling), inbox=inbox)
+    tokens = list(range(2 * MOST_TAKEN))
+    reports = reports_of(len(tokens))
+    for token, report in zip(tokens, reports, strict=True):
+        late.add_token(token, None if top is None else report)
+    late.finish(FINISHED)
+    assert late.unread == len(tokens) * (1 + (top or 0))
+    got, told = [], []
+    while True:
+        (again,) = await inbox.next()
+        assert again is late
+        update = late.take()
+        assert 0 < len(update.tokens) * (1 + (top or 0)) <= MOST_TAKEN
+        got += update.tokens
+        told += update.logprobs
+        if update.finished is not None:
+            break
+        assert late.unread
+    assert got == tokens and told == ([] if top is None else reports)
+    assert late.unread == 0
+
+
+async def test_an_answer_that_is_not_streamed_comes_whole() -> None:
+    whole = Delivery(Request(id=0, prompt=pack_ids([1]), stream=False))
+    tokens = list(range(MOST_TAKEN + 1))
+    whole.finish(Finished(0, "length", len(tokens), 0, 9, answer=pack_ids(tokens)))
+    assert (await whole.next()).tokens == tokens
+
+
+async def test_a_failure_waits_for_all_pieces() -> None:
+    late = Delivery(Request(id=0, prompt=pack_ids([1])))
+    late.add_tokens(list(range(MOST_TAKEN + 1)))
+    late.fail(StepFailed("boom"))
+    assert len((await late.next()).tokens) == MOST_TAKEN
+    assert (await late.next()).tokens == [MOST_TAKEN]
+    with pytest.raises(StepFailed):
+        await late.next()
