@@ -10,17 +10,14 @@ import asyncio
 from itertools import chain
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-from service.direct import WatchedProtocol
 from service.errors import ApiError
+from service.upgrades import IS_HTTPTOOLS, PlainProtocol
 from service.wire import encode
 
 MOST_HEAD_BYTES = 64 * 2**10  # of the path and all names and values; while it comes, of its reads
-TELLS_HEADS = hasattr(AutoHTTPProtocol, "on_headers_complete")
 
 
-class BoundedHeads(WatchedProtocol):
+class BoundedHeads(PlainProtocol):
     """uvicorn's HTTP protocol, which answers 431 to a head that is too large."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,7 +27,7 @@ class BoundedHeads(WatchedProtocol):
         self._awaited_since: float | None = None  # a head, by the loop's time
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        if TELLS_HEADS:
+        if IS_HTTPTOOLS:
             self._awaited_since = self.loop.time()
         super().connection_made(transport)
 

@@ -28,6 +28,9 @@ with listening(runner, max_body_bytes=300) as (url, service):
     assert done == "[DONE]"
     assert "".join(event["text"] for event in events) == plain["results"][0]["text"]
 
+    upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+    assert httpx.post(f"{url}/v1/generate", json=asked, headers=upgrade).json()["results"]
+
     # h11 takes this length for nothing, beside chunks.
     head = b"POST /v1/generate HTTP/1.1\r\nhost: here\r\ncontent-length: "
     with socket.create_connection(address(url), timeout=5) as client:
