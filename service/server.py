@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import sys
 from contextlib import suppress
@@ -18,7 +19,7 @@ from contextlib import suppress
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from service.keys import load_keys
 from service.listening import address_of, listen
-from service.settings import Settings
+from service.settings import Settings, unknown_variables
 from service.supervision import make_supervisor
 from service.tls import check_tls
 
@@ -31,6 +32,7 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
+    _check_variables()
     check_tls(settings.tls_certificate, settings.tls_key)
     if settings.api_workers > 1:
         _check_for_others(settings)
@@ -54,6 +56,15 @@ def serve(settings: Settings) -> int:
 
         failure = asyncio.run(Host(supervisor, settings, listeners).run())
     return exit_code(failure)
+
+
+def _check_variables() -> None:
+    """Of the environment: a slip in a name would leave a setting, which may be the keys, at its
+    default. Others have reasons of their own (Kubernetes names services so). Raises ConfigError."""
+    for name, meant in unknown_variables(os.environ).items():
+        if meant is not None:
+            raise ConfigError(f"{name} is no setting; probably {meant} is meant")
+        logger.warning("%s is no setting of this server: nothing reads it", name)
 
 
 def _check_for_others(settings: Settings) -> None:

@@ -7,17 +7,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, SecretStr
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import EngineConfig
 from service.access_log import AccessLogFormat
 
-# As browsers send it; * stands for all of them.
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\sA-Z/?#@,]+)$")]
+PREFIX = "MINSERVE_"
+# Variables of this prefix that are read by others: the kernels, builds, docker/compose.yaml.
+OF_OTHERS = frozenset({"CPU_ISA", "CUDA", "CUDA_ARCHS", "CPUS", "DELAYS", "MEMORY", "PUBLISH"})
+
+
+def _check_origin(value: str) -> str:
+    if not re.fullmatch(r"\*|https?://[^\sA-Z/?#@,]+", value):
+        raise ValueError(
+            "allowed: *, or an origin as browsers send it: https://HOST or https://HOST:PORT in "
+            "lower case, without a slash or a path at its end"
+        )
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_check_origin)]  # * stands for all of them
 
 
 def _split(value: Any) -> Any:
@@ -34,7 +59,7 @@ class Settings(BaseSettings):
     """How one server runs. Raises pydantic.ValidationError for values that are out of range."""
 
     model_config = SettingsConfigDict(
-        env_prefix="MINSERVE_", extra="forbid", allow_inf_nan=False, frozen=True
+        env_prefix=PREFIX, extra="forbid", allow_inf_nan=False, frozen=True
     )
 
     host: str = "127.0.0.1"
@@ -109,12 +134,20 @@ class Settings(BaseSettings):
 
     # Times, in seconds.
     load_timeout: PositiveFloat = 600.0
-    request_timeout: PositiveFloat = 600.0  # where the request names none
-    max_request_timeout: PositiveFloat = 3600.0
+    request_timeout: PositiveFloat = 600.0  # where the request names none; or the next one, if less
+    max_request_timeout: PositiveFloat = Field(default=3600.0, validate_default=True)
     drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
     receive_timeout: PositiveFloat = 60.0  # for a request's head, and then for its body
     stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
     ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
+
+    @field_validator("max_request_timeout")
+    @classmethod
+    def _allows_the_usual(cls, most: float, info: ValidationInfo) -> float:
+        usual = info.data.get("request_timeout")
+        if usual is not None and most < usual != cls.model_fields["request_timeout"].default:
+            raise ValueError(f"less than --request-timeout (MINSERVE_REQUEST_TIMEOUT), {usual:g}")
+        return most
 
     def to_json(self) -> bytes:
         """All of it, secrets too, for another process of this server."""
@@ -151,3 +184,16 @@ class Settings(BaseSettings):
             cuda_graphs=self.cuda_graphs,
             deterministic=self.deterministic,
         )
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
+    """Those of an environment's variables that have the prefix and that nobody reads, each with the
+    one that was probably meant."""
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    others = {PREFIX + name for name in OF_OTHERS}
+    found: dict[str, str | None] = {}
+    for name in sorted(names):
+        upper = name.upper()  # settings are read whatever the case
+        if upper.startswith(PREFIX) and upper not in others and upper not in known:
+            found[name] = next(iter(get_close_matches(upper, known, n=1, cutoff=0.85)), None)
+    return found

@@ -55,7 +55,9 @@ ServedQuantize = Annotated[
 MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256].")]
 MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
 MaxWaitingTokens = Annotated[int | None, Option(help="Prompt tokens in the queue [2**26].")]
-MaxStepTokens = Annotated[int | None, Option(help="Prompt tokens read in one step.")]
+MaxStepTokens = Annotated[
+    int | None, Option(help="Prompt tokens read in one step [128; on a GPU 8192].")
+]
 ShareSlots = Annotated[
     int | None, Option(help="Cached and kept states that lie on the device [64].")
 ]
@@ -77,21 +79,24 @@ CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts 
 ServedDeterministic = Annotated[
     bool | None, Option(help="A text's logits do not depend on its company, bit for bit [no].")
 ]
-MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate.")]
-MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request.")]
-MaxBodyBytes = Annotated[int | None, Option(help="Largest request.")]
+MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate [1000000].")]
+MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request [1024].")]
+MaxBodyBytes = Annotated[int | None, Option(help="Of the largest request, in bytes [2**24].")]
 StreamInterval = Annotated[
     int | None, Option(help="Tokens of one event of a stream, if a request names none [1].")
 ]
-LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load.")]
+LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load [600].")]
 RequestTimeout = Annotated[float | None, Option(help="Seconds, if a request names none [600].")]
 MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may name [3600].")]
-DrainTimeout = Annotated[float | None, Option(help="Seconds for what is in flight at shutdown.")]
+DrainTimeout = Annotated[
+    float | None, Option(help="Seconds for what is in flight at shutdown [30].")
+]
 ApiWorkers = Annotated[
     int | None, Option(help="Processes that share the port, in front of one engine [1].")
 ]
 EngineRestarts = Annotated[
-    int | None, Option(help="Of an engine that died, within 10 minutes; 0 = end then, too [3].")
+    int | None,
+    Option(help="How often an engine that died is started again in 10 minutes; 0 = never [3]."),
 ]
 HangTimeout = Annotated[
     float | None,
@@ -107,7 +112,8 @@ Traces = Annotated[
     Option(help="Spans for OpenTelemetry, to where OTEL_* variables say: otlp, off [off]."),
 ]
 ApiKeysFile = Annotated[
-    Path | None, Option(help="Keys of clients, one name:key per line [anybody may ask].")
+    Path | None,
+    Option(help="Keys of clients, a name:key [priority=N] per line [anybody may ask]."),
 ]
 AdminKeyFile = Annotated[Path | None, Option(help="The key of administration [there is none].")]
 MetricsAccess = Annotated[

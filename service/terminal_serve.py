@@ -54,7 +54,8 @@ def serve(
 ) -> None:
     """Serves a model over HTTP.
 
-    Environment variables set the same, and finer things: MINSERVE_PORT for --port. Options win.
+    Environment variables set the same (MINSERVE_PORT for --port; options win), and finer things:
+    MINSERVE_API_KEYS, MINSERVE_ADMIN_KEY, MINSERVE_MAX_N and others, in docker/README.md's table.
     """
     given = {name: value for name, value in locals().items() if value not in (None, [])}
     from pydantic import ValidationError

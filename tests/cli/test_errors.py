@@ -109,6 +109,14 @@ def test_bad_arguments(
     assert says in refused(capsys, *arguments)
 
 
+def test_serve_does_not_start_open_for_a_slip_in_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINSERVE_API_KEY", "name:key")
+    told = refused(capsys, "serve", "--port", "0")
+    assert "MINSERVE_API_KEY is no setting; probably MINSERVE_API_KEYS is meant" in told
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

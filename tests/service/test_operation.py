@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from service.schemas.models import ModelList
-from service.settings import Settings
+from service.settings import Settings, unknown_variables
 from service.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, parse_events, running
 
@@ -252,3 +252,35 @@ def test_torch_is_not_imported() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_slip_in_the_name_of_a_variable_is_told() -> None:
+    """The keys of a server must not depend on it."""
+    given = {
+        "MINSERVE_PORT": "1",
+        "minserve_model": "m",
+        "MINSERVE_API_KEY": "name:key",
+        "MINSERVE_MAX_STOPS": "2",
+        "MINSERVE_SERVICE_HOST": "10.0.0.1",
+        "MINSERVE_CPU_ISA": "avx2",
+        "PATH": "/bin",
+    }
+    assert unknown_variables(given) == {
+        "MINSERVE_API_KEY": "MINSERVE_API_KEYS",
+        "MINSERVE_MAX_STOPS": "MINSERVE_MAX_STOP",
+        "MINSERVE_SERVICE_HOST": None,
+    }
+
+
+@pytest.mark.parametrize("origin", ["https://a.example/", "https://A.example", "a.example", "null"])
+def test_an_origin_is_told_how_it_has_to_be(origin: str) -> None:
+    with pytest.raises(ValidationError, match="without a slash or a path"):
+        Settings(cors_origin=(origin,))
+
+
+def test_a_time_that_no_request_may_have_is_no_default() -> None:
+    assert Settings(request_timeout=7200, max_request_timeout=7200).request_timeout == 7200
+    assert Settings(max_request_timeout=10).max_request_timeout == 10
+    for given in ({"request_timeout": 7200.0}, {"request_timeout": 20, "max_request_timeout": 10}):
+        with pytest.raises(ValidationError, match="less than --request-timeout"):
+            Settings(**given)
