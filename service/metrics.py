@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.errors import BY_CODE
 from engine.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
+from service.outcomes import OUTCOMES
 from service.samples import RestartsCollector, Snapshot
 from service.tally import Counts, Tally
 
@@ -30,7 +31,6 @@ STEP_SECONDS = (0.00001, 0.000025, 0.00005, *SECONDS)
 ROUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0)
 ENDPOINTS = ("generate", "score", "completions", "chat/completions", "states", "states/text")
 GENERATING = ("generate", "completions", "chat/completions")
-OUTCOMES = ("ok", "invalid", "refused", "cancelled", "error")
 MISSES = ("new", "unaligned", "unheld", "short")  # why the prefix cache had nothing
 TIERS = ("device", "host", "disk")
 CUTS = ("stalled", "late_head")  # why a connection was cut

@@ -12,6 +12,7 @@ from service.access_log import AccessLog, Exchange, timestamp
 from service.errors import forget, unexpected
 from service.flight import Flight
 from service.metrics import ENDPOINTS, Metrics
+from service.outcomes import CLIENT_CLOSED, outcome_of
 from service.scope import (
     ARRIVED,
     ERROR_CODE,
@@ -28,7 +29,6 @@ GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {f"/v1/{endpoint}" for endpoint in ENDPOINTS}
 FAILED = 500
-CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
 
 
 class Account:
@@ -65,7 +65,7 @@ class Account:
         try:
             await self.app(scope, receive, send_and_note)
         except ClientGone as error:
-            status, scope[OUTCOME] = CLIENT_CLOSED, "cancelled"
+            status, scope[OUTCOME] = CLIENT_CLOSED, outcome_of(CLIENT_CLOSED, None)
             forget(error)
         except Exception as error:
             answer = unexpected(scope, error)
@@ -78,11 +78,10 @@ class Account:
     def _add(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
         path = getattr(scope.get("route"), "path", "other")
-        outcome = None
+        outcome, error = None, scope.get(ERROR_CODE)
         if path in INFERENCE_PATHS and method == "POST":
-            outcome = scope.get(OUTCOME) or _outcome(status)
+            outcome = scope.get(OUTCOME) or outcome_of(status, error)
         scope[STATUS], scope[OUTCOME] = status, outcome
-        error = scope.get(ERROR_CODE)
         self.metrics.http_request(method, path, status, outcome, seconds, error)
         if not self.log.on:
             return
@@ -101,11 +100,3 @@ class Account:
                 key=scope.get(KEY_NAME),
             )
         )
-
-
-def _outcome(status: int) -> str:
-    if status in (429, 503):
-        return "refused"
-    if status == CLIENT_CLOSED:
-        return "cancelled"
-    return "ok" if status < 400 else "invalid" if status < 500 else "error"

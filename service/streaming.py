@@ -20,6 +20,7 @@ from engine.errors import EngineError, EngineUnavailable, QueueFull, ReaderBehin
 from service.direct import Connection, Writer, begin
 from service.errors import ApiError, forget, from_engine
 from service.flight import Flight
+from service.outcomes import outcome_of
 from service.scope import CONNECTION, ERROR_CODE, OUTCOME
 from service.wire import DONE, event
 
@@ -206,12 +207,12 @@ class EventStream(Response):
         except Exception as error:
             if not started:
                 raise
-            scope[OUTCOME] = "error"
             if not isinstance(error, EngineError):
                 logger.exception("unexpected error in a stream")
-            told = error_body(error)
-            scope[ERROR_CODE] = told["error"]["code"]
-            await write(_body(event(told), more=True))
+            told = _api_error(error)
+            code = scope[ERROR_CODE] = told.body["error"]["code"]
+            scope[OUTCOME] = outcome_of(told.status_code, code)
+            await write(_body(event(told.body), more=True))
             await write(_body(b"", more=False))
             forget(error)
 
@@ -222,11 +223,15 @@ def _body(data: bytes, *, more: bool) -> Message:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """The error object of an exception; those that are not ours are not spelled out."""
+    return _api_error(error).body
+
+
+def _api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineError):
-        error = from_engine(error)
-    if not isinstance(error, ApiError):
-        error = ApiError(500, "internal error", type="server_error")
-    return error.body
+        return from_engine(error)
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(500, "internal error", type="server_error")
 
 
 def ends_all(error: EngineError) -> bool:

@@ -83,7 +83,9 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Requests by outcome",
-            "invalid: the client was wrong. refused: no room. cancelled: the client left.",
+            "invalid: the client was wrong. refused: no room, or not ready. "
+            "cancelled: the client left. timeout: the request's time was over. "
+            "error: the server failed.",
             {"{{outcome}}": f"sum by (outcome) ({rate('minserve_requests_total')})"},
             unit="reqps", width=12,
         ),

@@ -112,6 +112,7 @@ def test_labels_that_are_known_count_from_the_start() -> None:
     text = generate_latest(metrics().registry).decode()
     for line in (
         'minserve_requests_total{endpoint="chat/completions",outcome="refused"} 0.0',
+        'minserve_requests_total{endpoint="score",outcome="timeout"} 0.0',
         'minserve_request_success_total{finish_reason="timeout"} 0.0',
         'minserve_connections_cut_total{reason="stalled"} 0.0',
     ):
