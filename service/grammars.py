@@ -15,9 +15,10 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -25,7 +26,7 @@ from starlette.types import Receive, Scope
 
 from engine.errors import EngineError
 from engine.messages import Grammar, ModelInfo
-from service.scope import FLIGHT
+from service.scope import ARRIVED, FLIGHT
 from service.streaming import unless_client_leaves
 from service.turns import Turns
 
@@ -39,6 +40,8 @@ PROGRAM = (
     "from engine.grammar_check import main; main(sys.argv[2:])"
 )
 LENGTH_BYTES = 4  # as engine.grammar_check has it
+
+T = TypeVar("T")
 
 # Of a model as it was loaded, not of equal ones: their tokenizers may differ.
 _Key = tuple[int, Grammar]
@@ -177,12 +180,19 @@ class RequestCheck:
     _receive: Receive
     _owner: str  # of the request
 
-    async def check(self, grammar: Grammar, info: ModelInfo) -> str | None:
-        """As there. Raises ClientGone when the client leaves while it waits."""
+    async def check(self, grammar: Grammar, info: ModelInfo, timeout: float) -> str | None:
+        """As there. Raises ClientGone when the client leaves while it waits, and TimeoutError where
+        the verdict is not known `timeout` seconds after the request's arrival."""
         work = self._grammars.check(grammar, info, self._owner)
         if self._grammars.knows(grammar, info):
             return await work
-        return await unless_client_leaves(self._scope, self._receive, work)
+        left = self._scope[ARRIVED] + timeout - time.perf_counter()
+        return await unless_client_leaves(self._scope, self._receive, _within(left, work))
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await work
 
 
 def get_grammars(request: Request) -> RequestCheck:

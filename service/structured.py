@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
+import msgspec
 from pydantic_core import to_json
 
-from engine.messages import Grammar, GrammarKind
+from engine.messages import Grammar, GrammarKind, SamplingParams
 from service.errors import invalid
 from service.grammars import RequestCheck
 from service.runtime import Runtime
@@ -17,6 +19,12 @@ from service.runtime import Runtime
 KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar")
 FIELDS = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in KINDS))
 _ANY_OBJECT = '{"type":"object"}'
+
+
+class Late(Enum):
+    """Stands for a grammar of which nothing was known when its prompts' time was over."""
+
+    LATE = "late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +39,16 @@ async def read_grammars(
     requests: Sequence[Mapping[str, Any]],
     runtime: Runtime,
     check: RequestCheck,
+    timeouts: Sequence[float],
     name: Callable[[int, str], str] = lambda _, field: field,
     times: int = 1,
-) -> list[Grammar | None]:
-    """The grammar of each of these prompts, given by some of FIELDS; `name` says what errors call a
-    field of a prompt, and `times` how many requests each makes of the engine. Each has been
-    compiled. Raises ApiError 400 for fields that contradict each other, wrong grammars, too large
-    ones, too many, and where the model has no text."""
+) -> list[Grammar | Late | None]:
+    """The grammar of each of these prompts, given by some of FIELDS; `timeouts` are the prompts',
+    in seconds from the request's arrival, `name` says what errors call a field of a prompt, and
+    `times` how many requests each makes of the engine. Each has been compiled, but those that had
+    not been when none of their prompts had time left are LATE. Raises ApiError 400 for fields that
+    contradict each other, wrong grammars, too large ones, too many, and where the model has no
+    text."""
     made: dict[tuple[int, ...], Wanted | None] = {}  # by the very values: they are often the same
     wanted = []
     for i, fields in enumerate(requests):
@@ -68,20 +79,40 @@ async def read_grammars(
             f"{total} characters of grammars over all prompts and samples; "
             f"allowed: up to {settings.max_body_bytes}",
         )
+    until = {one.grammar: 0.0 for one in distinct.values()}
+    for asked, timeout in zip(wanted, timeouts, strict=True):
+        if asked is not None:
+            until[asked.grammar] = max(until[asked.grammar], timeout)
+    late: set[Grammar] = set()
     for one in distinct.values():
-        wrong = await check.check(one.grammar, runtime.info)
+        try:
+            wrong = await check.check(one.grammar, runtime.info, until[one.grammar])
+        except TimeoutError:
+            late.add(one.grammar)
+            continue
         if wrong is not None:
             raise invalid(one.param, wrong)
-    return [None if one is None else one.grammar for one in wanted]
+    known = {one: Late.LATE if one in late else one for one in until}
+    return [None if one is None else known[one.grammar] for one in wanted]
 
 
 async def read_grammar(
-    body: Any, runtime: Runtime, check: RequestCheck, times: int
-) -> Grammar | None:
+    body: Any, runtime: Runtime, check: RequestCheck, timeout: float, times: int
+) -> Grammar | Late | None:
     """The one grammar of a request whose model has FIELDS. Raises as `read_grammars`."""
     fields = {field: getattr(body, field) for field in FIELDS}
-    [grammar] = await read_grammars([fields], runtime, check, times=times)
+    [grammar] = await read_grammars([fields], runtime, check, [timeout], times=times)
     return grammar
+
+
+def constrained(params: SamplingParams, grammar: Grammar | Late | None) -> SamplingParams:
+    """The parameters of a text that has to match. The engine, which ends requests that are late,
+    must not compile what nobody has checked, nor draw what might not match."""
+    if grammar is None:
+        return params
+    if isinstance(grammar, Late):
+        return msgspec.structs.replace(params, max_tokens=0, min_tokens=0)
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 def _wanted(fields: Mapping[str, Any], name: Callable[[str], str]) -> Wanted | None:

@@ -35,7 +35,7 @@ from service.settings import Settings
 from service.size import RequestSize
 from service.states import check_points, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.structured import read_grammar
+from service.structured import constrained, read_grammar
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -96,7 +96,7 @@ async def _tasks(
     timeout = read_timeout(body.timeout, settings)
     priority = read_priority(body.priority, flight.least_priority)
     params = _params(body, settings, info, runtime.chat.end_id)
-    grammar = await read_grammar(body, runtime, check, n)
+    params = constrained(params, await read_grammar(body, runtime, check, timeout, n))
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
     salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
@@ -111,7 +111,7 @@ async def _tasks(
         Task(
             ids,
             packed,
-            msgspec.structs.replace(params, choice=choice, grammar=grammar),
+            msgspec.structs.replace(params, choice=choice),
             stop,
             timeout,
             priority,

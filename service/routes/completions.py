@@ -42,7 +42,7 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.structured import read_grammar
+from service.structured import constrained, read_grammar
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -135,8 +135,8 @@ async def _tasks(
     values = {name: getattr(body, name) for name in SAMPLING}
     if draws > n and body.logprobs is None:
         values["logprobs"] = 0  # to choose by
-    values["grammar"] = await read_grammar(body, runtime, check, len(prompts) * draws)
-    params = sampling_params(values, settings, info)
+    grammar = await read_grammar(body, runtime, check, timeout, len(prompts) * draws)
+    params = constrained(sampling_params(values, settings, info), grammar)
     ends: frozenset[int] = frozenset()
     if body.echo and body.logprobs is not None and (params.max_tokens, params.min_tokens) == (1, 0):
         params, ends = _with_ends(params, info)

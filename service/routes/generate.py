@@ -32,7 +32,7 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.structured import FIELDS, read_grammars
+from service.structured import FIELDS, Late, constrained, read_grammars
 from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
@@ -95,16 +95,19 @@ async def _tasks(
     }
     nothing: list[Any] = [None] * count
     stops = await read_stops(columns.get("stop", nothing), settings, tokenizer)
-    timeouts, priorities = columns.get("timeout", nothing), columns.get("priority", nothing)
+    timeouts = [read_timeout(one, settings) for one in columns.get("timeout", nothing)]
+    priorities = columns.get("priority", nothing)
     sessions = [one for one in columns.get("session_id", nothing) if one is not None]
     if len(set(sessions)) < len(sessions):
         raise invalid("session_id", "names one session for several prompts; allowed: one turn each")
     asked = columns.keys()
     sampling, states, structured = SAMPLING & asked, asked & STATES, STRUCTURED & asked
-    grammars: list[Grammar | None] = nothing
+    grammars: list[Grammar | Late | None] = nothing
     if structured:
         fields = [{name: columns[name][i] for name in structured} for i in range(count)]
-        grammars = await read_grammars(fields, runtime, check, lambda i, it: _path(body, it, i))
+        grammars = await read_grammars(
+            fields, runtime, check, timeouts, lambda i, it: _path(body, it, i)
+        )
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
     made: dict[tuple[int, ...], SamplingParams] = {}  # by the very values: they are often the same
@@ -115,10 +118,10 @@ async def _tasks(
         same = (*map(id, values.values()), id(grammars[i]))
         params = made.get(same)
         if params is None:
-            params = sampling_params({**values, "grammar": grammars[i]}, settings, info)
+            params = constrained(sampling_params(values, settings, info), grammars[i])
             if values.get("seed") is not None:  # else each has one of its own
                 made[same] = params
-        timeout = read_timeout(timeouts[i], settings)
+        timeout = timeouts[i]
         priority = read_priority(priorities[i], flight.least_priority)
         if states:
             wanted = {name: columns[name][i] for name in states}

@@ -14,7 +14,7 @@ import pytest
 from service import grammars
 from tests.engine.texts import ENDLESS_SCHEMA, save_characters
 from tests.service.chat import chat_runner
-from tests.service.harness import Service, fake_runner, running, until
+from tests.service.harness import Service, fake_runner, parse_events, running, until
 from tests.service.test_lifecycle import Connection
 from tests.service.test_operation import scrape, value
 
@@ -273,6 +273,52 @@ async def test_a_client_that_leaves_waits_for_no_grammar(byte_folder: Path, stre
         left = {"endpoint": "generate", "outcome": "cancelled"}
         assert value(families, "minserve_requests_total", **left) == 2
         assert (await service.post("/v1/generate", {**bodies[1], "stream": False}))["results"]
+
+
+LATE = {"structured_outputs": {"regex": "late[a-z]"}, "timeout": 0.3}
+
+
+@pytest.fixture
+async def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    """Another grammar is being compiled all the while."""
+    monkeypatch.setattr(grammars, "MEMORY", 2**33)
+    async with running(chat_runner(tmp_path), grammar_timeout=60.0) as service:
+        body = {"prompts": ["a"], "structured_outputs": {"json": ENDLESS_SCHEMA}}
+        other = Connection("/v1/generate", body)
+        task = asyncio.create_task(service.app(other.scope, other.receive, other.send))
+        check = service.app.state.grammars
+        await until(lambda: check._asked)
+        yield service
+        assert check._asked, "the other one is still being compiled"
+        other.gone.set()
+        await task
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"best_of": 2}, {"logprobs": 1, "min_tokens": 4}])
+async def test_a_grammar_is_waited_for_no_longer_than_the_timeout(
+    more: dict[str, Any], busy: Service
+) -> None:
+    body = {"prompt": "abc", **LATE, **more}
+    for choice in (await busy.post("/v1/completions", body))["choices"]:
+        assert (choice["finish_reason"], choice["text"]) == ("timeout", "")
+
+
+async def test_a_late_grammar_costs_its_prompts_only(busy: Service) -> None:
+    body = {
+        "prompts": ["abc", "abc", "abc"],
+        "structured_outputs": [LATE["structured_outputs"], None, LATE["structured_outputs"]],
+        "timeout": [0.1, 30, 0.3],
+        "max_tokens": 4,
+    }
+    late, free, also = (await busy.post("/v1/generate", body))["results"]
+    assert [one["finish_reason"] for one in (late, free, also)] == ["timeout", "length", "timeout"]
+    assert (late["text"], also["text"], late["token_ids"]) == ("", "", [])
+    events = await busy.http.post("/v1/generate", json={"prompts": ["abc"], **LATE, "stream": True})
+    [event, done] = parse_events(events.text)
+    assert event["finish_reason"] == "timeout" and event["text"] == "" and done == "[DONE]"
+    messages = [{"role": "user", "content": "hello"}]
+    [choice] = (await busy.post("/v1/chat/completions", {"messages": messages, **LATE}))["choices"]
+    assert choice["finish_reason"] == "timeout" and not choice["message"]["content"]
 
 
 async def test_compile_times_are_counted_once(service: Service) -> None:
