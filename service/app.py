@@ -127,7 +127,7 @@ def create_app(
             allow_headers=["*"],  # clients add their own; a page has to know a key to send it
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(Account, metrics=lifecycle.metrics, log=log)
+    app.add_middleware(Account, metrics=lifecycle.metrics, log=log, template_of=app.template_of)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=TRUSTED_PROXIES)  # spans tell them

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -31,6 +32,29 @@ class FrontDoor(FastAPI):
         super().__init__(**options)
         self._routes: dict[str, ReadyRoute] = {}  # by path
         self._short: ASGIApp | None = None
+        self._paths: set[str] = set()  # of all routes that have no parameters
+        self._templates: list[APIRoute] = []  # the others
+
+    def include_router(self, router: APIRouter, **options: Any) -> None:
+        """As FastAPI's; `template_of` knows its routes."""
+        super().include_router(router, **options)
+        for route in router.routes:
+            if not isinstance(route, APIRoute):
+                continue
+            if "{" in route.path:
+                self._templates.append(route)
+            else:
+                self._paths.add(route.path)
+
+    def template_of(self, path: str) -> str | None:
+        """The template of the route that a path leads to, whatever the method; None where there is
+        none. For requests that were answered before they were routed."""
+        if path in self._paths:
+            return path
+        for route in self._templates:
+            if route.path_regex.match(path):
+                return route.path
+        return None
 
     def lead_to(self, route: ReadyRoute) -> None:
         """Its path has no parameters, and nothing but POST is for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,10 +37,18 @@ class Account:
     answered; counts, times and logs it by its route's template; ends it where its client has
     left."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log: AccessLog) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        log: AccessLog,
+        template_of: Callable[[str], str | None],
+    ) -> None:
+        """`template_of`: of the route that a path leads to."""
         self.app = app
         self.metrics = metrics
         self.log = log
+        self._template_of = template_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +86,9 @@ class Account:
 
     def _add(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
-        path = getattr(scope.get("route"), "path", "other")
+        path = getattr(scope.get("route"), "path", None)
+        if path is None:  # no key, too large a body, nothing there
+            path = self._template_of(scope["path"]) or "other"
         outcome, error = None, scope.get(ERROR_CODE)
         if path in INFERENCE_PATHS and method == "POST":
             outcome = scope.get(OUTCOME) or outcome_of(status, error)

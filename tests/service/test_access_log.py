@@ -114,7 +114,7 @@ async def test_whatever_becomes_of_a_request_it_has_one_line(
         told.append([line[name] for name in ("method", "route", "status", "outcome", "key")])
     assert told == [
         ["POST", "/v1/generate", 400, "invalid", "alice"],
-        ["POST", "other", 401, None, None],
+        ["POST", "/v1/generate", 401, "invalid", None],
         ["GET", "other", 404, None, "alice"],
         ["GET", "/v1/models/{model:path}", 404, None, "alice"],
         ["other", "/health", 405, None, None],

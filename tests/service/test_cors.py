@@ -47,7 +47,7 @@ async def test_a_named_origin_may_ask_and_read_errors(byte_folder: Path) -> None
         assert "access-control-allow-origin" not in other.headers
         http = "minserve_http_requests_total"
         families = await scrape(service)
-        assert value(families, http, method="OPTIONS", path="other", status="200") == 1
+        assert value(families, http, method="OPTIONS", path="/v1/generate", status="200") == 1
 
 
 async def test_pages_may_send_what_clients_and_traces_send(byte_folder: Path) -> None:

@@ -13,7 +13,7 @@ from engine import errors
 from service.outcomes import OUTCOMES, outcome_of
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.test_lifecycle import LONG
-from tests.service.test_operation import scrape
+from tests.service.test_operation import scrape, value
 
 ENDPOINTS: dict[str, dict[str, Any]] = {
     "generate": {"prompts": ["a"], **LONG},
@@ -72,6 +72,41 @@ async def test_what_is_not_taken_is_refused(byte_folder: Path) -> None:
         await service.lifecycle.drain(1)
         await service.post("/v1/score", {"texts": ["ab"]}, 503)
         assert await outcomes(service) == {("score", "refused"): 1}
+
+
+async def test_what_is_answered_before_it_is_routed_is_counted_where_it_was_sent(
+    byte_folder: Path,
+) -> None:
+    """A key that is wrong, a body that is too large; paths that are none stay without a name."""
+    key = {"authorization": "Bearer 0123456789abcdef"}
+    wrong = {"authorization": "Bearer somebody-elses-key"}
+    settings = {"api_keys": "alice:0123456789abcdef", "max_body_bytes": 100}
+    async with running(fake_runner(byte_folder), **settings) as service:
+        http = service.http
+        body = {"prompt": "a", "max_tokens": 1}
+        for path in ("/v1/completions", "/v1/states", "/v1/made/up"):
+            assert (await http.post(path, json=body, headers=wrong)).status_code == 401
+        assert (await http.get("/v1/completions", headers=wrong)).status_code == 401
+        assert (await http.get("/v1/states/x-y", headers=wrong)).status_code == 401
+        large = await http.post("/v1/completions", content=bytes(101), headers=key)
+        assert large.status_code == 413
+        assert await outcomes(service) == {("completions", "invalid"): 2, ("states", "invalid"): 1}
+        families = await scrape(service)
+    for code, count in (("invalid_api_key", 2), ("body_too_large", 1)):
+        assert value(families, "minserve_request_errors_total", code=code) == count
+    counted = {
+        (one.labels["method"], one.labels["path"], one.labels["status"]): int(one.value)
+        for one in families["minserve_http_requests"].samples
+        if one.name.endswith("_total") and one.labels["path"] != "/metrics"
+    }
+    assert counted == {
+        ("POST", "/v1/completions", "401"): 1,
+        ("GET", "/v1/completions", "401"): 1,
+        ("POST", "/v1/completions", "413"): 1,
+        ("POST", "/v1/states", "401"): 1,
+        ("GET", "/v1/states/{id}", "401"): 1,
+        ("POST", "other", "401"): 1,
+    }
 
 
 @pytest.mark.parametrize(
