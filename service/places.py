@@ -82,9 +82,19 @@ class Places:
 
     def check_tokens(self, tokens: int, requests: int, owner: str) -> None:
         """Raises QueueFull where requests of so many prompt tokens, which have their places, are
-        too many for the queue just now."""
+        too many for the queue just now, and ApiError 400 where they would be for an empty one."""
+        slots, most = self._slots(), most_of_one(self._most_tokens, owner)
+        if requests > max(slots, 1) and tokens > most:
+            whose = " of one key" if owner else ""
+            raise ApiError(
+                400,
+                f"{tokens} prompt tokens in {requests} prompts at once (samples and continuations "
+                f"count too); where there are more of them than run at once ({slots}), allowed: at "
+                f"most {most} prompt tokens{whose} (max_waiting_tokens); send fewer at a time",
+                code="too_many_prompt_tokens",
+            )
         taken, own = self._client.waiting_tokens, self._client.queued.of(owner)[1]
-        waiting = self._client.in_flight + self._all_reserved - self._slots()
+        waiting = self._client.in_flight + self._all_reserved - slots
         if waiting <= 0 or not tokens:
             return
         if requests == 1 and not taken:  # the first that waits may have any length

@@ -135,6 +135,24 @@ async def test_the_queue_is_bounded_in_tokens(byte_folder: Path) -> None:
         assert (await big).status_code in (200, 429)
 
 
+async def test_a_batch_that_could_never_wait_is_refused_for_good(byte_folder: Path) -> None:
+    runner = fake_runner(byte_folder, slots=1, max_waiting_tokens=100)
+    async with running(runner, max_waiting_tokens=100) as service:
+        two = {"prompts": ["a" * 60, "b" * 60], "max_tokens": 1}
+        samples = {"prompt": "a" * 60, "n": 2, "max_tokens": 1}
+        item = {"context": "a" * 60, "continuations": ["b", "c"]}
+        for path, body in (
+            (GENERATE, two),
+            (GENERATE, {**two, "stream": True}),
+            ("/v1/completions", samples),
+            ("/v1/score", {"items": [item]}),
+        ):
+            message = await service.refused(path, body, None)
+            assert "at most 100 prompt tokens" in message
+        await service.post(GENERATE, {**two, "prompts": ["a" * 50, "b" * 50]})
+        await service.post(GENERATE, {**two, "prompts": ["a" * 500]})
+
+
 async def test_a_queue_that_is_full_of_tokens_reads_no_body(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, slots=1, max_waiting_tokens=100, step_seconds=0.005)
     async with running(runner, max_waiting_tokens=100) as service:

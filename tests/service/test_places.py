@@ -118,6 +118,24 @@ def test_the_queue_is_bounded_in_prompt_tokens() -> None:
     places.check(1, "")
 
 
+def test_more_prompt_tokens_than_the_queue_ever_takes_are_refused_for_good() -> None:
+    engine = Engine()
+    places = engine.places(slots=2, tokens=1000)
+    places.reserve(3, "")
+    places.check_tokens(1000, 3, "")
+    with pytest.raises(ApiError, match="at most 1000 prompt tokens .*; send fewer"):
+        places.check_tokens(1001, 3, "")
+    places.check_tokens(750, 3, "a")
+    with pytest.raises(ApiError, match="at most 750 prompt tokens of one key"):
+        places.check_tokens(751, 3, "a")
+    places.check_tokens(5000, 1, "")
+    places.release(1, "")
+    places.check_tokens(5000, 2, "")  # none of them waits
+    engine.queue(requests=1)
+    with pytest.raises(QueueFull, match="try again"):
+        places.check_tokens(5000, 2, "")
+
+
 def test_one_keys_prompt_tokens_leave_room_for_others() -> None:
     engine = Engine(running=2)
     places = engine.places(slots=2, tokens=1000)
