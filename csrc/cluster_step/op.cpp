@@ -3,7 +3,7 @@
 
 #include "../common/operators.h"
 #include "../linear/require_hopper.h"
-#include "../whole_step/plan.h"
+#include "../common/addresses.h"
 #include "launch.h"
 
 namespace minserve {

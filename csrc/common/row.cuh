@@ -64,28 +64,6 @@ struct Row {
       }
     }
   }
-
-  // Calls visit(id, logit) for this lane's tokens, ids ascending, in a loop that holds `visit`
-  // once: for long ones, which would otherwise come from memory time and again. Of fours in which
-  // no logit is_wanted(logit), none is visited. The next four are on their way while one is
-  // visited.
-  template <class IsWanted, class Visit>
-  __device__ __forceinline__ void each_token(IsWanted is_wanted, Visit visit) const {
-    const unsigned warp = threadIdx.x / kWarp, end = last(warp);
-    const unsigned from = first(warp) + threadIdx.x % kWarp * kTogether;
-    float4 next = four(from < end ? from : vocab);
-#pragma unroll 1
-    for (unsigned id = from; id < end; id += kStride) {
-      float4 x = next;
-      next = four(id + kStride < end ? id + kStride : vocab);
-      if (!(is_wanted(x.x) | is_wanted(x.y) | is_wanted(x.z) | is_wanted(x.w))) continue;
-#pragma unroll 1
-      for (unsigned i = 0; i < kTogether; ++i) {
-        visit(id + i, x.x);
-        x.x = x.y, x.y = x.z, x.z = x.w;
-      }
-    }
-  }
 };
 
 // Threads of a block that reads a row: one for each four tokens, up to `most`.

@@ -159,8 +159,11 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
           barrier_sync<kMeeting>(kSummed + room);
         }
         const auto total_of = [&](int gate) {
-          if constexpr (kFixed) return total_in_order(shared.sums[room][gate], phase.parts);
-          if constexpr (!kFixed) return total<kTokens>(shared.sums[room][gate]);
+          if constexpr (kFixed) {
+            return total_in_order(shared.sums[room][gate], phase.parts);
+          } else {
+            return total<kTokens>(shared.sums[room][gate]);
+          }
         };
         y[0] = total_of(0);
         if (kind == PhaseKind::gates) {
@@ -223,7 +226,9 @@ __device__ __forceinline__ void finish(const WholeStepArgs& args, const Options&
       if (real) {
         store_word(to + unit * kLine + lane * 4, rounded(out.x, out.y, bf16{}));
       }
-      if (lane == 0 && unit + 1 == own.end) arrive(shared.stored);  // the others are about to be
+      // Other units of this block are stored by now or by other warps just now: this only keeps
+      // readers from asking too early.
+      if (lane == 0 && unit + 1 == own.end) arrive(shared.stored);
     }
   }
 }

@@ -8,7 +8,7 @@
 #include "../linear/fixed_choice.h"
 #include "../linear/require_hopper.h"
 #include "launch.h"
-#include "plan.h"
+#include "../common/addresses.h"
 
 namespace minserve {
 

@@ -1,9 +1,9 @@
-// What operators of whole models read of a plan, and ask of a state.
+// Addresses that operators of whole models find in a plan, and what they ask of a state's.
 #pragma once
 
 #include <cstdint>
 
-#include "../common/operators.h"
+#include "operators.h"
 
 namespace minserve {
 
