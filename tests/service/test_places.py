@@ -123,7 +123,7 @@ def test_more_prompt_tokens_than_the_queue_ever_takes_are_refused_for_good() -> 
     places = engine.places(slots=2, tokens=1000)
     places.reserve(3, "")
     places.check_tokens(1000, 3, "")
-    with pytest.raises(ApiError, match="at most 1000 prompt tokens .*; send fewer"):
+    with pytest.raises(ApiError, match="at most 1000 prompt tokens"):
         places.check_tokens(1001, 3, "")
     places.check_tokens(750, 3, "a")
     with pytest.raises(ApiError, match="at most 750 prompt tokens of one key"):
