@@ -85,6 +85,8 @@ class Connection:
 
     __slots__ = ("_cycle", "_protocol", "_send")
 
+    knows_chunks = True  # the client does: a body without a length can be sent in them
+
     def __init__(self, protocol: WatchedProtocol, cycle: Any, send: Send) -> None:
         self._protocol = protocol
         self._cycle = cycle
@@ -122,15 +124,16 @@ class Connection:
         elif not cycle.keep_alive:
             lines += b"connection: close\r\n"
         length, left = by_name.get(b"content-length"), 0
-        if length is None:
+        in_chunks = length is None and self.knows_chunks
+        if in_chunks:
             lines += b"transfer-encoding: chunked\r\n"
             body = _chunk(body) + (b"" if more else LAST_CHUNK)
-        else:
+        elif length is not None:
             left = int(length) - len(body)
             if left < 0 or (left and not more):
                 raise ValueError("the body is not as long as its content-length")
         cycle.response_started, cycle.waiting_for_100_continue = True, False
-        cycle.chunked_encoding, cycle.expected_content_length = length is None, left
+        cycle.chunked_encoding, cycle.expected_content_length = in_chunks, left
         cycle.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[message["status"]], lines, body))
         if not more:
             self.end()
@@ -184,6 +187,34 @@ class Connection:
         return Writer(self, cycle)
 
 
+class OldConnection(Connection):
+    """An HTTP/1.0 request's. Its client knows no chunks, in which uvicorn would send to it: a body
+    without a length ends with the connection (RFC 9112, 6.1 and 6.3)."""
+
+    __slots__ = ("_ends_it",)
+
+    knows_chunks = False
+
+    async def send(self, message: Message) -> None:
+        cycle = self._cycle
+        begins = message["type"] == "http.response.start"
+        if begins:
+            has_length = b"content-length" in dict(message["headers"])
+            self._ends_it = not has_length and cycle.scope["method"] != "HEAD"
+        if not self._ends_it:
+            return await super().send(message)
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if cycle.disconnected:
+            return
+        if begins:
+            self._begin(message, message.get(FIRST, b""), message.get("more_body", True))
+            return
+        cycle.transport.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.end()
+
+
 def _chunk(data: bytes) -> bytes:
     """As a body without a length has it, where an empty chunk is the last one."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
@@ -222,6 +253,7 @@ def connect(scope: Scope, send: Send) -> Send:
     if protocol is not None and RequestResponseCycle is not None:
         cycle: Any = getattr(send, "__self__", None)
         if isinstance(cycle, RequestResponseCycle):
-            connection = scope[CONNECTION] = Connection(protocol, cycle, send)
+            kind = OldConnection if scope["http_version"] == "1.0" else Connection
+            connection = scope[CONNECTION] = kind(protocol, cycle, send)
             return connection.send
     return send

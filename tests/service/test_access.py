@@ -121,7 +121,9 @@ async def test_keys_and_names_are_in_no_metric(guarded: Service) -> None:
     text = (await guarded.http.get("/metrics")).text
     for word in ("alice", "bob", "wrongwrong"):
         assert word not in text
-    assert 'minserve_http_requests_total{method="POST",path="/v1/generate",status="401"} 1.0' in text
+    assert (
+        'minserve_http_requests_total{method="POST",path="/v1/generate",status="401"} 1.0' in text
+    )
 
 
 async def test_the_openai_packages_way_of_sending_a_key(guarded: Service) -> None:
