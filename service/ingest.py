@@ -8,7 +8,6 @@ state of their own, which takes its name when all of it has been read.
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -20,11 +19,11 @@ from engine.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
 from service.errors import ApiError, invalid
 from service.flight import Flight
 from service.inputs import read_prompt, read_timeout
+from service.pieces import NotUtf8, Pieces
 from service.runtime import Runtime
 from service.schemas.states import TextQuery
 from service.states import NO_STATES, StateUse, read_use
 from service.streaming import ClientGone
-from service.terminal_text import last_cut
 
 PIECE = 2**16  # characters, at least
 PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
@@ -99,36 +98,28 @@ async def text_pieces(request: Request, patience: float) -> AsyncGenerator[str, 
     """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
     Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds (408);
     ClientGone."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    rest, offset = "", 0
+    pieces = Pieces(PIECE)
     body = request.stream()
-    while True:
-        try:
-            data = await asyncio.wait_for(anext(body, None), patience)
-        except TimeoutError as error:
-            raise ApiError(
-                408,
-                f"nothing of the body came for {patience:g} s (receive_timeout)",
-                code="body_too_slow",
-                headers={"Connection": "close"},
-            ) from error
-        except ClientDisconnect as error:
-            raise ClientGone from error
-        ended = data is None
-        pending = len(decoder.getstate()[0])
-        try:
-            rest += decoder.decode(data or b"", final=ended)
-        except UnicodeDecodeError as error:
-            at = offset - pending + error.start
-            raise invalid("text", f"is not UTF-8: {error.reason} at byte {at}") from error
-        offset += len(data or b"")
-        if not ended and len(rest) < PIECE:
-            continue
-        cut = len(rest) if ended else last_cut(rest)
-        if not ended and cut == 0 and len(rest) >= 2 * PIECE:
-            cut = len(rest)
-        if cut:
-            yield rest[:cut]
-            rest = rest[cut:]
-        if ended:
-            return
+    try:
+        while (data := await _next(body, patience)) is not None:
+            if piece := pieces.feed(data):
+                yield piece
+        if piece := pieces.finish():
+            yield piece
+    except NotUtf8 as error:
+        raise invalid("text", f"is not UTF-8: {error.reason} at byte {error.at}") from error
+
+
+async def _next(body: AsyncGenerator[bytes, None], patience: float) -> bytes | None:
+    """More of a body; None at its end."""
+    try:
+        return await asyncio.wait_for(anext(body, None), patience)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"nothing of the body came for {patience:g} s (receive_timeout)",
+            code="body_too_slow",
+            headers={"Connection": "close"},
+        ) from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
