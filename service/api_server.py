@@ -1,14 +1,14 @@
 """Running the application on its socket until it is told to end.
 
 The first word drains: the socket stays open, so that /ready and new requests get their 503, until
-everything in flight has ended or `drain_timeout` is over.
+everything in flight has ended or `drain_timeout` is over. A second one ends what is in flight with
+what it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from engine import collector
 from engine.errors import EngineError
 from service.app import create_app
+from service.end_signals import EndSignals
 from service.engines import Engines
 from service.lifecycle import Lifecycle
 from service.settings import Settings
@@ -39,7 +40,7 @@ class Server(uvicorn.Server):
         """Without `signals` it is left to others to call `end`."""
         super().__init__(config)
         self._lifecycle = lifecycle
-        self._signals = signals
+        self._signals = EndSignals() if signals else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -61,7 +62,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        if not self._signals:
+        if self._signals is None:
             yield
             return
         with super().capture_signals():
@@ -69,8 +70,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in a signal handler, so it only leaves a note for the event loop."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.end, sig == signal.SIGINT)
+        assert self._loop is not None and self._signals is not None
+        self._loop.call_soon_threadsafe(self.end, self._signals.hurries(sig))
 
     def stop(self) -> None:
         """Ends when the responses under way are written."""

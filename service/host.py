@@ -1,7 +1,7 @@
 """Host: the process of a server with several API processes. It keeps them and the engine running
 and tells them when to end; requests and tokens do not pass through it.
 
-Signals mean what they mean in a server of one process (`service.server`).
+Signals mean what they mean in a server of one process (`service.end_signals`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from engine.errors import EngineDead, EngineError
 from engine.member_processes import Command, MemberProcesses
 from engine.supervisor import Supervisor
+from service.end_signals import EndSignals
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Host:
             for number, listener in enumerate(listeners, start=1)
         ]
         self._processes = MemberProcesses(self._supervisor, commands, settings.hang_timeout)
+        self._signals = EndSignals()
         self._ending = asyncio.Event()
 
     async def run(self) -> EngineError | None:
@@ -75,8 +77,8 @@ class Host:
         return failure
 
     def _on_signal(self, sig: int) -> None:
-        if not self._ending.is_set():
+        if self._signals.hurries(sig):
+            self._processes.cut()
+        elif not self._ending.is_set():
             logger.info("shutting down: finishing what is in flight")
             self._ending.set()
-        elif sig == signal.SIGINT:
-            self._processes.cut()

@@ -1,7 +1,6 @@
 """`serve`: a server from its socket to its exit code.
 
-SIGTERM and SIGINT drain. A second SIGINT does not wait; a second SIGTERM changes nothing, for
-supervisors may signal a process and its group.
+SIGTERM and SIGINT drain; a second signal does not wait (`service.end_signals`).
 
 One API process is the server's only one beside the engine's; several have a host (`service.host`),
 which imports nothing of HTTP.
@@ -47,7 +46,7 @@ def serve(settings: Settings) -> int:
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     _raise_file_limit()
     if len(listeners) == 1:
-        from engine.member import SoleMember
+        from engine.sole_member import SoleMember
         from service.api_server import run_application
 
         failure = run_application(SoleMember(supervisor), settings, listeners[0])

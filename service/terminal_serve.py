@@ -54,6 +54,9 @@ def serve(
 ) -> None:
     """Serves a model over HTTP.
 
+    SIGTERM or Ctrl-C finishes what is in flight, for up to --drain-timeout seconds; a second one
+    ends it with what it has (a SIGTERM counts a second after the first).
+
     Environment variables set the same (MINSERVE_PORT for --port; options win), and finer things:
     MINSERVE_API_KEYS, MINSERVE_ADMIN_KEY, MINSERVE_MAX_N and others, in docker/README.md's table.
     """

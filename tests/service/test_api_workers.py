@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.end_signals import ECHO_SECONDS
 from tests.service.harness import save_byte_tokenizer
 from tests.service.process import Process, children, running_module, serving
 from tests.service.test_reload import later, reload
@@ -212,13 +214,15 @@ def test_a_signal_drains_every_process(tmp_path: Path, to_all: bool) -> None:
         assert not any("Traceback" in line or "error" in line for line in process.lines)
 
 
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait(tmp_path: Path, sig: int) -> None:
     with several(tmp_path) as (process, _):
         with streams(process, ENDLESS, 4) as lines:
-            process.popen.send_signal(signal.SIGINT)
+            process.popen.send_signal(sig)
             process.said(r"minserve\[1\]: shutting down")
             process.said(r"minserve\[2\]: shutting down")
-            process.popen.send_signal(signal.SIGINT)
+            time.sleep(ECHO_SECONDS)
+            process.popen.send_signal(sig)
             for one in lines:
                 *_, last, done = one
                 assert '"finish_reason":"abort"' in last and done == "data: [DONE]"

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.end_signals import ECHO_SECONDS, EndSignals
 from tests.service.process import Process, children, serving
 
 
@@ -26,7 +27,7 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
                 assert next(lines).startswith("data: ")
                 process.popen.send_signal(signal.SIGTERM)
                 process.said("shutting down")
-                process.popen.send_signal(signal.SIGTERM)  # said twice is said once
+                process.popen.send_signal(signal.SIGTERM)  # at once: an echo
                 # The socket stays open while it drains, for an honest 503.
                 with httpx.Client(base_url=process.url, timeout=60) as other:
                     answer = other.get("/ready")
@@ -54,7 +55,15 @@ def test_a_signal_to_the_whole_process_group_finishes_what_is_in_flight(signal_:
         assert not any("Traceback" in line or "error" in line for line in process.lines)
 
 
-def test_a_second_interrupt_does_not_wait() -> None:
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGINT),
+    ],
+)
+def test_a_second_signal_does_not_wait(first: int, second: int) -> None:
     with serving() as process:
         process.said("ready: fake")
         with httpx.Client(base_url=process.url, timeout=60) as client:
@@ -62,14 +71,27 @@ def test_a_second_interrupt_does_not_wait() -> None:
             with client.stream("POST", "/v1/generate", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
-                process.popen.send_signal(signal.SIGINT)
+                process.popen.send_signal(first)
                 process.said("shutting down")
-                process.popen.send_signal(signal.SIGINT)
+                if second == signal.SIGTERM:
+                    time.sleep(ECHO_SECONDS)
+                process.popen.send_signal(second)
                 *_, last, done = [line for line in lines if line]
         assert '"finish_reason":"abort"' in last
         assert done == "data: [DONE]"
         assert process.exit_code() == 0
         assert not any("Traceback" in line for line in process.lines)
+
+
+def test_which_signals_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("service.end_signals.time.monotonic", lambda: now)
+    term, interrupt = EndSignals(), EndSignals()
+    assert not term.hurries(signal.SIGTERM) and not interrupt.hurries(signal.SIGINT)
+    assert not term.hurries(signal.SIGTERM), "GNU timeout sends it twice"
+    assert interrupt.hurries(signal.SIGINT)
+    now += ECHO_SECONDS
+    assert term.hurries(signal.SIGTERM) and interrupt.hurries(signal.SIGTERM)
 
 
 def test_a_port_in_use_is_one_line_and_code_2() -> None:
