@@ -4,7 +4,6 @@ of. What happens comes as events, one after the other."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import socket
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.messages import ModelInfo
-from engine.pipe import Pipe, SocketPipe, memory_pipe
+from engine.pipe import Pipe, SocketPipe
 from engine.protocol import (
     Answer,
     Collect,
@@ -32,7 +31,6 @@ from engine.protocol import (
     Using,
     Welcome,
 )
-from engine.supervisor import Supervisor
 from engine.transport import SocketTransport
 
 log = logging.getLogger(__name__)
@@ -206,38 +204,6 @@ class Member:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class SoleMember(Member):
-    """The one member of a supervisor in the same process, which it runs from its start to its
-    end."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self._ruling: asyncio.Task[EngineError] | None = None
-        mine, theirs = memory_pipe()
-        super().__init__(mine)
-        self._theirs = theirs
-
-    async def start(self, collect: Callable[[], bytes] = bytes) -> None:
-        await super().start(collect)
-        self._supervisor.join(self._theirs)
-        self._ruling = asyncio.create_task(self._supervisor.run())
-
-    async def gather(self, own: bytes) -> list[bytes]:
-        """There are no others."""
-        return []
-
-    def hold(self) -> None:
-        self._supervisor.hold()
-
-    async def close(self) -> None:
-        if self._ruling is not None:
-            self._ruling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ruling
-        await super().close()
-        await self._supervisor.close()
 
 
 def remote_member(descriptor: int) -> Member:

@@ -211,11 +211,9 @@ def train(
     from engine.config import ModelConfig
     from engine.device import resolve_device, usable_cpus
     from engine.training import data as training_data
-    from engine.training.folder import write_checkpoint, write_readme
-    from engine.training.sample import sample_ids
-    from engine.training.state import FILE_NAME
     from engine.training.tokenizer import byte_level_tokenizer
-    from engine.training.trainer import CURVE_FILE, Trainer
+    from engine.training.trainer import Trainer
+    from service import terminal_train as run
 
     recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
     encoder = (
@@ -242,52 +240,19 @@ def train(
     ids = torch.frombuffer(terminal_text.encode_file(data, encoder), dtype=torch.int32).to(place)
     split = training_data.split(ids, window=window, vocab_size=config.vocab_size)
 
-    traces = ("config.json", CURVE_FILE, FILE_NAME)
-    if not (resume or overwrite) and any((out / name).exists() for name in traces):
-        raise ConfigError(f"{out} already holds a run: give --resume, --overwrite or another --out")
+    if not (resume or overwrite):
+        run.check_folder(out)
     trainer = Trainer(config, recipe, split, out, place, compile_model=compile)
-    if resume:
-        trainer.resume()
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / FILE_NAME).unlink(missing_ok=True)
-        (out / CURVE_FILE).unlink(missing_ok=True)
-    encoder.save(str(out / "tokenizer.json"))
+    run.begin(trainer, out, encoder, resume=resume)
     terminal.note(
         f"{cell}, {trainer.parameters:,} weights; {split.train.numel():,} tokens to train on, "
         f"{split.test.numel():,} to test on; {trainer.device_name}"
     )
-    with (
-        terminal.progress("training", steps, trainer.step) as progress,
-        terminal.catch_interrupt() as interrupt,
-    ):
-        finished = trainer.run(
-            on_step=progress.to,
-            on_point=lambda point: progress.to(
-                point.step,
-                f"step {point.step:,}, {point.tokens_per_second:,.0f} tokens/s, "
-                f"train {point.train_loss:.4f}, test {point.test_loss:.4f}",
-            ),
-            should_stop=lambda: interrupt.pressed,
-        )
-    if not finished:
-        again = terminal.command_to_resume()
-        terminal.note(f"stopped at step {trainer.step:,}; the state is saved. To go on: {again}")
-        raise typer.Exit(130)
-    result = write_checkpoint(trainer)
-    drawn = sample_ids(result.model, prompt.to(place), 500, temperature=0.8, seed=seed)
-    write_readme(
-        trainer,
-        result,
-        data_name=data.name,
-        command=terminal.command_for_others(),
-        prompt=sample_prompt,
-        sample=encoder.decode(drawn.tolist()),
+    run.follow(trainer, steps)
+    told = run.write_results(
+        trainer, encoder, sample_prompt, prompt.to(place), data_name=data.name, seed=seed
     )
-    print(
-        f"{out}: best at step {result.best_step:,}; test loss {result.windows.per_token:.4f} nats "
-        f"per token in windows, {result.carried.per_token:.4f} with the state carried"
-    )
+    print(f"{out}: {told}")
 
 
 @app.command()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
 import sys
 from contextlib import suppress
@@ -60,7 +59,7 @@ def serve(settings: Settings) -> int:
 def _check_variables() -> None:
     """Of the environment: a slip in a name would leave a setting, which may be the keys, at its
     default. Others have reasons of their own (Kubernetes names services so). Raises ConfigError."""
-    for name, meant in unknown_variables(os.environ).items():
+    for name, meant in unknown_variables().items():
         if meant is not None:
             raise ConfigError(f"{name} is no setting; probably {meant} is meant")
         logger.warning("%s is no setting of this server: nothing reads it", name)

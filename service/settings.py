@@ -186,13 +186,13 @@ class Settings(BaseSettings):
         )
 
 
-def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
-    """Those of an environment's variables that have the prefix and that nobody reads, each with the
-    one that was probably meant."""
+def unknown_variables(names: Iterable[str] | None = None) -> dict[str, str | None]:
+    """Of these variables, by default the environment's, those that have the prefix and that nobody
+    reads, each with the one that was probably meant."""
     known = [PREFIX + name.upper() for name in Settings.model_fields]
     others = {PREFIX + name for name in OF_OTHERS}
     found: dict[str, str | None] = {}
-    for name in sorted(names):
+    for name in sorted(os.environ if names is None else names):
         upper = name.upper()  # settings are read whatever the case
         if upper.startswith(PREFIX) and upper not in others and upper not in known:
             found[name] = next(iter(get_close_matches(upper, known, n=1, cutoff=0.85)), None)

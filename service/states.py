@@ -84,7 +84,7 @@ async def read_use(
     Raises ApiError 400 for fields that do not go together or have wrong values, and what the engine
     says of a state that cannot be had.
     """
-    given = {name: values.get(name) for name in FIELDS}
+    given = {field: values.get(field) for field in FIELDS}
     if not any(value is not None for value in given.values()):
         return NO_STATES
     state, session = given["state"], given["session_id"]

@@ -1,7 +1,7 @@
 """What the commands show on a terminal: errors in one line, progress, Ctrl-C.
 
-Everything here goes to stderr, so that stdout holds results alone. Without a terminal (a log
-file, CI) progress is one plain line now and then.
+Messages and progress go to stderr; `write` alone goes to stdout, which holds results. Without a
+terminal (a log file, CI) progress is one plain line now and then.
 """
 
 from __future__ import annotations
