@@ -18,16 +18,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.messages import Grammar
-from engine.spelling import can_spell, has_all_bytes
+from engine.spelling import can_spell, dead_end, has_all_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 # Of the library's own units: about 4 ms to compile regular expressions, 4 ms for a mask, and 40 MB
-# of lexer states. A schema with 1,000 properties and an enumeration of 5,000 values stay below.
+# of lexer states. A schema with 1,000 required properties and an enumeration of 5,000 values stay
+# below. Time also grows with the square of what may come next: 500 optional properties, the most
+# that ROW_ITEMS allow, take 6 ms for a mask; 1,000 would take 23 ms, and grammars exist that would
+# then take 50 ms for each token, while everybody waits.
 LEXER_FUEL, STEP_LEXER_FUEL = 200_000, 50_000
 STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
+ROW_ITEMS = 2000
 # Between the parts of JSON, as programs write it. With more freedom a small model writes blanks and
 # line breaks to its last token.
 JSON_WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
@@ -121,6 +125,7 @@ def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
         initial_lexer_fuel=LEXER_FUEL,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_ITEMS,
+        max_items_in_row=ROW_ITEMS,
         max_lexer_states=LEXER_STATES,
         max_grammar_size=GRAMMAR_SIZE,
         precompute_large_lexemes=False,
@@ -136,6 +141,15 @@ def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
     if not tokens.complete and not can_spell(matcher, tokens.library, tokens.end):
         raise InvalidRequest(_NO_SPELLING)
     return matcher
+
+
+def check_grammar(tokens: TextTokens, grammar: Grammar) -> None:
+    """Compiles one, to find out whether it can be followed. Raises InvalidRequest as
+    `compile_grammar`, and where every text that is tried leads beyond the limits above."""
+    matcher = compile_grammar(tokens, grammar)
+    failed = dead_end(matcher, tokens.end) if tokens.complete else None  # else it was spelled
+    if failed is not None:
+        raise InvalidRequest(f"the texts that were tried all failed: {reason(failed)}")
 
 
 def reason(matcher: LLMatcher) -> str:

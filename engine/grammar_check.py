@@ -21,7 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.grammar import TextTokens, compile_grammar, load_tokens
+from engine.grammar import TextTokens, check_grammar, load_tokens
 from engine.messages import Grammar
 
 LENGTH_BYTES = 4
@@ -45,7 +45,7 @@ def check(
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         with _silent():
-            compile_grammar(tokens, grammar)
+            check_grammar(tokens, grammar)
     except InvalidRequest as error:
         return error.message
     except MemoryError:

@@ -188,4 +188,4 @@ class StepResult:
         for key in self.non_finite:
             yield key, StepFailed("the model's logits are not finite")
         for key, reason in self.rejected.items():
-            yield key, InvalidRequest(f"the grammar cannot be met: {reason}")
+            yield key, InvalidRequest(f"the grammar cannot be met: {reason}", param="grammar")

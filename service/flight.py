@@ -59,6 +59,7 @@ class Flight:
         self._unread = 0  # requests whose end nobody has read
         self._latest: list[float | None] = []  # when tokens of each came last
         self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
+        self._grammar_fields: list[str | None] = []  # by which the client asked for each grammar
         self._arrived = arrived
         self.owner = owner
         self.least_priority = least_priority
@@ -138,10 +139,18 @@ class Flight:
         self._reserved -= requests
         self._places.release(requests, self.owner)
 
-    def submit(self, prompt: bytes, timeout: float, interval: int = 1, **fields: Any) -> None:
+    def submit(
+        self,
+        prompt: bytes,
+        timeout: float,
+        interval: int = 1,
+        grammar_field: str | None = None,
+        **fields: Any,
+    ) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
-        engine.client.Delivery, `timeout` in seconds from the arrival, `fields` the others of
-        messages.Request but `owner`. Raises EngineUnavailable, Draining."""
+        engine.client.Delivery, `timeout` in seconds from the arrival, `grammar_field` that by which
+        the client asked for its grammar, `fields` the others of messages.Request but `owner`.
+        Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
@@ -157,6 +166,7 @@ class Flight:
         self._unread += 1
         self._latest.append(None)
         self._chosen.append(request.keep is not None and bool(request.keep.id))
+        self._grammar_fields.append(grammar_field)
         if self.trace is not None:
             self.trace.sent(request)
         if request.sampling.choice == 0:
@@ -252,6 +262,8 @@ class Flight:
         if error.param == "keep":
             field = "session_id" if self._chosen[which] else "return_state"
             error.param = self.keep_field or field
+        elif error.param == "grammar":
+            error.param = self._grammar_fields[which]
         return error
 
     def observe(self, count: int, which: int, now: float) -> None:

@@ -40,6 +40,7 @@ class Task(msgspec.Struct, frozen=True):
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see Answer
     use: StateUse = NO_STATES
+    grammar_field: str | None = None  # by which the client asked for the grammar
 
     def answer(self, runtime: Runtime) -> Answer:
         return Answer(
@@ -83,6 +84,7 @@ class Task(msgspec.Struct, frozen=True):
         flight.submit(
             self.packed,
             interval=self.interval if stream else 1,
+            grammar_field=self.grammar_field,
             sampling=params,
             run_on=run_on,
             # Without stop strings nobody looks at the tokens of an answer that is not streamed.

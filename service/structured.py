@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,18 +20,13 @@ FIELDS = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind i
 _ANY_OBJECT = '{"type":"object"}'
 
 
-class Late(Enum):
-    """Stands for a grammar of which nothing was known when its prompts' time was over."""
-
-    LATE = "late"
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A grammar, and the parameter that asks for it."""
 
     param: str
     grammar: Grammar
+    late: bool = False  # the time of its prompts was over before anything was known of it
 
 
 async def read_grammars(
@@ -42,11 +36,11 @@ async def read_grammars(
     timeouts: Sequence[float],
     name: Callable[[int, str], str] = lambda _, field: field,
     times: int = 1,
-) -> list[Grammar | Late | None]:
+) -> list[Wanted | None]:
     """The grammar of each of these prompts, given by some of FIELDS; `timeouts` are the prompts',
     in seconds from the request's arrival, `name` says what errors call a field of a prompt, and
     `times` how many requests each makes of the engine. Each has been compiled, but those that had
-    not been when none of their prompts had time left are LATE. Raises ApiError 400 for fields that
+    not been when none of their prompts had time left are late. Raises ApiError 400 for fields that
     contradict each other, wrong grammars, too large ones, too many, and where the model has no
     text."""
     made: dict[tuple[int, ...], Wanted | None] = {}  # by the very values: they are often the same
@@ -92,27 +86,34 @@ async def read_grammars(
             continue
         if wrong is not None:
             raise invalid(one.param, wrong)
-    known = {one: Late.LATE if one in late else one for one in until}
-    return [None if one is None else known[one.grammar] for one in wanted]
+    return [
+        replace(one, late=True) if one is not None and one.grammar in late else one
+        for one in wanted
+    ]
 
 
 async def read_grammar(
     body: Any, runtime: Runtime, check: RequestCheck, timeout: float, times: int
-) -> Grammar | Late | None:
+) -> Wanted | None:
     """The one grammar of a request whose model has FIELDS. Raises as `read_grammars`."""
     fields = {field: getattr(body, field) for field in FIELDS}
-    [grammar] = await read_grammars([fields], runtime, check, [timeout], times=times)
-    return grammar
+    [wanted] = await read_grammars([fields], runtime, check, [timeout], times=times)
+    return wanted
 
 
-def constrained(params: SamplingParams, grammar: Grammar | Late | None) -> SamplingParams:
+def constrained(params: SamplingParams, wanted: Wanted | None) -> SamplingParams:
     """The parameters of a text that has to match. The engine, which ends requests that are late,
     must not compile what nobody has checked, nor draw what might not match."""
-    if grammar is None:
+    if wanted is None:
         return params
-    if isinstance(grammar, Late):
+    if wanted.late:
         return msgspec.structs.replace(params, max_tokens=0, min_tokens=0)
-    return msgspec.structs.replace(params, grammar=grammar)
+    return msgspec.structs.replace(params, grammar=wanted.grammar)
+
+
+def field_of(wanted: Wanted | None) -> str | None:
+    """What errors call the field of a request's grammar."""
+    return None if wanted is None else wanted.param
 
 
 def _wanted(fields: Mapping[str, Any], name: Callable[[str], str]) -> Wanted | None:

@@ -35,7 +35,7 @@ from service.settings import Settings
 from service.size import RequestSize
 from service.states import check_points, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.structured import constrained, read_grammar
+from service.structured import constrained, field_of, read_grammar
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -96,7 +96,8 @@ async def _tasks(
     timeout = read_timeout(body.timeout, settings)
     priority = read_priority(body.priority, flight.least_priority)
     params = _params(body, settings, info, runtime.chat.end_id)
-    params = constrained(params, await read_grammar(body, runtime, check, timeout, n))
+    grammar = await read_grammar(body, runtime, check, timeout, n)
+    params = constrained(params, grammar)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
     ids = await read_messages(body.messages, runtime.chat, info)
     salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
@@ -118,6 +119,7 @@ async def _tasks(
             body.stream_interval or settings.stream_interval,
             shared=n > 1,
             use=use,
+            grammar_field=field_of(grammar),
         )
         for choice in range(n)
     ]

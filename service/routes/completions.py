@@ -42,7 +42,7 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.structured import constrained, read_grammar
+from service.structured import constrained, field_of, read_grammar
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -170,6 +170,7 @@ async def _tasks(
                     shared=draws > 1,
                     ends=ends,
                     use=use,
+                    grammar_field=field_of(grammar),
                 )
             )
     return tasks

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from engine.messages import Grammar, SamplingParams, pack_ids
+from engine.messages import SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, LogprobArrays, Piece, grouped, total_usage
 from service.errors import invalid
@@ -32,7 +32,7 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, check_points, kept_state, read_use
 from service.streaming import EventStream, error_body, unless_client_leaves
-from service.structured import FIELDS, Late, constrained, read_grammars
+from service.structured import FIELDS, Wanted, constrained, field_of, read_grammars
 from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
@@ -102,7 +102,7 @@ async def _tasks(
         raise invalid("session_id", "names one session for several prompts; allowed: one turn each")
     asked = columns.keys()
     sampling, states, structured = SAMPLING & asked, asked & STATES, STRUCTURED & asked
-    grammars: list[Grammar | Late | None] = nothing
+    grammars: list[Wanted | None] = nothing
     if structured:
         fields = [{name: columns[name][i] for name in structured} for i in range(count)]
         grammars = await read_grammars(
@@ -136,7 +136,17 @@ async def _tasks(
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)
         tasks.append(
-            Task(ids, pack_ids(ids), params, stops[i], timeout, priority, interval, use=use)
+            Task(
+                ids,
+                pack_ids(ids),
+                params,
+                stops[i],
+                timeout,
+                priority,
+                interval,
+                use=use,
+                grammar_field=field_of(grammars[i]),
+            )
         )
     return tasks
 

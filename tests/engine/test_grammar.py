@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.grammar import TextTokens, compile_grammar, load_tokens
+from engine.grammar import TextTokens, check_grammar, compile_grammar, load_tokens
 from engine.messages import Grammar, GrammarKind
 from tests.engine.texts import CHARACTERS, save_bytes, save_characters, save_merges
 
@@ -112,6 +112,38 @@ def test_schemas_of_the_size_that_people_write_compile(tokens: TextTokens) -> No
     values = [f"value {i}" for i in range(2000)]
     assert accepts(tokens, schema({"enum": values}), '"value 1999"')
     assert accepts(tokens, Grammar("choice", json.dumps(values)), "value 1999")
+
+
+def _optional(count: int) -> Grammar:
+    properties = {f"property_{i}": {"type": "integer"} for i in range(count)}
+    return schema({"type": "object", "properties": properties, "additionalProperties": False})
+
+
+def test_the_sizes_that_the_limits_are_said_to_allow(tokens: TextTokens) -> None:
+    required = {f"property_{i}": {"type": "integer"} for i in range(1000)}
+    large = schema({"type": "object", "properties": required, "required": [*required]})
+    assert accepts(tokens, large, json.dumps(dict.fromkeys(required, 1)))
+    assert accepts(tokens, schema({"enum": [f"value {i}" for i in range(5000)]}), '"value 4999"')
+    assert accepts(tokens, _optional(500), '{"property_7": 1, "property_499": 2}')
+
+
+def test_what_no_text_gets_through_is_refused_before_one_is_written(tokens: TextTokens) -> None:
+    with pytest.raises(
+        InvalidRequest, match="all failed: Parser Error: Current row has 2399 items"
+    ):
+        check_grammar(tokens, _optional(600))
+    nested = schema({"type": "array", "items": json.loads(_optional(600).text), "minItems": 1})
+    with pytest.raises(InvalidRequest, match="all failed"):
+        check_grammar(tokens, nested)
+
+
+def test_what_some_texts_get_through_is_taken(tokens: TextTokens) -> None:
+    for grammar in (
+        Grammar("grammar", 'start: "b" | "c" x\nx: "a" x'),
+        Grammar("choice", json.dumps(["a" * 30_000, "b"])),
+    ):
+        check_grammar(tokens, grammar)
+        assert accepts(tokens, grammar, "b")
 
 
 def test_the_end_is_no_token_of_the_model(tmp_path: Path) -> None:

@@ -152,6 +152,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
     ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "65536"),
     (
+        {
+            "structured_outputs": {
+                "json": {
+                    "type": "object",
+                    "properties": {f"property_{i}": {"type": "integer"} for i in range(600)},
+                }
+            }
+        },
+        "structured_outputs.json",
+        "max is 2000",
+    ),
+    (
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
         "structured_outputs.choice",
         "together with structured_outputs.regex",
@@ -202,10 +214,13 @@ async def test_a_dead_end_is_told(tmp_path: Path) -> None:
         failed, right = (await service.post("/v1/generate", body))["results"]
         assert failed["error"]["type"] == "invalid_request_error"
         assert "cannot be met" in failed["error"]["message"] and right["text"] == "addddd"
+        assert failed["error"]["param"] == "structured_outputs[0].regex"
         only = {**body, "prompts": [[2]], "structured_outputs": {"regex": "a[bc]X|ad{5}"}}
-        assert "cannot be met" in await service.refused("/v1/generate", only, None)
+        field = "structured_outputs.regex"
+        assert "cannot be met" in await service.refused("/v1/generate", only, field)
         response = await service.http.post("/v1/generate", json={**only, "stream": True})
         assert "cannot be met" in response.text and "[DONE]" not in response.text
+        assert parse_events(response.text)[-1]["error"]["param"] == field
         hopeless = {**only, "structured_outputs": {"regex": "a[bc]X"}}
         await service.refused("/v1/generate", hopeless, "structured_outputs.regex")
 
@@ -309,6 +324,7 @@ async def test_a_late_grammar_costs_its_prompts_only(busy: Service) -> None:
         "structured_outputs": [LATE["structured_outputs"], None, LATE["structured_outputs"]],
         "timeout": [0.1, 30, 0.3],
         "max_tokens": 4,
+        "ignore_eos": True,
     }
     late, free, also = (await busy.post("/v1/generate", body))["results"]
     assert [one["finish_reason"] for one in (late, free, also)] == ["timeout", "length", "timeout"]
