@@ -17,7 +17,7 @@ from collections.abc import Collection
 from engine.config import SCAN_CHUNK
 from engine.sequence import Sequence
 
-Shares = list[tuple[Sequence, int]]
+Portions = list[tuple[Sequence, int]]
 
 
 class PromptBudget:
@@ -29,7 +29,7 @@ class PromptBudget:
         self._read_at: dict[str, int] = {}  # owners that read in the latest step or still wait to
         self._led: set[int] = set()  # keys of first ones that read while others of theirs did not
 
-    def share(self, reading: Collection[Sequence]) -> Shares:
+    def share(self, reading: Collection[Sequence]) -> Portions:
         """Who of `reading`, in order of admission, reads how many tokens in this step."""
         by_owner: dict[str, list[Sequence]] = {}
         for sequence in reading:
@@ -44,12 +44,12 @@ class PromptBudget:
         }
         return [share for some in shares.values() for share in some]
 
-    def _between(self, by_owner: dict[str, list[Sequence]]) -> dict[str, Shares]:
+    def _between(self, by_owner: dict[str, list[Sequence]]) -> dict[str, Portions]:
         """How several owners share the step's tokens."""
         self._step += 1
         turns = {owner: self._read_at.get(owner, 0) for owner in by_owner}
         order = sorted(by_owner, key=turns.__getitem__)  # who has waited longest comes first
-        shares = {owner: Shares() for owner in order}
+        shares = {owner: Portions() for owner in order}
         taken = dict.fromkeys(order, 0)
         left, hungry = self._tokens, order
         while hungry:
@@ -67,7 +67,7 @@ class PromptBudget:
         }
         return shares
 
-    def _within(self, reading: list[Sequence], tokens: int) -> Shares:
+    def _within(self, reading: list[Sequence], tokens: int) -> Portions:
         """How one owner's sequences share its tokens."""
         if not reading or tokens == 0:
             return []
@@ -87,7 +87,7 @@ class PromptBudget:
         length = self._chunk_length(first, tokens - sum(taken for _, taken in shares))
         return [(first, length), *shares] if length else shares
 
-    def _leads(self, reading: list[Sequence], shares: Shares) -> bool:
+    def _leads(self, reading: list[Sequence], shares: Portions) -> bool:
         """Whether the others of `reading` come before its first next time."""
         first = reading[0]
         if not shares:

@@ -55,7 +55,7 @@ class Restarting:
 
 
 @dataclass(frozen=True)
-class Failed:
+class NoEngine:
     """There is no engine, and will be none."""
 
     error: EngineError
@@ -68,7 +68,7 @@ class Stop:
     now: bool
 
 
-Event: TypeAlias = Serving | Restarting | Failed | Stop
+Event: TypeAlias = Serving | Restarting | NoEngine | Stop
 
 
 class Member:
@@ -163,7 +163,7 @@ class Member:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
-        self._events.put_nowait(Failed(error))
+        self._events.put_nowait(NoEngine(error))
 
     async def _take(self, message: ToMember) -> None:
         match message:
@@ -196,7 +196,7 @@ class Member:
             self._lost.add(message.generation)
             self._keep(connection[1].end(EngineDead(error.message)))
         if message.final:
-            self._events.put_nowait(Failed(error))
+            self._events.put_nowait(NoEngine(error))
         elif message.current:
             self._events.put_nowait(Restarting(error))
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineLoading, Refused
-from engine.member import Event, Failed, Serving
+from engine.member import Event, NoEngine, Serving
 from engine.messages import ModelInfo
 
 
@@ -39,16 +39,16 @@ class OneEngine:
     async def next(self) -> Event:
         if self._serving:
             await self._client.wait_dead()
-            return Failed(EngineDead("the engine has ended"))
+            return NoEngine(EngineDead("the engine has ended"))
         self._serving = True
         try:
             await self._client.ready(self._load_timeout)
         except EngineLoading:
             seconds = self._load_timeout
             error = EngineDead(f"the model did not load within {seconds:g} s (load_timeout)")
-            return Failed(error)
+            return NoEngine(error)
         except EngineError as error:
-            return Failed(error)
+            return NoEngine(error)
         return Serving(self._client, generation=1)
 
     def use(self, generation: int) -> None:

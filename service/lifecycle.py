@@ -16,7 +16,7 @@ from fastapi import Request
 
 from engine.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, EngineLoading
-from engine.member import Failed, Restarting, Serving, Stop
+from engine.member import NoEngine, Restarting, Serving, Stop
 from engine.messages import Stats
 from service.engines import Engines
 from service.flight import Flight
@@ -143,7 +143,7 @@ class Lifecycle:
                         self.outage = event.error
                     case Stop():
                         self.on_stop(event.now)
-                    case Failed():
+                    case NoEngine():
                         self._fail(event.error)
         except EngineError as error:
             self._fail(error)

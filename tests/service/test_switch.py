@@ -14,7 +14,7 @@ import msgspec
 from engine.client import EngineClient
 from engine.engine import Engine
 from engine.errors import EngineDead
-from engine.member import Event, Failed, Restarting, Serving
+from engine.member import Event, NoEngine, Restarting, Serving
 from engine.messages import ModelInfo
 from engine.transport import InlineTransport
 from service.app import create_app
@@ -161,7 +161,7 @@ async def test_when_there_is_no_engine_any_more(byte_folder: Path) -> None:
         await script.serve("old", byte_folder)
         await until(lambda: script.used == [0])
         script.events.put_nowait(Restarting(EngineDead("killed")))
-        script.events.put_nowait(Failed(EngineDead("killed too often")))
+        script.events.put_nowait(NoEngine(EngineDead("killed too often")))
         await until(lambda: failures)
         assert [error.message for error in failures] == ["killed too often"]
         for answer in (
