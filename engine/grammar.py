@@ -176,11 +176,20 @@ def _source(grammar: Grammar) -> str:
                     "|".join(map(_escaped, json.loads(grammar.text)))
                 )
             case "regex":
+                if _ends_in_escape(grammar.text):  # which the library leaves out
+                    raise ValueError(
+                        "the expression ends in a backslash that escapes nothing; "
+                        r"a backslash itself is written \\"
+                    )
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "grammar":
                 return grammar_from("grammar", grammar.text)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(str(error)[:_MOST_REASON] or type(error).__name__) from error
+
+
+def _ends_in_escape(text: str) -> bool:
+    return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
 
 def _escaped(text: str) -> str:

@@ -38,6 +38,7 @@ def accepts(tokens: TextTokens, grammar: Grammar, text: str) -> bool:
         ("regex", r"[0-9]{2}|x+", "42", "4"),
         ("regex", r"^\d{4}-\d\d$", "2026-11", "2026-1"),
         ("regex", "gr[öü]n", "grün", "gran"),
+        ("regex", r"a\\", "a\\", "a"),
         ("choice", '["yes", "no"]', "no", "n"),
         ("choice", '["a|b", "c"]', "a|b", "a"),
         (
@@ -66,6 +67,8 @@ def test_texts_that_match(
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("regex", r"\bword"), "look"),
         (Grammar("regex", ""), "empty"),
+        (Grammar("regex", "a\\"), "ends in a backslash"),
+        (Grammar("regex", "a\\\\\\"), "ends in a backslash"),
         (Grammar("regex", r"[^\s\S]"), "no text"),
         (Grammar("choice", '[""]'), "empty"),
         (Grammar("grammar", 'start: "a" missing'), "missing"),
