@@ -29,6 +29,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     tokens_in: int | None  # prompt tokens given to the engine; samples share their prompt
     tokens_out: int | None  # generated tokens that came from the engine
     key: str | None  # the name of the key
+    peer: str | None = None  # the address of who sent what cannot be read as HTTP
 
 
 class AccessLog:
@@ -64,7 +65,7 @@ def _whole(seconds: int) -> str:
 def _as_text(line: Exchange) -> bytes:
     """No value has spaces; what there is none of is left out."""
     parts = [line.time, line.method, line.route, str(line.status), f"{line.seconds:.6f}s"]
-    for name in ("outcome", "tokens_in", "tokens_out", "key", "request_id"):
+    for name in ("outcome", "tokens_in", "tokens_out", "key", "peer", "request_id"):
         value = getattr(line, name)
         if value is not None:
             parts.append(f"{name}={value}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -12,7 +13,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from engine.client import EngineClient
 from engine.errors import EngineError
-from service import errors, otel
+from service import errors, otel, refusals
 from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.admission import ReadyRoute
@@ -127,7 +128,9 @@ def create_app(
             allow_headers=["*"],  # clients add their own; a page has to know a key to send it
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(Account, metrics=lifecycle.metrics, log=log, template_of=app.template_of)
+    account = partial(Account, metrics=lifecycle.metrics, log=log, template_of=app.template_of)
+    app.refusals = account(refusals.tell)
+    app.add_middleware(account)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=TRUSTED_PROXIES)  # spans tell them

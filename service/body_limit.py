@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.direct import FIRST
 from service.errors import ApiError, respond
-from service.scope import CONNECTION, header
+from service.scope import CONNECTION, REFUSAL, header
 
 DISCARDED = 64 * 2**20  # bytes at most
 DISCARD_SECONDS = 10.0  # at most
@@ -50,6 +50,8 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal received
             message = await receive()
+            if REFUSAL in scope:  # a part that is no chunk: what has come is not the body
+                raise scope[REFUSAL]
             received += len(message.get("body", b""))
             if received > most:
                 raise _error(most)

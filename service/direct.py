@@ -19,7 +19,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from service.scope import CONNECTION, PROTOCOL
 
 try:
-    from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+    from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as RequestResponseCycle
 except ImportError:  # httptools is not there, as on other systems than Linux
     RequestResponseCycle = None  # type: ignore[assignment, misc]
 

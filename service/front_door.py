@@ -19,6 +19,7 @@ from engine.errors import EngineError
 from service.admission import ReadyRoute
 from service.direct import FIRST, connect
 from service.errors import ApiError, forget, from_engine, respond
+from service.refusals import tell
 from service.scope import CONNECTION, FLIGHT, RUNTIME
 from service.settings import TRUSTED_PROXIES
 
@@ -33,6 +34,7 @@ class FrontDoor(FastAPI):
         self._routes: dict[str, ReadyRoute] = {}  # by path
         self._short: ASGIApp | None = None
         self._paths: set[str] = set()  # of all routes that have no parameters
+        self.refusals: ASGIApp = tell  # as service.refusals asks for it
         self._templates: list[APIRoute] = []  # the others
 
     def include_router(self, router: APIRouter, **options: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from service.errors import ApiError
 from service.upgrades import IS_HTTPTOOLS, PlainProtocol
-from service.wire import encode
 
 MOST_HEAD_BYTES = 64 * 2**10  # of the path and all names and values; while it comes, of its reads
 
@@ -23,7 +22,6 @@ class BoundedHeads(PlainProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
-        self._refused = False
         self._awaited_since: float | None = None  # a head, by the loop's time
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -42,27 +40,27 @@ class BoundedHeads(PlainProtocol):
         self._awaited_since = None
         size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         if size > MOST_HEAD_BYTES:
-            self._refuse()
-        if not self._refused:
+            self.refuse(_too_large())
+        if not self.refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of a body has come."""
-        if not self._refused:  # there is no request that it could belong to
+        if not self.refused:  # there is no request that it could belong to
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A request has come whole."""
-        if not self._refused:
+        if not self.refused:
             super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self.refused:
             return
         if self._awaited_since is not None:
             # What comes now may be a body for the most part.
             if self._head_bytes > MOST_HEAD_BYTES:
-                self._refuse()
+                self.refuse(_too_large())
                 return
             self._head_bytes += len(data)
         super().data_received(data)
@@ -70,27 +68,16 @@ class BoundedHeads(PlainProtocol):
     def cut_if_late(self, now: float, timeout: float) -> bool:
         """Closes where a head has begun and not ended for `timeout` seconds, or none has come at
         all; whether that was so."""
-        if self._awaited_since is None or now - self._awaited_since < timeout:
+        if self.refused or self._awaited_since is None or now - self._awaited_since < timeout:
             return False
         self._awaited_since = None
         self.transport.close()
         return True
 
-    def _refuse(self) -> None:
-        self._refused = True
-        if self.transport.is_closing():
-            return
-        # An answer under way to a request before it would be torn by another one.
-        if self.cycle is None or self.cycle.response_complete:
-            error = ApiError(
-                431,
-                f"the request's head is too large; allowed: up to {MOST_HEAD_BYTES} bytes",
-                code="head_too_large",
-            )
-            body = encode(error.body)
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                b"content-type: application/json\r\ncontent-length: %d\r\n"
-                b"connection: close\r\n\r\n%b" % (len(body), body)
-            )
-        self.transport.close()
+
+def _too_large() -> ApiError:
+    return ApiError(
+        431,
+        f"the request's head is too large; allowed: up to {MOST_HEAD_BYTES} bytes",
+        code="head_too_large",
+    )

@@ -20,6 +20,7 @@ from service.scope import (
     FLIGHT,
     KEY_NAME,
     OUTCOME,
+    REFUSAL,
     REQUEST_ID,
     STATUS,
     header,
@@ -109,5 +110,6 @@ class Account:
                 tokens_in=flight.tokens_in if flight else None,
                 tokens_out=flight.tokens_out if flight else None,
                 key=scope.get(KEY_NAME),
+                peer=scope["client"][0] if REFUSAL in scope and scope["client"] else None,
             )
         )

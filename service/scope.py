@@ -13,6 +13,7 @@ FLIGHT = "minserve.flight"  # service.flight.Flight of a request for the model
 ERROR_CODE = "minserve.error_code"  # of the error that the client got
 PROTOCOL = "minserve.protocol"  # service.direct.WatchedProtocol, until the request is taken on
 CONNECTION = "minserve.connection"  # service.direct.Connection, where the server is our own
+REFUSAL = "minserve.refusal"  # service.errors.ApiError, where what came could not be read as HTTP
 OUTCOME = "minserve.outcome"  # where the status cannot tell it, and of all that has ended
 STATUS = "minserve.status"  # of what has ended
 TRACE = "minserve.trace"  # service.traces.Trace, where traces are taken

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from service.direct import WatchedProtocol
+from service.errors import ApiError
+from service.refusals import RefusingProtocol
 
 try:
-    from httptools import HttpParserError, HttpParserUpgrade
+    from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade
 except ImportError:
-    HttpParserError = HttpParserUpgrade = None  # type: ignore[assignment, misc]
+    HttpParserCallbackError = HttpParserError = None  # type: ignore[assignment, misc]
+    HttpParserUpgrade = None  # type: ignore[assignment, misc]
 
 IS_HTTPTOOLS = hasattr(AutoHTTPProtocol, "on_headers_complete")
 
 
-class PlainProtocol(WatchedProtocol):
+class PlainProtocol(RefusingProtocol):
     """uvicorn's HTTP protocol, which stays the protocol of its connection."""
 
     def _should_upgrade(self) -> bool:
@@ -46,12 +48,15 @@ class PlainProtocol(WatchedProtocol):
                 return
             except HttpParserUpgrade as stop:
                 if self.parser.get_method() == b"CONNECT":  # asks for a tunnel without that header
-                    self.send_400_response("CONNECT is not supported.")
+                    self.refuse(_error("CONNECT is not supported"))
                     return
                 (read,) = stop.args
                 data = self._plain_head() + data[read:]
-            except HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
+            except HttpParserCallbackError:  # uvicorn takes the target apart when a head has come
+                self.refuse(_error("the target is no path"))
+                return
+            except HttpParserError as error:
+                self.refuse(_error(str(error)))
                 return
 
     def _plain_head(self) -> bytes:
@@ -60,3 +65,7 @@ class PlainProtocol(WatchedProtocol):
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+
+def _error(reason: str) -> ApiError:
+    return ApiError(400, f"this cannot be read as HTTP/1.1: {reason}", code="invalid_http")

@@ -23,7 +23,7 @@ from tests.service.test_access import ALICE, KEYS, bearer
 
 FIELDS = {
     "time", "request_id", "method", "route", "status", "outcome", "seconds", "tokens_in",
-    "tokens_out", "key",
+    "tokens_out", "key", "peer",
 }  # fmt: skip
 SECRET = "a prompt that nobody may see"
 
@@ -76,6 +76,7 @@ async def test_a_line_tells_what_a_request_cost(log: Lines, stream: bool) -> Non
         "tokens_in": len(SECRET) + 1,
         "tokens_out": 6,
         "key": "alice",
+        "peer": None,
     }
 
 
