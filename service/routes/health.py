@@ -1,4 +1,5 @@
-"""GET /health: the server is alive. GET /ready: it takes requests."""
+"""GET /health: the server is alive. GET /ready: it takes requests. HEAD, as many probes ask, is
+answered as GET; the server sends no body then."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ CurrentLifecycle = Annotated[Lifecycle, Depends(get_lifecycle)]
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=UNAVAILABLE)
 async def health(lifecycle: CurrentLifecycle) -> Response:
     """200 while a model loads, and afterwards as long as the engine's loop turns."""
@@ -25,6 +27,7 @@ async def health(lifecycle: CurrentLifecycle) -> Response:
     return JSONResponse({"status": lifecycle.state})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=UNAVAILABLE)
 async def ready(lifecycle: CurrentLifecycle) -> Response:
     """200 when the model is loaded and the server is not shutting down."""

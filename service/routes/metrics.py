@@ -13,6 +13,7 @@ from service.schemas.common import ErrorBody
 router = APIRouter(tags=["operation"])
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=Response, responses={503: {"model": ErrorBody}})
 async def metrics(lifecycle: Annotated[Lifecycle, Depends(get_lifecycle)]) -> Response:
     """All series, those of the server's other processes added. 503 where these cannot be asked."""

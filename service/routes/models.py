@@ -16,12 +16,14 @@ router = APIRouter(tags=["models"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", responses={200: {"model": ModelList}, "5XX": {"model": ErrorBody}})
 async def list_models(runtime: CurrentRuntime) -> Response:
     """Every model that requests may name."""
     return JSONResponse({"object": "list", "data": [_describe(runtime)]})
 
 
+@router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", responses=statuses(ModelCard))
 async def get_model(model: str, runtime: CurrentRuntime) -> Response:
     """One model."""
