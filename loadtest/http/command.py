@@ -60,18 +60,20 @@ def sweep(args: argparse.Namespace) -> int:
         print(f"{rate:.2f} requests/s: {found.share:.2%} within the SLO{why}", flush=True)
         return found
 
+    most = float(high)
     best, probes = highest_rate(
-        float(low), float(high), probe, share=args.sweep_share, precision=args.sweep_precision
+        float(low), most, probe, share=args.sweep_share, precision=args.sweep_precision
     )
     rows = [[f"{p.rate:.2f}", f"{p.share:.2%}"] for p in sorted(probes, key=lambda p: p.rate)]
     print_table(f"sweep, {args.slo}", ["requests/s", "within the SLO"], rows)
     if best is None:
         print(f"not even {low} requests/s keep the SLO")
+    elif best == most:
+        print(f"highest rate within the SLO: at least {best:.2f} requests/s, where the sweep ends")
     else:
         print(f"highest rate within the SLO: {best:.2f} requests/s")
-    save_json(
-        args.json, {"highest_rate": best, "slo": args.slo, "probes": [vars(p) for p in probes]}
-    )
+    found = {"highest_rate": best, "at_least": best == most, "slo": args.slo}
+    save_json(args.json, {**found, "probes": [vars(p) for p in probes]})
     return 0 if best is not None else 1
 
 

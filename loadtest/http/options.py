@@ -11,7 +11,7 @@ from loadtest.http.arrivals import schedule
 from loadtest.http.client import Share
 from loadtest.http.lengths import parse_lengths
 from loadtest.http.questions import PATHS, Asked
-from loadtest.http.summary import parse_slo
+from loadtest.http.summary import Slo, parse_slo
 
 LENGTHS = "64, uniform:16:512 or lognormal:MEDIAN:SIGMA:MOST"
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--ids", type=int, metavar="N", help="prompts are token ids below N")
     asked.add_argument("--temperature", type=float, default=0.8)
     asked.add_argument("--model", help="name the model in every request")
-    asked.add_argument("--body", type=json.loads, help="further fields of every body, as JSON")
+    asked.add_argument("--body", help="further fields of every body, as a JSON object")
     report = options.add_argument_group("report")
     report.add_argument("--slo", help="what a good request keeps: ttft=200ms,tpot=20ms,e2e=5s")
     report.add_argument("--json", type=Path, help="also write the figures here")
@@ -69,6 +69,33 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def _fields(text: str) -> dict[str, Any]:
+    """The value of --body. Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--body {text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'--body {text!r}: it must be an object, as in {{"top_p": 0.9}}')
+    return found
+
+
+def _check_measured(slo: Slo, asked: Asked) -> None:
+    """Raises ValueError for an SLO with a limit of what no answer will tell."""
+    streamed = [name for name in slo.limits if name != "e2e"]
+    if streamed and not asked.streams:
+        raise ValueError(
+            f"--slo {streamed[0]}: only streamed answers tell it, and neither --no-stream nor "
+            "--endpoint score asks for one; allowed with these: e2e"
+        )
+    between = [name for name in streamed if name != "ttft"]
+    if between and asked.answer_lengths.most == 1:
+        raise ValueError(
+            f"--slo {between[0]}: answers of one token do not tell it; allowed with "
+            f"--output-length {asked.answer_lengths.most}: ttft, e2e"
+        )
+
+
 def share_of(args: argparse.Namespace) -> Share:
     """All that is to be done, before it is dealt out. Raises ValueError."""
     if sum(source is not None for source in (args.data, args.lines, args.ids)) > 1:
@@ -79,8 +106,6 @@ def share_of(args: argparse.Namespace) -> Share:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be above 0")
-    if args.slo is not None:
-        parse_slo(args.slo)
     count = 200 if args.requests is None and args.seconds is None else args.requests
     asked = Asked(
         endpoint=args.endpoint,
@@ -93,8 +118,10 @@ def share_of(args: argparse.Namespace) -> Share:
         vocabulary=args.ids,
         temperature=args.temperature,
         model=args.model,
-        extra=args.body,
+        extra=None if args.body is None else _fields(args.body),
     )
+    if args.slo is not None:
+        _check_measured(parse_slo(args.slo), asked)
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     common: dict[str, Any] = {
         "url": args.url,

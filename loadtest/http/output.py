@@ -36,7 +36,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         limits = ", ".join(f"{n} {1000 * v:g} ms" for n, v in good["slo_seconds"].items())
         print(
             f"goodput: {good['requests_per_second']:,.2f} requests/s within {limits} "
-            f"({good['share']:.1%} of all)"
+            f"({good['share']:.1%} of all{_left_out(good['not_measured'])})"
         )
     client = summary["client"]
     print(
@@ -48,6 +48,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         print(f"THE CLIENT WAS THE BOTTLENECK: {reason}")
     if client["busiest"] > BUSY:
         print("use more --processes")
+
+
+def _left_out(requests: int) -> str:
+    return f" but {requests} of which not every limit could be measured" if requests else ""
 
 
 def print_comparison(first: dict[str, Any], second: dict[str, Any]) -> None:

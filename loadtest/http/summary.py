@@ -27,10 +27,12 @@ class Slo:
 
     limits: dict[str, float]
 
-    def keeps(self, record: Record) -> bool:
-        """The request was answered, and as quickly as it should be."""
+    def keeps(self, record: Record) -> bool | None:
+        """Whether the request was answered, and as quickly as it should be; None where that cannot
+        be said: an answer of one token, say, has no time between its tokens."""
         if not record.ok:
             return False
+        measured = True
         for name, limit in self.limits.items():
             match name:
                 case "ttft":
@@ -42,9 +44,11 @@ class Slo:
                 case _:
                     gaps = unpack(record.gaps)
                     value = percentile(gaps, 99) if gaps else None
-            if value is not None and value > limit:
+            if value is None:
+                measured = False
+            elif value > limit:
                 return False
-        return True
+        return True if measured else None
 
 
 def parse_slo(text: str) -> Slo:
@@ -105,11 +109,13 @@ def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, An
     if refused:
         summary["latency_ms"]["refusal"] = figures(refused)
     if slo is not None:
-        good = sum(map(slo.keeps, records))
+        judged = [kept for record in records if (kept := slo.keeps(record)) is not None]
+        good = sum(judged)
         summary["goodput"] = {
             "slo_seconds": slo.limits,
             "requests_per_second": good / seconds,
-            "share": good / len(records),
+            "share": good / len(judged) if judged else 0.0,
+            "not_measured": len(records) - len(judged),
         }
     return summary
 

@@ -19,7 +19,8 @@ def highest_rate(
     low: float, high: float, measure: Callable[[float], Probe], *, share: float, precision: float
 ) -> tuple[float | None, list[Probe]]:
     """The highest rate within `low` to `high` at which `share` of the requests keep the SLO, to
-    `precision` of itself, and the probes on the way; None where not even `low` does. A probe that
+    `precision` of itself, and the probes on the way; None where not even `low` does. `high` itself
+    says only that the rate is at least so high. A probe that
     the client itself limited counts as missed: what it measured is not the server.
 
     Raises ValueError for limits that are none.

@@ -123,6 +123,20 @@ def test_goodput_counts_those_that_keep_every_limit() -> None:
     assert summary["tokens_per_second"] == pytest.approx((3 + 2 + 2 + 2) / 2)
 
 
+def test_what_was_not_measured_is_neither_kept_nor_missed() -> None:
+    records = [
+        _record(0.0, 0.1, 0.5, [0.01]),
+        _record(0.0, 0.1, 0.5, []),  # one token
+        _record(0.0, 0.3, 0.5, []),  # its first token is late, whatever would have followed
+        Record(due=0.0, sent=0.0, end=0.5),  # not streamed
+    ]
+    goodput = summarize([Report(records)], parse_slo("ttft=200ms,itl=50ms"))["goodput"]
+    assert (goodput["share"], goodput["not_measured"]) == (1 / 2, 2)
+    assert goodput["requests_per_second"] == pytest.approx(1 / 0.5)
+    nothing = summarize([Report(records[3:])], parse_slo("tpot=9s"))["goodput"]
+    assert (nothing["share"], nothing["not_measured"]) == (0, 1)
+
+
 @pytest.mark.parametrize("text", ["ttft", "ttft=200", "x=2s", "ttft=ms"])
 def test_an_slo_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError):

@@ -128,14 +128,17 @@ def test_two_runs_are_compared(
 
 
 def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (*COMMON, "--sweep", "50:100")
     # Whether this machine leaves the client enough time is not what is tested.
     monkeypatch.setattr("loadtest.http.summary.LATE_SECONDS", math.inf)
     monkeypatch.setattr("loadtest.http.summary.BUSY", math.inf)
-    assert _run(tmp_path, url, *options, "--slo", "e2e=60s")["highest_rate"] == 100
-    assert _run(tmp_path, url, *options, "--slo", "e2e=1us", code=1)["highest_rate"] is None
+    found = _run(tmp_path, url, *options, "--slo", "e2e=60s")
+    assert (found["highest_rate"], found["at_least"]) == (100, True)
+    assert "at least 100.00 requests/s" in capsys.readouterr().out
+    found = _run(tmp_path, url, *options, "--slo", "e2e=1us", code=1)
+    assert (found["highest_rate"], found["at_least"]) == (None, False)
 
 
 def test_a_sweep_takes_no_rate_that_the_client_limited(
@@ -165,13 +168,20 @@ def test_a_sweep_takes_no_rate_that_the_client_limited(
         ("--compare", __file__, __file__, "--html", "page.html"),
         ("--sweep", "1:2", "--slo", "e2e=1s", "--html", "page.html"),
         ("--url", "nowhere"),
+        ("--body", "[1]"),
+        ("--body", "{"),
+        ("--no-stream", "--slo", "ttft=1us,e2e=1s"),
+        ("--no-stream", "--slo", "tpot=1us"),
+        ("--endpoint", "score", "--sweep", "5:20", "--slo", "itl=1us"),
+        ("--output-length", "1", "--slo", "itl=1us"),
     ],
 )
 def test_bad_arguments_are_one_line(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(list(options)) == 2
-    assert "error" in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert "error" in line
 
 
 def test_connections_that_the_server_has_closed_are_opened_again(tmp_path: Path) -> None:
