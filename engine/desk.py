@@ -12,7 +12,8 @@ from engine import snapshot
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.keeping import Keeper
 from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
-from engine.states import Named, Standing, check_id
+from engine.standing import Named, Standing
+from engine.state_files import check_id
 from engine.tiers import NOWHERE, Kept
 from engine.validation import check_ttl
 
@@ -54,6 +55,11 @@ class StateDesk:
     def _tell(self, client: Hashable, call: AskState, *states: StateInfo) -> None:
         self.replies.append((client, StateReply(call.call, states=list(states))))
 
+    def _tell_put(self, client: Hashable, call: AskState, named: Named) -> None:
+        info = self._states.info(named)
+        key = named.owner, named.id
+        self._states.claims.when_settled(key, lambda: self._tell(client, call, info))
+
     def _answer(self, client: Hashable, call: AskState) -> None:
         if call.ttl is not None:
             check_ttl("ttl", call.ttl)
@@ -64,7 +70,8 @@ class StateDesk:
                 self._list(client, call)
             case "delete":
                 self._states.delete(call.owner, call.id)
-                self._tell(client, call)
+                key = call.owner, call.id
+                self._states.claims.when_settled(key, lambda: self._tell(client, call))
             case "fork":
                 self._with_row(client, call, self._fork)
             case "move":
@@ -104,13 +111,10 @@ class StateDesk:
 
     def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
         id = self._states.begin(call.owner, call.target, "target")
-        self._states.end(call.owner, id)
-        forked = self._states.put(call.owner, id, named.standing, call.ttl)
-        self._tell(client, call, self._states.info(forked))
+        self._tell_put(client, call, self._states.put(call.owner, id, named.standing, call.ttl))
 
     def _move(self, client: Hashable, call: AskState, named: Named) -> None:
-        moved = self._states.move(named, call.target, call.ttl)
-        self._tell(client, call, self._states.info(moved))
+        self._tell_put(client, call, self._states.move(named, call.target, call.ttl))
 
     def _export(self, client: Hashable, call: AskState, named: Named) -> None:
         info = self._states.info(named)
@@ -130,11 +134,13 @@ class StateDesk:
             check_id("target", call.target)
         found = snapshot.read(call.content, self._shape)
         id = self._states.begin(call.owner, call.target, "target")
-        self._states.end(call.owner, id)
-        self._states.check_part(call.owner, id)
         kept = Kept(found.tokens - len(found.tail) // ID_BYTES, call.owner)
-        if not self._traffic.bring_in(kept, found.state):
-            raise StateQuota("no memory is left for a state; delete some, or wait for others")
-        standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
-        named = self._states.put(call.owner, id, standing, call.ttl)
-        self._tell(client, call, self._states.info(named))
+        try:
+            self._states.check_part(call.owner, id)
+            if not self._traffic.bring_in(kept, found.state):
+                raise StateQuota("no memory is left for a state; delete some, or wait for others")
+        except EngineError:
+            self._states.end(call.owner, id)
+            raise
+        standing = Standing.of(kept, found)
+        self._tell_put(client, call, self._states.put(call.owner, id, standing, call.ttl))

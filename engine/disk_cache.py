@@ -7,6 +7,11 @@ quickly as a file. Nor is more than WRITES_PER_SECOND: under a load of new promp
 forgotten as if there were no disk. In memory remains the text, in the prefix cache's trie, whose
 bound counts it; on disk, `most_bytes` do, and the least recently used of whoever has the most
 files goes.
+
+Two engines use a folder for the time of a reload. A file's name says what text it stands after, so
+each may read what the other has written, and if a file is gone the prompt is read; but only the
+older engine adds to them and has the count. The other one counts anew when it is alone, and takes
+over what has come since, some files with every round.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import time
 from collections.abc import Callable
 
 from engine import prefix_file
-from engine.errors import StateMalformed
+from engine.errors import ConfigError, StateMalformed
 from engine.messages import ID_BYTES
 from engine.prefix import PrefixCache
 from engine.prefix_file import Head
@@ -34,6 +39,7 @@ LEAST_TOKENS = 256  # of a text that is written
 WRITES_PER_SECOND = 100.0
 MOST_PENDING = 64  # things that the shelf has still to do
 HEADER = 512  # about what a file's has, in bytes
+TAKEN_OVER = 16  # files of a former engine with a round
 
 
 class DiskCache:
@@ -63,22 +69,35 @@ class DiskCache:
         self._sizes: dict[Kept, int] = {}  # of files, in bytes
         self._order: Shares[Kept] = Shares()  # of them
         self.bytes = 0
+        self._is_mine = False  # no older engine uses the folder any more
+        self._left: list[str] = []  # that is still to be taken over; the latest first
         if self._shelf is not None:
             tiers.on_host = self.offer
             cache.on_forgotten = self._forgotten
-            self._load(self._shelf)
+            self._look_around(self._shelf)
+            self._take_over(self._shelf, len(self._left))
+
+    def collect(self) -> None:
+        """Takes over more of what a former engine has left."""
+        if self._shelf is not None:
+            if not self._is_mine and self._shelf.lock.alone:
+                try:
+                    self._look_around(self._shelf)
+                except ConfigError as error:
+                    log.error("%s", error.message)  # the next round tries again
+            self._take_over(self._shelf, TAKEN_OVER)
 
     def offer(self, kept: Kept) -> None:
         """A cached state has come to main memory."""
         now, shelf = self._clock(), self._shelf
-        if shelf is None or now < self._next or shelf.pending >= MOST_PENDING:
+        if shelf is None or not self._is_mine or now < self._next or shelf.pending >= MOST_PENDING:
             return
         if self._write(shelf, kept):
             self._next = now + 1 / WRITES_PER_SECOND
 
     def save_all(self) -> None:
         """Nothing more will come: what the device alone has is written too."""
-        if self._shelf is not None:
+        if self._shelf is not None and self._is_mine:
             for kept in list(self._tiers.cached_on_device()):
                 self._write(self._shelf, kept)
 
@@ -166,26 +185,48 @@ class DiskCache:
         digest = hashlib.blake2b(head.text, digest_size=24).hexdigest()
         return f"{FOLDER}/{Shelf.name(self._variant, head.owner, head.salt, digest)}"
 
-    def _load(self, shelf: Shelf) -> None:
-        """What a former process has left, the least recently written first."""
-        found: list[tuple[float, str, Head]] = []
+    def _look_around(self, shelf: Shelf) -> None:
+        """What is there that is not known, and what is not there any more? Raises ConfigError."""
+        alone = shelf.lock.alone  # asked first: what an older engine writes last is found
+        found = shelf.names(self._variant, FOLDER)
+        found.sort(key=lambda one: one[1].st_mtime, reverse=True)
+        known = {name: kept for kept in self._sizes for name in kept.files}
+        self._left = [name for name, _ in found if known.pop(name, None) is None]
+        self._is_mine = alone
+        for kept in known.values():
+            self._drop(kept)
+
+    def _take_over(self, shelf: Shelf, most: int) -> None:
+        """Up to so many files, the least recently written first."""
+        for _ in range(min(most, len(self._left))):
+            name = self._left.pop()
+            if not shelf.changing(name):
+                self._take_in(shelf, name)
+        if self._is_mine:
+            self._trim()
+
+    def _take_in(self, shelf: Shelf, name: str) -> None:
         most = self._most_bytes
-        for name, content, status in shelf.scan(
-            self._variant, most, FOLDER, lambda file: prefix_file.read_head(file, most)
-        ):
-            try:
-                head = prefix_file.parse_head(content, self._variant, self._shape)
-                if self._name(head) != name or head.bytes != status.st_size:
-                    raise StateMalformed("the file has another name or size than it should")
-                found.append((status.st_mtime, name, head))
-            except StateMalformed as error:
-                log.warning("%s: not taken over: %s", name, error.message)
-                shelf.delete(name)  # nobody can want it
-        for _, name, head in sorted(found, key=lambda one: one[0]):
-            kept = Kept(
-                len(head.text) // ID_BYTES, head.owner, logits=head.with_logits, files={name},
-                written={name},
+        try:
+            content, status = shelf.look(
+                name, most, lambda file: prefix_file.read_head(file, most)
             )  # fmt: skip
+            head = prefix_file.parse_head(content, self._variant, self._shape)
+            if self._name(head) != name or head.bytes != status.st_size:
+                raise StateMalformed("the file has another name or size than it should")
+        except OSError as error:
+            log.warning("%s: cannot be read, and is left alone: %s", name, error)
+            return
+        except StateMalformed as error:
+            log.warning("%s: not taken over: %s", name, error.message)
+            shelf.delete(name)  # nobody can want it
+            return
+        kept = Kept(
+            len(head.text) // ID_BYTES, head.owner, logits=head.with_logits, files={name},
+            written={name},
+        )  # fmt: skip
+        there = self._cache.restore((head.owner, head.salt, None), head.text, kept)
+        if there is kept:
             self._count(kept, head.bytes)
-            self._cache.restore((head.owner, head.salt, None), head.text, kept)
-        self._trim()
+        elif name not in there.files:
+            shelf.delete(name)  # the text has been read again meanwhile

@@ -88,7 +88,8 @@ class Engine:
         self.info = info
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
-        shelf = None if config.state_folder is None else Shelf(Path(config.state_folder))
+        folder = config.state_folder
+        shelf = None if folder is None else Shelf(Path(folder), info.fingerprint)
         keeper = Keeper(
             config.share_slots,
             config.max_slots,
@@ -219,7 +220,7 @@ class Engine:
         that there is to do."""
         if self._grammars is not None and self._grammars.pending:
             self._grammars.wait(GRAMMAR_SECONDS)
-        elif self._keeper.traffic.loading:
+        elif self._keeper.traffic.pending:
             self._keeper.traffic.wait(GRAMMAR_SECONDS)
         else:
             return

@@ -26,7 +26,6 @@ from engine.messages import (
     FinishReason,
     Request,
     SamplingParams,
-    StateInfo,
     pack_ids,
     unpack_ids,
 )
@@ -36,7 +35,8 @@ from engine.retention import Keeping
 from engine.sequence import Sequence
 from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
-from engine.states import Standing, States
+from engine.standing import Standing
+from engine.states import States
 from engine.tiers import NOWHERE, Kept, Tiers
 from engine.traffic import Traffic
 
@@ -81,8 +81,6 @@ class Keeper:
             fetch=self.traffic.fetch,
             clock=clock,
         )
-        if shelf is not None:
-            self.states.load(shelf)
         self.disk = DiskCache(
             self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes
         )
@@ -94,6 +92,7 @@ class Keeper:
         """What has been read from files since this was last called; also forgets what is out of
         date."""
         self.states.expire()
+        self.disk.collect()
         loaded = self.traffic.collect()
         for kept in loaded:
             if kept.node is not None and kept.place == NOWHERE:
@@ -110,19 +109,21 @@ class Keeper:
         request = sequence.request
         if not request.state and request.keep is None:
             return
-        source = None
-        if request.state and (
-            not request.state_optional or self.states.has(request.owner, request.state)
-        ):
-            source = self.states.find(request.owner, request.state, "state").standing
-        if source is None and not request.prompt:
-            raise InvalidRequest(
-                f"prompt is empty, and there is no state {request.state!r} to go on from",
-                param="prompt",
-            )
-        keeping = Keeping(source, request.keep)
-        if request.keep is not None and request.keep.store:
-            keeping.id = self.states.begin(request.owner, request.keep.id, "keep")
+        keep = request.keep
+        # First of all, since from then on no other engine replaces what it starts from.
+        id = self.states.begin(request.owner, keep.id, "keep") if keep and keep.store else ""
+        try:
+            source = self.states.source(request.owner, request.state, request.state_optional)
+            if source is None and not request.prompt:
+                raise InvalidRequest(
+                    f"prompt is empty, and there is no state {request.state!r} to go on from",
+                    param="prompt",
+                )
+        except EngineError:
+            if id:
+                self.states.end(request.owner, id)
+            raise
+        keeping = Keeping(source, keep, id)
         if source is not None:
             self.tiers.hold(source.kept)
             sequence.go_on_from(source.tail)
@@ -293,14 +294,16 @@ class Keeper:
         standing = self._standing(sequence, told, keeping)
         id, keeping.id, owner = keeping.id, "", sequence.request.owner
 
-        def name() -> StateInfo | None:
+        def name(content: bytes = b"") -> None:
             if not keep.store:
-                return None
-            self.states.end(owner, id)
-            return self.states.info(self.states.put(owner, id, standing, keep.ttl))
+                tell(told.finished(reason, now, None, content))
+                return
+            info = self.states.info(self.states.put(owner, id, standing, keep.ttl))
+            finished = told.finished(reason, now, info, content)
+            self.states.claims.when_settled((owner, id), lambda: tell(finished))
 
         if not keep.export:
-            tell(told.finished(reason, now, name()))
+            name()
             return
 
         def fetched(state: bytes | None) -> None:
@@ -309,8 +312,7 @@ class Keeper:
                     self.states.end(owner, id)
                 tell(StepFailed("the round that was to export the state failed"))
             else:
-                content = snapshot.write(standing.snapshot(state), self.shape)
-                tell(told.finished(reason, now, name(), content))
+                name(snapshot.write(standing.snapshot(state), self.shape))
 
         self.traffic.fetch(standing.kept, fetched)
 

@@ -273,14 +273,18 @@ class PrefixCache:
         self._tiers.release(kept)
         self._tidy(node)
 
-    def restore(self, scope: Scope, text: bytes, kept: Kept) -> None:
-        """A state of a former process, which a file has."""
+    def restore(self, scope: Scope, text: bytes, kept: Kept) -> Kept:
+        """A state of a former process, which a file has; returns the one that its text has from
+        then on: another one, where that was there."""
         trie = self._tries.setdefault(scope, Trie(scope[0], scope))
         before = trie.bytes
         node = trie.insert(text, kept.position)
+        if node.value is not None:
+            return node.value
         node.value, kept.node = self._tiers.hold(kept), node
         self._tiers.rest(kept)
         self._account(trie, trie.bytes - before)
+        return kept
 
     def _set(self, node: Place, kept: Kept) -> None:
         if node.value is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.messages import ID_BYTES, FinishReason, Keep
-from engine.states import Standing
+from engine.standing import Standing
 from engine.tiers import NOWHERE, Kept
 
 if TYPE_CHECKING:

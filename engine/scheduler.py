@@ -140,6 +140,7 @@ class Scheduler(Lives):
         """Ends every request as aborted."""
         for sequence in self._in_flight():
             self._finish(sequence, "abort", now)
+        self._keeper.states.claims.tell_all()
 
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""

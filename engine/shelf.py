@@ -4,8 +4,11 @@ A file is written under another name first and then renamed, so what lies there 
 whole. That outlasts this process, but not a loss of power: nothing waits for the disk. The thread
 does one thing after the other, in the order in which it was asked.
 
-Names begin with what tells models apart, so several may share a folder. Whatever else lies there is
-never followed, waited for or overwritten through: links, pipes, devices, folders.
+Names begin with what tells models apart, so several may share a folder. Two engines of one model do
+while one takes the other's place; a `FolderLock` tells them of each other. The names that files are
+written under are then each engine's own, and left-over ones are removed by an engine that is alone.
+Whatever else lies there is never followed, waited for or overwritten through: links, pipes,
+devices, folders.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ import json
 import logging
 import os
 import queue
+import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import ConfigError
+from engine.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +43,20 @@ Done = Callable[[bytes | OSError], None]
 
 
 class Shelf:
-    """`collect` hands out what the thread has done since it was last called."""
+    """`collect` hands out what the thread has done since it was last called. All methods are
+    called by one thread, and only those with a `done` leave the work to the other one."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when the folder cannot be used."""
+    def __init__(self, folder: Path, model: str) -> None:
+        """Raises ConfigError when the folder cannot be used. Engines of one `model` share locks."""
         self._folder = folder
+        self._temporary = f".{secrets.token_hex(4)}{TEMPORARY}"
+        self._changing: Counter[str] = Counter()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            probe = folder / f"probe{TEMPORARY}"
+            probe = folder / f"{_model_part(model)}probe{self._temporary}"
             _write_new(probe, b"")
             probe.unlink()
+            self.lock = FolderLock(folder / f"{_model_part(model)}lock")
         except OSError as error:
             raise _unusable(folder, error) from error
         self._asked: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
@@ -61,17 +71,29 @@ class Shelf:
         return _model_part(model) + hashlib.blake2b(text, digest_size=24).hexdigest() + SUFFIX
 
     def write(self, name: str, content: Callable[[], bytes], done: Done) -> None:
-        """`done` is called with nothing (b"") when it is written, or with the error."""
-        self._ask(lambda: self._write(name, content()), done)
+        """`done` is called with the file's `tag` when it is written, or with the error."""
+        self._change(name, lambda: self._write(name, content()), done)
 
     def read(self, name: str, most: int, done: Done) -> None:
         """`done` is called with the content, or with the error: FileNotFoundError where there is no
         such file, or none of up to `most` bytes."""
         self._ask(lambda: _read(self._folder / name, most), done)
 
-    def delete(self, name: str) -> None:
-        """Nothing says when it is done."""
-        self._ask(lambda: self._delete(name), lambda _: None)
+    def delete(self, name: str, done: Callable[[], None] = lambda: None) -> None:
+        """`done` is called when it is gone, or cannot be removed."""
+        self._change(name, lambda: self._delete(name), lambda _: done())
+
+    def changing(self, name: str) -> bool:
+        """It is about to be written or deleted here, so what lies there says nothing."""
+        return name in self._changing
+
+    def tag(self, name: str) -> bytes:
+        """What tells this file from any other that has had or will have its name; b"" where there
+        is none."""
+        try:
+            return tag_of((self._folder / name).lstat())
+        except OSError:
+            return b""
 
     def collect(self) -> None:
         """Calls what waits to be called."""
@@ -92,39 +114,62 @@ class Shelf:
             done(content)
         self.collect()
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Returns when all that was asked for is done, or after CLOSE_SECONDS."""
         until = time.monotonic() + CLOSE_SECONDS
         while self.pending and time.monotonic() < until:
             self.wait(0.1)
 
-    def scan(
-        self,
-        model: str,
-        most: int,
-        folder: str = "",
-        read: Callable[[BinaryIO], bytes] | None = None,
-    ) -> Iterator[tuple[str, bytes, os.stat_result]]:
-        """Every file of a model, of up to `most` bytes, with its name, what `read` reads of it (by
-        default all) and its status; removes what a former process left unfinished. `folder`: one
-        within this, which is made if need be."""
+    def close(self) -> None:
+        """As `flush`; then the folder is other engines' alone. What is still being written keeps
+        its locks until this process ends."""
+        self.flush()
+        if not self.pending:
+            self.lock.close()
+
+    def names(self, model: str, folder: str = "") -> list[tuple[str, os.stat_result]]:
+        """A model's files, with their status; removes what nobody will finish. `folder`: one
+        within this, which is made if need be. Raises ConfigError."""
         mine, within = _model_part(model), self._folder / folder
+        found: list[tuple[str, os.stat_result]] = []
+        left: list[Path] = []
         try:
             within.mkdir(mode=0o700, exist_ok=True)
-            names = sorted(os.listdir(within))
+            for name in sorted(os.listdir(within)):
+                path = within / name
+                if not name.startswith(mine):
+                    continue
+                if name.endswith(TEMPORARY) and not name.endswith(self._temporary):
+                    left.append(path)
+                elif name.endswith(SUFFIX):
+                    with suppress(FileNotFoundError):
+                        found.append((str(path.relative_to(self._folder)), path.lstat()))
         except OSError as error:
             raise _unusable(within, error) from error
-        for name in names:
-            path = within / name
-            if name.endswith(TEMPORARY):
+        # Asked after they were listed: so none of them is an engine's that has started since.
+        if left and self.lock.alone:
+            for path in left:
                 with suppress(OSError):
                     path.unlink()
-            elif name.startswith(mine) and name.endswith(SUFFIX):
-                try:
-                    content = _read(path, most, read)
-                    yield str(path.relative_to(self._folder)), content, path.lstat()
-                except OSError as error:
-                    log.warning("%s: cannot be read, and is left alone: %s", path, error)
+        return found
+
+    def look(
+        self, name: str, most: int, read: Callable[[BinaryIO], bytes] | None = None
+    ) -> tuple[bytes, os.stat_result]:
+        """What `read` reads of a file of up to `most` bytes (by default all), at once, and its
+        status. Raises OSError."""
+        return _read_with_status(self._folder / name, most, read)
+
+    def _change(self, name: str, work: Work, done: Done) -> None:
+        self._changing[name] += 1
+
+        def changed(result: bytes | OSError) -> None:
+            self._changing[name] -= 1
+            if not self._changing[name]:
+                del self._changing[name]
+            done(result)
+
+        self._ask(work, changed)
 
     def _ask(self, work: Work, done: Done) -> None:
         self.pending += 1
@@ -145,21 +190,27 @@ class Shelf:
             del work, done, result  # they hold a state until the next one comes
 
     def _write(self, name: str, content: bytes) -> bytes:
-        temporary = self._folder / (name + TEMPORARY)
+        temporary = self._folder / (name + self._temporary)
         try:
             _write_new(temporary, content)
+            tag = tag_of(temporary.lstat())
             temporary.replace(self._folder / name)
         except OSError as error:
             log.error("a state cannot be written: %s", error)
             with suppress(OSError):
                 temporary.unlink()
             raise
-        return b""
+        return tag
 
     def _delete(self, name: str) -> bytes:
         with suppress(OSError):
             (self._folder / name).unlink()
         return b""
+
+
+def tag_of(status: os.stat_result) -> bytes:
+    """Of a file with this status, as of `Shelf.tag`."""
+    return b"%d %d %d" % (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
@@ -182,9 +233,15 @@ def _write_new(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _read(path: Path, most: int, read: Callable[[BinaryIO], bytes] | None = None) -> bytes:
-    """What `read` reads (all). Raises OSError; FileNotFoundError for what is no file of up to
-    `most` bytes."""
+def _read(path: Path, most: int) -> bytes:
+    return _read_with_status(path, most)[0]
+
+
+def _read_with_status(
+    path: Path, most: int, read: Callable[[BinaryIO], bytes] | None = None
+) -> tuple[bytes, os.stat_result]:
+    """What `read` reads (all), and the file's status. Raises OSError; FileNotFoundError for what is
+    no file of up to `most` bytes."""
     # Without O_NONBLOCK a pipe would be waited for.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -202,4 +259,4 @@ def _read(path: Path, most: int, read: Callable[[BinaryIO], bytes] | None = None
             content = file.read(most + 1) if read is None else read(file)
         if found.st_size > most or len(content) > most:
             raise FileNotFoundError(errno.EFBIG, f"has more than {most} bytes", str(path))
-        return content
+        return content, found

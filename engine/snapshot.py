@@ -12,6 +12,7 @@ Every length is checked against the model before anything of that length is made
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -64,6 +65,15 @@ class Snapshot:
     drawn: bool = False
     recent: tuple[int, ...] = ()
     extra: dict[str, str] = field(default_factory=dict)  # further metadata
+
+    @property
+    def digest(self) -> bytes:
+        """Of the state: what tells it from any other."""
+        return digest_of(self.state)
+
+
+def digest_of(state: bytes) -> bytes:
+    return hashlib.blake2b(state, digest_size=16).digest()
 
 
 def write(snapshot: Snapshot, shape: Shape) -> bytes:

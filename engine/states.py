@@ -2,6 +2,14 @@
 
 A name refers to a state that never changes, so to fork one is to name it once more. With a shelf
 every named state is written to a file too, and what lies there at the start is there again.
+
+A reload makes two engines use one folder, until the older one has finished what it has. Then a file
+is the truth, and what is remembered holds only as long as the file is the one that it was read from
+or written to, which each look at a name asks first. Who replaces a state has its name locked, from
+the beginning of the turn until the file is there, and its answer is told no earlier: so a turn
+that follows goes on from it, whichever engine that comes to, and one that does not wait finds the
+state busy. Nothing expires on disk meanwhile, since each engine knows of its own uses alone. What
+is left when one is alone again is taken stock of.
 """
 
 from __future__ import annotations
@@ -10,70 +18,22 @@ import bisect
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine import snapshot
-from engine.errors import (
-    EngineError,
-    InvalidRequest,
-    StateBusy,
-    StateMalformed,
-    StateNotFound,
-    StateQuota,
-)
-from engine.messages import StateInfo
+from engine.claims import Claims, Key
+from engine.errors import ConfigError, EngineError, StateNotFound, StateQuota
+from engine.messages import ID_BYTES, StateInfo
 from engine.ranking import Ranking
-from engine.shelf import Shelf
-from engine.snapshot import Shape, Snapshot
+from engine.shelf import Shelf, tag_of
+from engine.snapshot import Shape
+from engine.standing import Named, Standing
+from engine.state_files import check_id, entries, name_of, parse
 from engine.tiers import NOWHERE, Kept, Tiers
 from engine.traffic import MORE_BYTES
-from engine.validation import check_ttl
 
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # reads and writes that wait for the disk
-MOST_TIME = 2.0**40  # seconds since the epoch
-
-MOST_ID = 128  # characters
-ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
-
-
-@dataclass(eq=False, slots=True)
-class Standing:
-    """A kept state with the tokens of its text that it has not read."""
-
-    kept: Kept
-    tail: bytes  # packed, at least one
-    tokens: int  # of the text, with the tail
-    drawn: bool  # the tail, of one token, was generated
-    recent: tuple[int, ...]  # the text's last tokens
-
-    def snapshot(self, state: bytes, extra: dict[str, str] | None = None) -> Snapshot:
-        """What a file of it holds, whose bytes are `state`."""
-        return Snapshot(state, self.tail, self.tokens, self.drawn, self.recent, extra or {})
-
-
-@dataclass(eq=False, slots=True)
-class Named:
-    """A state's name. Times are seconds since the epoch."""
-
-    owner: str
-    id: str
-    standing: Standing
-    created: float
-    ttl: float
-    expires: float
-    file: str = ""  # that it is written to, or will be
-
-
-def check_id(param: str, id: str) -> None:
-    """Raises InvalidRequest."""
-    if not id or len(id) > MOST_ID or not ID_CHARACTERS.issuperset(id):
-        raise InvalidRequest(
-            f"{param} is {id[: MOST_ID + 1]!r}; allowed: 1 to {MOST_ID} letters, digits and . _ : "
-            "or -",
-            param=param,
-        )
 
 
 class States:
@@ -99,19 +59,24 @@ class States:
         self._disk_bytes = disk_bytes
         self._fetch = fetch
         self._clock = clock
-        self._named: dict[tuple[str, str], Named] = {}
+        self._named: dict[Key, Named] = {}
         self._ids: dict[str, list[str]] = {}  # by owner, in order
-        self._expiry: Ranking[tuple[str, str]] = Ranking()
-        self._busy: set[tuple[str, str]] = set()  # a request will take their place
-        self._new: set[tuple[str, str]] = set()  # those of them that were not there
+        self._expiry: Ranking[Key] = Ranking()
+        self.claims = Claims(shelf, shape, self._changes)
+        self._new: set[Key] = set()  # those that requests have claimed, and that were not there
         self._making: dict[str, int] = {}  # how many these are, by owner
+        self._alone = True  # no other engine uses the folder, when this was last asked
         self.files = 0
+        if shelf is not None:
+            self._alone = shelf.lock.alone
+            self._take_stock(shelf)
 
     def __len__(self) -> int:
         return len(self._named)
 
     def find(self, owner: str, id: str, param: str = "id") -> Named:
         """Raises StateNotFound; the state's time begins anew."""
+        self._look(owner, id)
         named = self._named.get((owner, id))
         if named is None:
             raise StateNotFound(f"there is no state {id!r}", param=param)
@@ -121,7 +86,15 @@ class States:
         return named
 
     def has(self, owner: str, id: str) -> bool:
+        self._look(owner, id)
         return (owner, id) in self._named
+
+    def source(self, owner: str, id: str, optional: bool) -> Standing | None:
+        """Of a request that goes on from it; None where it is `optional`, or no id, and is not
+        there. Raises StateNotFound."""
+        if not id or (optional and not self.has(owner, id)):
+            return None
+        return self.find(owner, id, "state").standing
 
     def check_part(self, owner: str, id: str) -> None:
         """Raises StateQuota where the owner has no part in memory left for a state of this id."""
@@ -138,20 +111,26 @@ class States:
             check_id(param, id)
         else:
             id = f"st_{secrets.token_hex(16)}"
-        if (owner, id) in self._busy:
-            raise StateBusy(f"state {id!r} is being replaced by another request", param=param)
-        if (owner, id) not in self._named:
+        key = owner, id
+        self.claims.take(key, param)
+        self._look(owner, id)
+        if key not in self._named:
             count = len(self._ids.get(owner, ())) + self._making.get(owner, 0)
             if count >= self._most + leaving:
+                self.claims.settle(key)
                 raise StateQuota(f"{count} states are kept already; allowed: up to {self._most}")
             self._making[owner] = self._making.get(owner, 0) + 1
-            self._new.add((owner, id))
-        self._busy.add((owner, id))
+            self._new.add(key)
+        self.claims.hold(key)
         return id
 
     def end(self, owner: str, id: str) -> None:
-        """What `begin` began is over; called before the state is put there."""
-        self._busy.discard((owner, id))
+        """What `begin` began is over, and nothing was put there."""
+        self._end(owner, id)
+        self.claims.settle((owner, id))
+
+    def _end(self, owner: str, id: str) -> None:
+        self.claims.let_go((owner, id))
         if (owner, id) in self._new:
             self._new.remove((owner, id))
             self._making[owner] -= 1
@@ -160,7 +139,8 @@ class States:
 
     def put(self, owner: str, id: str, standing: Standing, ttl: float | None) -> Named:
         """Names a state, which is held by one more from then on, in the place of what had the
-        name."""
+        name; `begin` was called for that before."""
+        self._end(owner, id)
         now, ttl = self._clock(), self._ttl if ttl is None else ttl
         self._tiers.hold(standing.kept)
         self._forget(owner, id)
@@ -174,22 +154,25 @@ class States:
         """The same state under another id (or a new one), in the place of this one. Raises as
         `begin` and `delete`."""
         owner, id = named.owner, named.id
-        if (owner, id) in self._busy:
-            raise StateBusy(f"state {id!r} is being replaced by a request", param="id")
-        target = self.begin(owner, target, "target", leaving=1)
-        self.end(owner, target)
+        self.claims.take((owner, id), "id")
+        try:
+            target = self.begin(owner, target, "target", leaving=1)
+        except EngineError:
+            self.claims.settle((owner, id))
+            raise
         moved = self.put(owner, target, named.standing, ttl)
         if target != id:
             self._forget(owner, id, for_good=True)
+            self.claims.settle((owner, id))
         return moved
 
     def delete(self, owner: str, id: str) -> None:
         """Raises StateNotFound, or StateBusy while a request will take its place."""
-        if (owner, id) not in self._named:
+        if not self.has(owner, id):
             raise StateNotFound(f"there is no state {id!r}", param="id")
-        if (owner, id) in self._busy:
-            raise StateBusy(f"state {id!r} is being replaced by a request", param="id")
+        self.claims.take((owner, id), "id")
         self._forget(owner, id, for_good=True)
+        self.claims.settle((owner, id))
 
     def drop(self, kept: set[Kept]) -> None:
         """These are lost, and all that their names stood for."""
@@ -198,6 +181,8 @@ class States:
 
     def listed(self, owner: str, after: str, limit: int) -> tuple[list[StateInfo], bool]:
         """Up to `limit` states after an id, in order, and whether there are more."""
+        if self._shelf is not None and not self._is_alone():
+            self._take_stock(self._shelf)
         ids = self._ids.get(owner, [])
         first = bisect.bisect_right(ids, after)
         chosen = [self._named[owner, id] for id in ids[first : first + limit]]
@@ -215,12 +200,13 @@ class States:
             created=named.created,
             expires=named.expires,
             recent=list(named.standing.recent),
-            busy=(named.owner, named.id) in self._busy,
+            busy=(named.owner, named.id) in self.claims,
         )
 
     def expire(self) -> None:
         """Forgets those whose time is over and which nobody is about to replace."""
-        late: list[tuple[str, str]] = []
+        alone = self._is_alone()
+        late: list[Key] = []
         while (key := self._expiry.first()) is not None and (
             self._named[key].expires <= self._clock()
         ):
@@ -228,42 +214,91 @@ class States:
             late.append(key)
         for key in late:
             named = self._named[key]
-            if key in self._busy:
+            if key in self.claims:
                 named.expires = self._clock() + named.ttl
                 self._expiry.put(key, (named.expires, named.id, named.owner))
             else:
-                self._forget(*key, for_good=True)
+                self._forget(*key, for_good=alone)
 
-    def load(self, shelf: Shelf) -> None:
-        """What a former process has left on the shelf, as far as it is what that wrote; other
-        models' states are left alone."""
-        now = self._clock()
-        most = self._shape.most_bytes + MORE_BYTES
-        for name, content, status in shelf.scan(self._shape.fingerprint, most):
+    # What other engines have to do with it.
+
+    def _is_alone(self) -> bool:
+        if self._shelf is None:
+            return True
+        before, self._alone = self._alone, self._shelf.lock.alone
+        if self._alone and not before:
             try:
-                found = snapshot.read(content, self._shape)
-                owner, id = found.extra["owner"], found.extra["id"]
-                ttl, created = float(found.extra["ttl"]), float(found.extra["created"])
-                check_id("id", id)
-                check_ttl("ttl", ttl)
-                if not 0 <= created <= MOST_TIME:
-                    raise StateMalformed(f"created is {created}")
-                if shelf.name(self._shape.fingerprint, owner, id) != name:
-                    raise StateMalformed("the file has another name than its state")
-            except EngineError as error:
-                log.warning("%s: not taken over: %s", name, error.message)
-                continue
-            except (KeyError, ValueError) as error:
-                log.warning("%s: not taken over: %r", name, error)
-                continue
-            written = min(status.st_mtime, now)
-            if written + ttl <= now:
-                shelf.delete(name)
-                continue
-            kept = Kept(found.tokens - len(found.tail) // 4, owner, files={name}, written={name})
-            standing = Standing(kept, found.tail, found.tokens, found.drawn, found.recent)
-            self._tiers.hold(kept)
-            self._add(Named(owner, id, standing, created, ttl, written + ttl, name))
+                self._take_stock(self._shelf)
+            except ConfigError as error:
+                log.error("%s", error.message)
+                self._alone = False  # for what is remembered; the next look tries again
+        return self._alone
+
+    def _look(self, owner: str, id: str) -> None:
+        """Before what is remembered of a name is used: another engine may have changed it."""
+        if self._shelf is None or self._is_alone() or self._changes((owner, id)):
+            return
+        file, named = self._file(owner, id), self._named.get((owner, id))
+        tag = self._shelf.tag(file)
+        if tag == (b"" if named is None else named.tag):
+            return
+        if tag:
+            self._take_over(self._shelf, file)
+        else:
+            self._forget(owner, id)
+
+    def _changes(self, key: Key) -> bool:
+        """Its file is about to be written or deleted here."""
+        if self._shelf is None:
+            return False
+        named = self._named.get(key)
+        return (named is not None and named.writing) or self._shelf.changing(self._file(*key))
+
+    def _take_stock(self, shelf: Shelf) -> None:
+        """Of the shelf, where other engines may have written; other models' states are left
+        alone."""
+        known = {named.file: named for named in self._named.values() if named.file}
+        for file, status in shelf.names(self._shape.fingerprint):
+            named = known.pop(file, None)
+            if named is None or named.tag != tag_of(status):
+                self._take_over(shelf, file)
+        for named in known.values():
+            if not self._changes((named.owner, named.id)):
+                self._forget(named.owner, named.id)
+
+    def _take_over(self, shelf: Shelf, file: str) -> None:
+        """What a file says takes the place of what is remembered, as far as it is what an engine
+        wrote."""
+        try:
+            content, status = shelf.look(file, self._shape.most_bytes + MORE_BYTES)
+            found = parse(file, content, self._shape)
+        except OSError as error:
+            log.warning("%s: cannot be read, and is left alone: %s", file, error)
+            return
+        except EngineError as error:
+            log.warning("%s: not taken over: %s", file, error.message)
+            return
+        owner, id, now = found.owner, found.id, self._clock()
+        if self._changes((owner, id)):
+            return
+        written = min(status.st_mtime, now)
+        named, expires = self._named.get((owner, id)), written + found.ttl
+        if expires <= now:
+            self._forget(owner, id)
+            if self._alone:
+                shelf.delete(file)
+        elif named is not None and named.standing.says(found.snapshot):
+            named.tag, named.ttl, named.expires = tag_of(status), found.ttl, expires
+            self._expiry.put((owner, id), (expires, id, owner))
+        else:
+            self._forget(owner, id)
+            read = found.snapshot.tokens - len(found.snapshot.tail) // ID_BYTES
+            kept = Kept(
+                read, owner, files={file}, written={file}, digest=found.snapshot.digest
+            )  # fmt: skip
+            standing = Standing.of(self._tiers.hold(kept), found.snapshot)
+            tag = tag_of(status)
+            self._add(Named(owner, id, standing, found.created, found.ttl, expires, file, tag))
             self.files += 1
 
     def _add(self, named: Named) -> None:
@@ -287,42 +322,41 @@ class States:
             self.files -= 1
             self._tiers.note_lost(kept, named.file)
             if for_good:
-                self._shelf.delete(named.file)
+                self._shelf.delete(named.file, lambda: self.claims.settle((owner, id)))
         self._tiers.note_name(kept, -1)
         self._tiers.release(kept)
 
     def _write(self, named: Named, shelf: Shelf) -> None:
+        kept, standing, key = named.standing.kept, named.standing, (named.owner, named.id)
+        file = self._file(*key)
         if (self.files + 1) * self._shape.most_bytes > self._disk_bytes:
             log.warning("disk_state_bytes are used up: state %r is in memory only", named.id)
-            shelf.delete(self._file(named, shelf))  # of a former state
+            shelf.delete(file, lambda: self.claims.settle(key))  # of a former state
             return
-        kept, standing = named.standing.kept, named.standing
-        file = named.file = self._file(named, shelf)
+        named.file, named.writing = file, True
         self.files += 1
-        extra = {
-            "owner": named.owner,
-            "id": named.id,
-            "ttl": repr(named.ttl),
-            "created": repr(named.created),
-        }
+        extra = entries(named.owner, named.id, named.ttl, named.created)
+        digests: list[bytes] = []
 
         def unwritten() -> None:
             self._tiers.note_lost(kept, file)
-            shelf.delete(file)  # what a former state has left there is not this one
-            named.file = ""
+            named.file, named.writing = "", False
             self.files -= 1
+            # What a former state has left there is not this one.
+            shelf.delete(file, lambda: self.claims.settle(key))
 
         def written(result: bytes | OSError) -> None:
-            if self._named.get((named.owner, named.id)) is not named:
-                return  # the name has gone, or a later write follows
-            if isinstance(result, OSError):
-                unwritten()
-            else:
+            if self._named.get(key) is named:  # else it has gone, or a later write follows
+                if isinstance(result, OSError):
+                    unwritten()
+                    return
+                named.tag, named.writing, kept.digest = result, False, digests[0]
                 self._tiers.note_written(kept, file)
+            self.claims.settle(key)
 
         def fetched(state: bytes | None) -> None:
-            current = self._named.get((named.owner, named.id)) is named
-            if not current:
+            if self._named.get(key) is not named:
+                self.claims.settle(key)
                 return
             if state is None or shelf.pending >= MOST_PENDING:
                 if state is not None:
@@ -331,9 +365,14 @@ class States:
                 return
             given = standing.snapshot(state, extra)
             kept.files |= {file}
-            shelf.write(file, lambda: snapshot.write(given, self._shape), written)
+
+            def content() -> bytes:
+                digests.append(given.digest)
+                return snapshot.write(given, self._shape)
+
+            shelf.write(file, content, written)
 
         self._fetch(kept, fetched)
 
-    def _file(self, named: Named, shelf: Shelf) -> str:
-        return shelf.name(self._shape.fingerprint, named.owner, named.id)
+    def _file(self, owner: str, id: str) -> str:
+        return name_of(owner, id, self._shape)

@@ -48,6 +48,7 @@ class Kept(msgspec.Struct, eq=False):
     among: Shares[Kept] | set[Kept] | None = None  # those of the tier that it is counted with
     files: AbstractSet[str] = frozenset()  # that hold it, or will
     written: AbstractSet[str] = frozenset()  # those of them that do
+    digest: bytes = b""  # of the state, as of `snapshot`, where a file has it or will
     trouble: str = ""  # why none could be read when this was last tried
     names: int = 0  # that refer to it
     pinned: bool = False  # it has names, and no file: it needs its row

@@ -44,14 +44,15 @@ class Traffic:
         return bool(self._tickets)
 
     @property
-    def loading(self) -> bool:
-        """Somebody waits for a file."""
-        return bool(self._loading)
+    def pending(self) -> bool:
+        """The disk has something to do, or has done what nobody has taken note of."""
+        return self._shelf is not None and self._shelf.pending > 0
 
     @property
     def busy(self) -> bool:
-        """Somebody waits for one or the other, or is to be told."""
-        return bool(self._tickets or self._loading or self._loaded)
+        """Somebody waits for a state to be exported or for the disk, or is to be told. So would
+        other engines that use the folder, for what is written."""
+        return bool(self._tickets or self._loaded or self.pending)
 
     def wait(self, seconds: float) -> None:
         """For the disk."""
@@ -62,6 +63,11 @@ class Traffic:
         """Returns when what is to be written is."""
         if self._shelf is not None:
             self._shelf.close()
+
+    def flush(self) -> None:
+        """As `close`, and there will be more."""
+        if self._shelf is not None:
+            self._shelf.flush()
 
     def collect(self) -> list[Kept]:
         """What has been read from files, or could not be, since this was last called."""
@@ -100,9 +106,13 @@ class Traffic:
         if tries >= MOST_LOADS:
             raise StateQuota("no memory is left to bring the state back to")
         most = self._shape.most_bytes + MORE_BYTES
-        self.load_from(
-            self._shelf, kept, most, lambda content: snapshot.read(content, self._shape).state
-        )
+        self.load_from(self._shelf, kept, most, lambda content: self._parse(kept, content))
+
+    def _parse(self, kept: Kept, content: bytes) -> bytes:
+        state = snapshot.read(content, self._shape).state
+        if snapshot.digest_of(state) != kept.digest:
+            raise StateMalformed("the file has another state than it had: it has been replaced")
+        return state
 
     def load_from(self, shelf: Shelf, kept: Kept, most: int, parse: Parse) -> None:
         """As `load`, from files of up to `most` bytes, of which `parse` gives the state or raises

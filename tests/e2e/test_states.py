@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -103,7 +107,8 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
         second.stop()
 
 
-def test_sessions_survive_a_reload(tmp_path: Path) -> None:
+def reloading(tmp_path: Path) -> tuple[Server, Callable[[], None]]:
+    """A server with a state folder, and what reloads its model."""
     key = tmp_path / "key"
     key.write_text("an-admin-key-of-its-own")
     key.chmod(0o600)
@@ -111,11 +116,68 @@ def test_sessions_survive_a_reload(tmp_path: Path) -> None:
     server = Server(
         "--device", "cpu", "--threads", "2", "--state-folder", folder, "--admin-key-file", str(key)
     )
+
+    def reload() -> None:
+        headers = {"x-api-key": key.read_text()}
+        answer = httpx.post(f"{server.url}/admin/reload", json={}, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+
+    return server, reload
+
+
+@contextmanager
+def reading(url: str, body: Any, pool: ThreadPoolExecutor) -> Iterator[None]:
+    """A stream under way, which is left in the end."""
+    begun, over = Event(), Event()
+
+    def read() -> None:
+        with httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=120) as stream:
+            assert stream.status_code == 200
+            for _ in stream.iter_lines():
+                begun.set()
+                if over.is_set():
+                    return
+        assert over.is_set(), "it has ended by itself"
+
+    reader = pool.submit(read)
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        over.set()
+    reader.result()
+
+
+def test_a_turn_outlasts_a_reload(tmp_path: Path) -> None:
+    """While the old engine is at it, the new one knows that the session is busy."""
+    server, reload = reloading(tmp_path)
+    session = {"session_id": "talk", "temperature": 0, "ignore_eos": True}
+    endless = {**session, "prompts": ["\n"], "max_tokens": 10**6, "stream": True}
     try:
         begun = generate(server.url, PROMPT, session_id="talk")
-        headers = {"x-api-key": key.read_text()}
-        reload = httpx.post(f"{server.url}/admin/reload", json={}, headers=headers, timeout=120)
-        assert reload.status_code == 200, reload.text
+        with ThreadPoolExecutor(1) as pool, reading(server.url, endless, pool):
+            reload()
+            body = {**session, "prompts": ["\n"], "max_tokens": 24}
+            error = ask(server.url, "/v1/generate", body, status=409)["error"]
+            assert error["code"] == "state_busy"
+            after = generate(server.url, "\n", state="session:talk")["text"]
+        # Its client has left, so that turn has not been; the new engine soon knows.
+        deadline = time.monotonic() + 60
+        while (answer := httpx.post(f"{server.url}/v1/generate", json=body)).status_code == 409:
+            assert time.monotonic() < deadline
+        (result,) = answer.json()["results"]
+        assert result["state"]["tokens"] == len(PROMPT) + 24 + 1 + 24
+        assert result["text"] == after
+        assert after == generate(server.url, PROMPT + begun["text"] + "\n")["text"]
+    finally:
+        server.stop()
+
+
+def test_sessions_survive_a_reload(tmp_path: Path) -> None:
+    server, reload = reloading(tmp_path)
+    try:
+        begun = generate(server.url, PROMPT, session_id="talk")
+        reload()
         turn = generate(server.url, "\n", session_id="talk")
         assert turn["state"]["tokens"] == len(PROMPT) + 24 + 1 + 24
         assert turn["text"] == generate(server.url, PROMPT + begun["text"] + "\n")["text"]

@@ -269,6 +269,9 @@ class FakeRunner:
                 assert self.logits[export.source] == row
                 width += self.info.vocab_size
             state = np.full(width, len(self.outside), np.float32).tobytes()
+            for known, read in self.outside.items():
+                if read == row and len(known) == len(state):
+                    state = known  # the same state has the same bytes
             self.outside[state] = list(row)
             result.exports[export.ticket] = state
         keys = {sampled.key for sampled in result.sampled}

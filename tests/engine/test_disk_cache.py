@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from engine.errors import ConfigError, StateMalformed
 from engine.messages import Finished, Keep, Request, SamplingParams, pack_ids
 from engine.prefix_file import Head
 from engine.runner import Runner
+from engine.shelf import SUFFIX
 from engine.snapshot import Shape
 from tests.engine.fake import FakeRunner
 from tests.engine.test_states import Talk, text
@@ -240,7 +240,7 @@ def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path))
     cached(talk, prompt(0))
     talk.engine.close()
-    assert os.listdir(tmp_path) == []
+    assert not (tmp_path / FOLDER).exists() and not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

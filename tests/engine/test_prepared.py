@@ -8,6 +8,7 @@ import pytest
 
 from engine.messages import Failed, Finished, Keep
 from engine.shelf import Shelf
+from tests.engine.test_state_files import files
 from tests.engine.test_states import Talk
 
 
@@ -54,12 +55,12 @@ def test_a_failed_round_costs_no_state_that_a_file_has(tmp_path: Path) -> None:
     talk.finish()
     settled(talk)
     talk.run(b"k", 1, state="s", owner="alice")  # brings it to the device
-    assert list(tmp_path.iterdir())
+    assert files(tmp_path)
     talk.runner.failures = [RuntimeError("out of memory")]
     failed = talk.run(b"uvw", 2, owner="bob")  # whose prompt pushes the state to main memory
     assert isinstance(failed, Failed)
     settled(talk)
-    assert list(tmp_path.iterdir())
+    assert files(tmp_path)
     after = talk.run(b"k", 2, state="s", owner="alice")
     assert isinstance(after, Finished)
     assert bytes(after.tokens) == b"lm"
@@ -82,7 +83,7 @@ def test_a_disk_that_is_full_leaves_no_former_state(
     talk.run(b"abc", 2, keep=Keep(id="s"))
     talk.finish()
     settled(talk)
-    (before,) = tmp_path.iterdir()
+    (before,) = files(tmp_path)
 
     def full(self: Shelf, name: str, content: bytes) -> bytes:
         raise OSError("no space is left")

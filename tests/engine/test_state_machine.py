@@ -527,7 +527,8 @@ class StateMachine(RuleBasedStateMachine):
     def _check_nothing_leaks(self) -> None:
         keeper = self.engine._keeper
         assert self.engine._scheduler._slots.used == 0
-        assert not keeper.states._busy and not keeper.states._making and not keeper.traffic.busy
+        assert not keeper.states.claims._held and not keeper.states.claims._told_later
+        assert not keeper.states._making and not keeper.traffic.busy
         for _ in range(1000 if self.folder else 0):  # what is on its way to the disk
             keeper.traffic.wait(0.001)
             keeper.collect()

@@ -20,6 +20,7 @@ from engine.messages import (
     StateReply,
     pack_ids,
 )
+from engine.shelf import Shelf
 from engine.transport import InlineTransport
 from tests.engine.fake import FakeRunner
 
@@ -394,7 +395,9 @@ def test_states_outlive_the_engine(tmp_path: Path) -> None:
     talk.run(b"xyz", keep=Keep(id="gone"))
     talk.ask("delete", id="gone")
     talk.engine.close()
-    (tmp_path / "states" / "half.safetensors.writing").write_bytes(b"...")
+    part = Shelf.name("fake", "", "half").partition("-")[0]
+    half = tmp_path / "states" / f"{part}-half.safetensors.1234abcd.writing"
+    half.write_bytes(b"...")
     (tmp_path / "states" / ("0" * 48 + ".safetensors")).write_bytes(b"rubbish")
     later = Talk(state_folder=folder)
     later.runner.outside = talk.runner.outside
@@ -404,7 +407,7 @@ def test_states_outlive_the_engine(tmp_path: Path) -> None:
     assert later.ask("export", id="s", owner="alice").content
     assert text(later.run(b"", state="s", owner="alice", keep=Keep(id="s"))) == b"ghi"
     later.engine.close()
-    assert not (tmp_path / "states" / "half.safetensors.writing").exists()
+    assert not half.exists()
     third = Talk(state_folder=folder)
     third.runner.outside = later.runner.outside
     assert text(third.run(b"", state="s", owner="alice")) == b"jkl"

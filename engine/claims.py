@@ -1,0 +1,75 @@
+"""Claims: who may put a state under a name: one at a time, in this engine and in all that use the
+folder; and who is to be told when what was put there can be seen by all of these.
+
+A claim is the lock of the name's file. It outlasts the request that made it by the time in which
+the file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.errors import StateBusy
+from engine.shelf import Shelf
+from engine.snapshot import Shape
+from engine.state_files import name_of
+
+Key = tuple[str, str]  # owner and id
+Tell = Callable[[], None]
+
+
+class Claims:
+    """Without a shelf there are no other engines, and nothing to wait for. `changes` says whether a
+    name's file is about to be written or deleted here."""
+
+    def __init__(self, shelf: Shelf | None, shape: Shape, changes: Callable[[Key], bool]) -> None:
+        self._shelf = shelf
+        self._shape = shape
+        self._changes = changes
+        self._held: set[Key] = set()
+        self._told_later: dict[Key, list[Tell]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        """A request of this engine will take its place."""
+        return key in self._held
+
+    def take(self, key: Key, param: str) -> None:
+        """Nobody else changes it from now on, until `settle`. Raises StateBusy."""
+        busy = key in self._held
+        if not busy and self._shelf is not None:
+            busy = not self._shelf.lock.take(name_of(*key, self._shape))
+        if busy:
+            raise StateBusy(f"state {key[1]!r} is being replaced by another request", param=param)
+
+    def hold(self, key: Key) -> None:
+        """The claim is a request's, until `let_go`."""
+        self._held.add(key)
+
+    def let_go(self, key: Key) -> None:
+        """Of what is held; `settle` has to follow."""
+        self._held.discard(key)
+
+    def settle(self, key: Key) -> None:
+        """Gives it back, and tells who waits for it, unless something is still to be done here."""
+        if self._shelf is None or self._changes(key):
+            return
+        if key not in self._held:
+            self._shelf.lock.give_back(name_of(*key, self._shape))
+        self._tell(key)
+
+    def when_settled(self, key: Key, tell: Tell) -> None:
+        """Calls `tell` when all engines see what was put there, or that it was deleted; at once
+        where there is only this one."""
+        if self._shelf is None or self._shelf.lock.alone or not self._changes(key):
+            tell()
+        else:
+            self._told_later.setdefault(key, []).append(tell)
+
+    def tell_all(self) -> None:
+        """Nobody waits any longer."""
+        for key in list(self._told_later):
+            self._tell(key)
+
+    def _tell(self, key: Key) -> None:
+        for tell in self._told_later.pop(key, ()):
+            tell()

@@ -1,0 +1,50 @@
+"""Standing and Named: a kept state with what of its text it has not read, and the name of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.snapshot import Snapshot
+from engine.tiers import Kept
+
+
+@dataclass(eq=False, slots=True)
+class Standing:
+    """A kept state with the tokens of its text that it has not read."""
+
+    kept: Kept
+    tail: bytes  # packed, at least one
+    tokens: int  # of the text, with the tail
+    drawn: bool  # the tail, of one token, was generated
+    recent: tuple[int, ...]  # the text's last tokens
+
+    @classmethod
+    def of(cls, kept: Kept, found: Snapshot) -> Standing:
+        """What a snapshot says of a state."""
+        return cls(kept, found.tail, found.tokens, found.drawn, found.recent)
+
+    def says(self, found: Snapshot) -> bool:
+        """Whether a snapshot says the same."""
+        return self.kept.digest == found.digest and (
+            (self.tail, self.tokens, self.drawn, self.recent)
+            == (found.tail, found.tokens, found.drawn, found.recent)
+        )
+
+    def snapshot(self, state: bytes, extra: dict[str, str] | None = None) -> Snapshot:
+        """What a file of it holds, whose bytes are `state`."""
+        return Snapshot(state, self.tail, self.tokens, self.drawn, self.recent, extra or {})
+
+
+@dataclass(eq=False, slots=True)
+class Named:
+    """A state's name. Times are seconds since the epoch."""
+
+    owner: str
+    id: str
+    standing: Standing
+    created: float
+    ttl: float
+    expires: float
+    file: str = ""  # that it is written to, or will be
+    tag: bytes = b""  # of that file, once it is there
+    writing: bool = False  # it is not there yet

@@ -1,0 +1,67 @@
+"""What the file of a named state says beside the state: whose it is, its name, how long it stays.
+
+Everything in it is checked: a folder is where others may put things too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine import snapshot
+from engine.errors import InvalidRequest, StateMalformed
+from engine.shelf import Shelf
+from engine.snapshot import Shape, Snapshot
+from engine.validation import check_ttl
+
+MOST_TIME = 2.0**40  # seconds since the epoch
+MOST_ID = 128  # characters
+ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What a file says. Times are seconds, `created` since the epoch."""
+
+    owner: str
+    id: str
+    ttl: float
+    created: float
+    snapshot: Snapshot
+
+
+def check_id(param: str, id: str) -> None:
+    """Raises InvalidRequest."""
+    if not id or len(id) > MOST_ID or not ID_CHARACTERS.issuperset(id):
+        raise InvalidRequest(
+            f"{param} is {id[: MOST_ID + 1]!r}; allowed: 1 to {MOST_ID} letters, digits and . _ : "
+            "or -",
+            param=param,
+        )
+
+
+def name_of(owner: str, id: str, shape: Shape) -> str:
+    """Of a state's file."""
+    return Shelf.name(shape.fingerprint, owner, id)
+
+
+def entries(owner: str, id: str, ttl: float, created: float) -> dict[str, str]:
+    """Further metadata of the snapshot, from which `parse` has it."""
+    return {"owner": owner, "id": id, "ttl": repr(ttl), "created": repr(created)}
+
+
+def parse(name: str, content: bytes, shape: Shape) -> StateFile:
+    """What a file of this name says. Raises EngineError where it is not what was written."""
+    found = snapshot.read(content, shape)
+    try:
+        owner, id = found.extra["owner"], found.extra["id"]
+        ttl, created = float(found.extra["ttl"]), float(found.extra["created"])
+        written_to = name_of(owner, id, shape)
+    except (KeyError, ValueError) as error:
+        raise StateMalformed(f"an entry is missing or malformed: {error!r}") from None
+    check_id("id", id)
+    check_ttl("ttl", ttl)
+    if not 0 <= created <= MOST_TIME:
+        raise StateMalformed(f"created is {created}; allowed: 0 to {MOST_TIME:g}")
+    if written_to != name:
+        raise StateMalformed("the file has another name than its state")
+    return StateFile(owner, id, ttl, created, found)
