@@ -1,13 +1,7 @@
-"""Bodies over the limit: 413, at once where their length is announced, else once more has come.
-
-A client reads no answer before it has sent its body, and a connection that is closed with unread
-data is reset, which takes the answer away with it. So what is left of the body is read and thrown
-away before the answer ends, up to a bound; whoever sends more than that loses the connection.
-"""
+"""Bodies over the limit: 413, at once where their length is announced, else once more has come."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,9 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.direct import FIRST
 from service.errors import ApiError, respond
 from service.scope import CONNECTION, REFUSAL, header
+from service.unread import discard
 
-DISCARDED = 64 * 2**20  # bytes at most
-DISCARD_SECONDS = 10.0  # at most
 MOST_DIGITS = 18  # of a length that anybody means
 
 
@@ -72,16 +65,7 @@ class BodyLimit:
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:
         """Sends the last message of an answer, but reads the body's rest before it is the last."""
         await send({**message, "more_body": True})  # a client may wait for it before it sends more
-        left = DISCARDED
-        try:
-            async with asyncio.timeout(DISCARD_SECONDS):
-                while left > 0:
-                    read = await receive()
-                    left -= len(read.get("body", b""))
-                    if not read.get("more_body", False):
-                        break
-        except TimeoutError:
-            pass
+        await discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -16,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from engine.errors import (
     Draining,
@@ -34,7 +35,9 @@ from engine.errors import (
     StepFailed,
     TimedOut,
 )
-from service.scope import ERROR_CODE, REQUEST_ID
+from service.direct import Connection, begin
+from service.scope import CONNECTION, ERROR_CODE, REQUEST_ID
+from service.unread import discard
 from service.wire import JSONResponse
 
 logger = logging.getLogger(__name__)
@@ -209,6 +212,22 @@ def forget(error: BaseException) -> None:
 
 def respond(scope: Scope, error: ApiError) -> Response:
     """The answer that tells an error; the request's scope has its code from now on."""
-    scope[ERROR_CODE] = error.body["error"]["code"]
-    headers = dict(error.headers) if error.headers else None
-    return JSONResponse(error.body, error.status_code, headers)
+    code = scope[ERROR_CODE] = error.body["error"]["code"]
+    headers = dict(error.headers) if error.headers else {}
+    if code != Draining.code:
+        return JSONResponse(error.body, error.status_code, headers)
+    # Who tries again is to find another server.
+    return _LastResponse(error.body, error.status_code, {**headers, "Connection": "close"})
+
+
+class _LastResponse(JSONResponse):
+    """The last answer on its connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection | None = scope.get(CONNECTION)
+        if connection is None or connection.has_body:
+            return await super().__call__(scope, receive, send)
+        await begin(scope, send, self.status_code, self.raw_headers, bytes(self.body), more=True)
+        with suppress(ApiError):  # the rest is too large, or none
+            await discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

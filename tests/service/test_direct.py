@@ -15,10 +15,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from service.body_limit import DISCARD_SECONDS
 from service.direct import FIRST, Connection, Writer, begin, connect
 from service.flight import Flight
 from service.scope import CONNECTION, PROTOCOL
+from service.unread import DISCARD_SECONDS
 from service.wire import JSONResponse
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for

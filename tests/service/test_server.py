@@ -30,9 +30,14 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
                 process.popen.send_signal(signal.SIGTERM)  # at once: an echo
                 # The socket stays open while it drains, for an honest 503.
                 with httpx.Client(base_url=process.url, timeout=60) as other:
-                    answer = other.get("/ready")
+                    answers = [other.get("/ready"), other.post("/v1/generate", json=body)]
+                    large = {**body, "prompts": ["a" * 2**23]}
+                    late = other.post("/v1/generate", json=large)
                 rest = [line for line in lines if line]
-            assert answer.status_code == 503
+            for answer in answers:
+                assert answer.status_code == 503
+                assert answer.headers["connection"] == "close"  # the next one goes elsewhere
+            assert late.status_code == 503  # and is not lost with the connection
             assert (len(rest), rest[-1]) == (5000, "data: [DONE]")
         assert process.exit_code() == 0
         assert not any("Traceback" in line for line in process.lines)
