@@ -43,6 +43,18 @@ Model = TypeVar("Model", bound=BaseModel)
 class StrictRequest(Request):
     """A request whose JSON must be JSON: valid UTF-8, and no NaN or Infinity."""
 
+    def check_encoding(self) -> None:
+        """Raises ApiError 415 where the body is compressed, or encoded otherwise."""
+        given = header(self.scope, b"content-encoding")
+        if given is not None and given.strip().lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"content-encoding: {given} is not supported; allowed: the body as it is, "
+                "without this header",
+                code="unsupported_content_encoding",
+                headers={"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
+            )
+
     async def read_body(self, seconds: float) -> None:
         """Reads the body, which is kept. Raises ClientGone, and ApiError 408 where it has not come
         in that time."""
@@ -139,6 +151,7 @@ class ReadyRoute(APIRoute):
         optional = model is not None and parameters["body"].default is not Parameter.empty
         unknown = names - ARGUMENTS.keys()
         assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
+        takes_body = "POST" in self.methods
         providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
 
         async def admitted(request: Request) -> Response:
@@ -148,6 +161,8 @@ class ReadyRoute(APIRoute):
             strict = request
             if not isinstance(strict, StrictRequest):
                 strict = StrictRequest(request.scope, request.receive)
+            if takes_body:
+                strict.check_encoding()
             given: dict[str, Any] = {}
             if query is not None:
                 given["query"] = strict.queried(query)
