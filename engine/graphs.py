@@ -7,7 +7,7 @@ with rows whose slot is negative, which every operator skips.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,12 +32,14 @@ MOST_PADDING = 255
 _PROMPT_CHUNKS = (4, 31, 127)
 
 
-def buckets(max_batch: int) -> list[int]:
-    """Batch sizes to capture, rising, up to `max_batch`, which is one of them.
+def buckets(max_batch: int, batches: Collection[int] | None = None) -> list[int]:
+    """Batch sizes to capture, rising, up to `max_batch`, which is one of them; with `batches`, none
+    but these and the largest.
 
     Beyond 4096 rows the kernels outlast their launches: larger batches run without a graph.
     """
-    return _up_to(max_batch, _BUCKETS)
+    sizes = _up_to(max_batch, _BUCKETS)
+    return [size for size in sizes if batches is None or size in batches or size == sizes[-1]]
 
 
 def prompt_buckets(most_tokens: int, most_chunks: int, longest: int = 0) -> dict[int, list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -153,9 +153,10 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, batches: Collection[int] | None = None) -> None:
         """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
-        what libraries do at first use."""
+        what libraries do at first use; with `batches`, the decode graphs of `graphs.buckets` for
+        these: others run in larger ones."""
         self.grammars.prepare()
         if self._device.type == "cuda" and self.config.cuda_graphs:
             # One pool: graphs run one after another, and none leaves results in it.
@@ -166,10 +167,11 @@ class Runner:
             by_chunks = prompt_buckets(most_tokens, slots, longest)
             # Long prompts are read in pieces of `most_tokens`, with a graph or without.
             sizes = {most_tokens}.union(*by_chunks.values())
-            self._model.prepare(buckets(slots), sizes, list(by_chunks))
+            steps = buckets(slots, batches)
+            self._model.prepare(steps, sizes, list(by_chunks))
             self._prompts.capture(by_chunks, vocab_size, pool)
-            self._decoding.capture(buckets(slots), pool)
-            self._logits_step.capture(buckets(slots), vocab_size, pool)
+            self._decoding.capture(steps, pool)
+            self._logits_step.capture(steps, vocab_size, pool)
         everything = SamplingParams(
             top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
         )

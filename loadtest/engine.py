@@ -34,12 +34,12 @@ import torch
 
 from engine import checkpoint
 from engine import device as machine
-from engine.config import CellName, DtypeName
+from engine.config import CellName, DtypeName, EngineConfig
 from engine.device import available_memory, resolve_device, usable_cpus
 from engine.errors import EngineError
 from loadtest.layers_timing import Budget
 from loadtest.lm_bars import checks
-from loadtest.lm_driving import engine_config, load
+from loadtest.lm_driving import load
 from loadtest.lm_figures import ModelFigures
 from loadtest.lm_limits import read_bandwidth
 from loadtest.lm_measure import PARTS, Asked, fitting, measure, reason
@@ -259,9 +259,9 @@ def _run(
     left_out = sorted(set(asked.batches) - set(batches))
     if left_out:
         figures.remarks.append(f"batches that do not fit in half of the memory: {left_out}")
-    config = engine_config(
-        figures.quantization,
+    config = EngineConfig(
         model=str(one.folder),
+        quantize=figures.quantization or "none",
         device=str(device),
         dtype=figures.dtype,
         max_slots=max(batches),

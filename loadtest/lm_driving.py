@@ -1,29 +1,26 @@
 """Drives a Runner and an Engine for measurements: the one place here that makes Plans.
 
-A decode round is what the runner does between two waits of the host: one step, or several where it
-can draw on the device (a `plain` plan).
+A decode round is what the runner does between two waits of the host: one step or several, whose
+tokens it draws on the device (a `plain` plan).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import msgspec
 import torch
 
-from engine import graphs
-from engine import runner as runner_module
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
-from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
+from engine.plan import MOST_STEPS, Admission, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.rounds import ROUND_SECONDS
 from engine.runner import Runner
 from engine.sequence import is_greedy
 
@@ -31,66 +28,32 @@ from engine.sequence import is_greedy
 FIRST_TOKENS_APART = 7
 GREEDY = SamplingParams(temperature=0, max_tokens=1 << 30, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=1 << 30, ignore_eos=True)
-#: A round of several steps aims at so many seconds and has at most so many steps.
-ROUND_SECONDS = 2e-3
-MOST_STEPS = 32
 
 _CLIENT = "loadtest"
-_PLAN_FIELDS = {field.name for field in dataclasses.fields(Plan)}
-_CONFIG_FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
 
 
 class WrongAnswerError(RuntimeError):
     """What was measured did not do its work."""
 
 
-def engine_config(quantization: str | None, **values: Any) -> EngineConfig:
-    """The EngineConfig of a measurement. Raises ValueError where it cannot quantise."""
-    if quantization is not None:
-        if "quantize" not in _CONFIG_FIELDS:
-            raise ValueError("this version of the engine does not quantise weights")
-        values["quantize"] = quantization
-    return EngineConfig(**values)
-
-
 def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
     """A warm runner. Of its CUDA graphs only those for `batches` are captured, and the largest:
     what another batch would need takes time and changes nothing."""
     runner = Runner(config)
-    every = graphs.buckets
-
-    def asked(max_batch: int) -> list[int]:
-        sizes = every(max_batch)
-        return [size for size in sizes if size in batches or size == sizes[-1]]
-
-    with ExitStack() as patched:
-        for module in (graphs, runner_module):  # whichever of them asks for the sizes
-            if hasattr(module, "buckets"):
-                patched.enter_context(mock.patch.object(module, "buckets", asked))
-        runner.warm_up()
+    runner.warm_up(batches)
     return runner
 
 
-def takes_rounds(runner: Runner) -> bool:
-    """Whether it draws on the device and so decodes several steps without the host. Versions
-    differ; the tables say how many steps a round had."""
-    return "plain" in _PLAN_FIELDS and getattr(runner, "most_steps", 1) > 1
-
-
-def round_steps(runner: Runner, step_seconds: float, greatest: int | None) -> int:
+def round_steps(step_seconds: float, greatest: int | None) -> int:
     """How many steps a round has that aims at ROUND_SECONDS, at most `greatest`."""
-    if not takes_rounds(runner):
-        return 1
-    most = min(MOST_STEPS, getattr(runner, "most_steps", 1))
-    return max(1, min(most, greatest or most, int(ROUND_SECONDS / step_seconds)))
+    return max(1, min(MOST_STEPS, greatest or MOST_STEPS, int(ROUND_SECONDS / step_seconds)))
 
 
 class Decoding:
     """`batch` sequences that decode together, from the initial state, each with its own seed."""
 
     def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
-        self._runner: Any = runner  # `start` and `finish` are not in every version
-        self._plain = takes_rounds(runner)
+        self._runner = runner
         self._greedy = is_greedy(sampling)
         self._drawn = 0  # tokens of each sequence
         vocab = runner.info.vocab_size
@@ -114,7 +77,7 @@ class Decoding:
 
         Raises WrongAnswerError when tokens are missing or were drawn from logits not finite.
         """
-        if self._plain and getattr(self._runner, "overlaps", False):
+        if self._runner.overlaps:
             return self._overlapped(rounds, steps) / (rounds * steps)
         total = 0.0
         for _ in range(rounds):
@@ -135,32 +98,29 @@ class Decoding:
         return time.perf_counter() - start
 
     def _plan(self, steps: int) -> Plan:
-        if self._plain and self._begun:
+        if self._begun:
             return Plan(plain=True, greedy=self._greedy, again=True, steps=steps)
         self._begun = True
         rows = [
             DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
             for row, token in enumerate(self.tokens)
         ]
-        if self._plain:
-            at = list(range(len(rows)))
-            return Plan(decode=rows, at=at, plain=True, greedy=self._greedy, steps=steps)
-        return Plan(decode=rows)
+        at = list(range(len(rows)))
+        return Plan(decode=rows, at=at, plain=True, greedy=self._greedy, steps=steps)
 
-    def _take(self, result: Any, steps: int) -> None:
+    def _take(self, result: StepResult, steps: int) -> None:
         batch = len(self.tokens)
         if result.non_finite:
             raise WrongAnswerError(f"logits of {len(result.non_finite)} rows are not finite")
-        drawn = getattr(result, "drawn", None)
+        drawn = result.drawn
         if drawn is None:
-            tokens = [sampled.token for sampled in result.sampled]
-        else:
-            if drawn.ended:
-                raise WrongAnswerError(f"{len(drawn.ended)} rows ended before their time")
-            tokens = list(unpack_ids(drawn.tokens))
+            raise WrongAnswerError("a round has drawn nothing")
+        if drawn.ended:
+            raise WrongAnswerError(f"{len(drawn.ended)} rows ended before their time")
+        tokens = unpack_ids(drawn.tokens)
         if len(tokens) != batch * steps:
             raise WrongAnswerError(f"{len(tokens)} tokens, not {batch} x {steps}")
-        self.tokens = tokens[steps - 1 :: steps]
+        self.tokens = list(tokens[steps - 1 :: steps])
         self._drawn += steps
 
     def release(self) -> None:

@@ -107,10 +107,6 @@ class ModelFigures:
         read = pieces * self.work.weight_bytes / self.read_rate
         return max(read, self.prefill_flops(tokens) / self.gemm_rate if self.gemm_rate else 0.0)
 
-    def intensity(self, batch: int) -> float:
-        """FLOP of a step per byte of weights read and of states read and written."""
-        return self.decode_flops(batch) / self.work.step_bytes(batch)
-
     def at_batch(self, batch: int) -> Decode | None:
         return next((row for row in self.decode if row.batch == batch), None)
 

@@ -150,9 +150,9 @@ def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) ->
         step = running.run(1)
         if step > asked.seconds:
             return step
-        steps = round_steps(runner, step, asked.steps)
+        steps = round_steps(step, asked.steps)
         step = running.run(2, steps)  # by now everything is loaded
-        steps = round_steps(runner, step, asked.steps)
+        steps = round_steps(step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
         row.steps = steps if not sampled else row.steps
         return typical(lambda: running.run(rounds, steps), asked.seconds)

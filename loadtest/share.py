@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from engine.config import EngineConfig
 from engine.runner import Runner
 from loadtest.grammars import make_tokenizer
 from loadtest.http.command import measure
 from loadtest.http.options import LENGTHS, parser
-from loadtest.lm_driving import GREEDY, engine_config, engine_seconds, load
+from loadtest.lm_driving import GREEDY, engine_seconds, load
 from loadtest.lm_measure import typical
 from loadtest.lm_models import SIZES, subject
 from loadtest.peers.torch_lm import Decoder
@@ -151,9 +152,7 @@ def main(argv: list[str] | None = None) -> int:
             make_tokenizer(folder, SIZES[args.model]["vocab_size"])
         peer = peer_alone(made.model, args) if args.peer else None
         values = {"threads": args.threads} if args.threads else {}
-        config = engine_config(
-            None, model=str(folder), device=args.device, max_slots=args.slots, **values
-        )
+        config = EngineConfig(model=str(folder), device=args.device, max_slots=args.slots, **values)
         runner = load(config, [args.slots])
         engine = engine_alone(runner, args)
         del runner

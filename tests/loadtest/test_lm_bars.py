@@ -48,7 +48,6 @@ def test_a_step_is_limited_by_reading_or_by_products() -> None:
     assert found.gemm_rate == pytest.approx(100 * 1000 / 0.01)  # of the larger batch
     assert found.decode_limit(1) == pytest.approx(2e-3)  # 2,000 bytes
     assert found.decode_limit(100) == pytest.approx(0.01)  # 100,000 FLOP at that rate
-    assert found.intensity(10) == pytest.approx(10_000 / (2000 + 1000))
 
 
 def test_a_prompt_reads_the_weights_once_a_piece_and_the_head_once() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import checkpoint, graphs
-from engine import runner as runner_module
+from engine import checkpoint
 from engine.config import EngineConfig
+from engine.graphs import buckets
 from engine.messages import pack_ids
 from engine.plan import Plan, StepResult
 from engine.runner import Runner
@@ -26,7 +25,6 @@ from loadtest.lm_driving import (
     SAMPLED,
     WrongAnswerError,
     decoding,
-    engine_config,
     engine_seconds,
     load,
     random_prompt,
@@ -71,15 +69,12 @@ def test_only_the_graphs_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch)
         def __init__(self, config: EngineConfig) -> None:
             pass
 
-        def warm_up(self) -> None:
-            seen.append(graphs.buckets(300))
+        def warm_up(self, batches: Collection[int]) -> None:
+            seen.append(buckets(300, batches))
 
     monkeypatch.setattr(lm_driving, "Runner", Warm)
-    everything = graphs.buckets(300)
     load(EngineConfig(), [1, 64, 4096])
     assert seen == [[1, 64, 300]]
-    assert graphs.buckets(300) == everything
-    assert getattr(runner_module, "buckets", graphs.buckets) is graphs.buckets
 
 
 def test_decoding_is_the_models(runner: Runner) -> None:
@@ -136,36 +131,26 @@ def test_a_failing_measurement_leaves_no_sequence(runner: Runner) -> None:
 
 
 @dataclass
-class RoundPlan(Plan):
-    """A plan that may have several steps."""
-
-    plain: bool = False
-    again: bool = False
-    steps: int = 1
-
-
-@dataclass
 class RoundRunner:
     """Draws 0, 1, 2, ... in every row, and remembers in which order it was called."""
 
     calls: list[str] = field(default_factory=list)
-    plans: list[RoundPlan] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
     info: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
     drawn: int = 0
     rows: int = 0
-    most_steps: int = 32
     overlaps: bool = True
     ended: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: RoundPlan) -> Any:
+    def run(self, plan: Plan) -> Any:
         return self.finish(self.start(plan)) if plan.plain else StepResult()
 
-    def start(self, plan: RoundPlan) -> RoundPlan:
+    def start(self, plan: Plan) -> Plan:
         self.calls.append("start")
         self.plans.append(plan)
         return plan
 
-    def finish(self, plan: RoundPlan) -> Any:
+    def finish(self, plan: Plan) -> Any:
         self.calls.append("finish")
         tokens = list(range(self.drawn, self.drawn + plan.steps))
         self.drawn += plan.steps
@@ -177,10 +162,7 @@ class RoundRunner:
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> RoundRunner:
-    names = {one.name for one in dataclasses.fields(RoundPlan)}
-    monkeypatch.setattr(lm_driving, "Plan", RoundPlan)
-    monkeypatch.setattr(lm_driving, "_PLAN_FIELDS", names)
+def rounds() -> RoundRunner:
     return RoundRunner()
 
 
@@ -208,14 +190,11 @@ def test_a_row_that_ends_early_is_no_figure(rounds: RoundRunner) -> None:
         running.run(1, steps=4)
 
 
-def test_steps_of_a_round_aim_at_its_length(rounds: RoundRunner) -> None:
-    runner: Any = rounds
-    assert round_steps(runner, 1e-4, None) == 20
-    assert round_steps(runner, 1e-6, None) == 32
-    assert round_steps(runner, 1.0, None) == 1
-    assert round_steps(runner, 1e-4, 8) == 8
-    rounds.most_steps = 1
-    assert round_steps(runner, 1e-6, None) == 1
+def test_steps_of_a_round_aim_at_its_length() -> None:
+    assert round_steps(1e-4, None) == 20
+    assert round_steps(1e-6, None) == 32
+    assert round_steps(1.0, None) == 1
+    assert round_steps(1e-4, 8) == 8
 
 
 def test_a_runner_that_does_not_overlap_runs_one_round_after_another(rounds: RoundRunner) -> None:
@@ -225,13 +204,6 @@ def test_a_runner_that_does_not_overlap_runs_one_round_after_another(rounds: Rou
         running.run(2, steps=3)
         assert running.tokens == [5, 5]
     assert rounds.calls == ["start", "finish"] * 2
-
-
-def test_quantisation_that_is_not_there_is_refused() -> None:
-    if "quantize" in {one.name for one in dataclasses.fields(EngineConfig)}:
-        pytest.skip("it is there")
-    with pytest.raises(ValueError, match="quantise"):
-        engine_config("int8", model="shakespeare-mingru")
 
 
 def test_batches_that_do_not_fit_are_left_out() -> None:
