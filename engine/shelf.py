@@ -83,6 +83,12 @@ class Shelf:
         """`done` is called when it is gone, or cannot be removed."""
         self._change(name, lambda: self._delete(name), lambda _: done())
 
+    def touch(self, name: str, tag: bytes, now: float, done: Done) -> None:
+        """The file of this tag was used: its time becomes `now`, in seconds since the epoch. `done`
+        is called with the tag that it has then, or with the error: FileNotFoundError where there is
+        no such file, or another one."""
+        self._ask(lambda: _touch(self._folder / name, tag, now), done)
+
     def changing(self, name: str) -> bool:
         """It is about to be written or deleted here, so what lies there says nothing."""
         return name in self._changing
@@ -242,16 +248,8 @@ def _read_with_status(
 ) -> tuple[bytes, os.stat_result]:
     """What `read` reads (all), and the file's status. Raises OSError; FileNotFoundError for what is
     no file of up to `most` bytes."""
-    # Without O_NONBLOCK a pipe would be waited for.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise FileNotFoundError(error.errno, "is no regular file", str(path)) from error
-        raise
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
+    with open(_open(path), "rb") as file:
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.EINVAL, "is no regular file", str(path))
         content = b""
@@ -260,3 +258,25 @@ def _read_with_status(
         if found.st_size > most or len(content) > most:
             raise FileNotFoundError(errno.EFBIG, f"has more than {most} bytes", str(path))
         return content, found
+
+
+def _touch(path: Path, tag: bytes, now: float) -> bytes:
+    descriptor = _open(path)  # so that it is this very file's time, whatever takes its name
+    try:
+        if tag_of(os.fstat(descriptor)) != tag:
+            raise FileNotFoundError(errno.ENOENT, "is another file", str(path))
+        os.utime(descriptor, (now, now))
+        return tag_of(os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    # Without O_NONBLOCK a pipe would be waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise FileNotFoundError(error.errno, "is no regular file", str(path)) from error
+        raise

@@ -23,13 +23,6 @@ class Standing:
         """What a snapshot says of a state."""
         return cls(kept, found.tail, found.tokens, found.drawn, found.recent)
 
-    def says(self, found: Snapshot) -> bool:
-        """Whether a snapshot says the same."""
-        return self.kept.digest == found.digest and (
-            (self.tail, self.tokens, self.drawn, self.recent)
-            == (found.tail, found.tokens, found.drawn, found.recent)
-        )
-
     def snapshot(self, state: bytes, extra: dict[str, str] | None = None) -> Snapshot:
         """What a file of it holds, whose bytes are `state`."""
         return Snapshot(state, self.tail, self.tokens, self.drawn, self.recent, extra or {})
@@ -47,4 +40,11 @@ class Named:
     expires: float
     file: str = ""  # that it is written to, or will be
     tag: bytes = b""  # of that file, once it is there
+    used: float = 0.0  # as far as the file's time tells
     writing: bool = False  # it is not there yet
+
+    def says(self, created: float, found: Snapshot) -> bool:
+        """Whether a file with these is this name's, written once."""
+        standing = self.standing
+        ours = standing.kept.digest, standing.tail, standing.tokens, self.created
+        return ours == (found.digest, found.tail, found.tokens, created)

@@ -34,6 +34,7 @@ from engine.traffic import MORE_BYTES
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # reads and writes that wait for the disk
+USES_TOLD = 8  # times within a state's ttl at which a file's time follows its uses
 
 
 class States:
@@ -80,10 +81,25 @@ class States:
         named = self._named.get((owner, id))
         if named is None:
             raise StateNotFound(f"there is no state {id!r}", param=param)
-        named.expires = self._clock() + named.ttl
+        now = self._clock()
+        named.expires = now + named.ttl
         self._expiry.put((owner, id), (named.expires, id, owner))
+        self._note_use(named, now)
         self._tiers.touch(named.standing.kept)
         return named
+
+    def _note_use(self, named: Named, now: float) -> None:
+        """The file's time tells an engine that takes it over how long the state stays."""
+        part = named.ttl / USES_TOLD
+        if self._shelf is None or not named.tag or named.writing or now < named.used + part:
+            return
+        before, named.used = named.tag, now
+
+        def touched(result: bytes | OSError) -> None:
+            if named.tag == before and not isinstance(result, OSError):
+                named.tag = result
+
+        self._shelf.touch(named.file, before, now, touched)
 
     def has(self, owner: str, id: str) -> bool:
         self._look(owner, id)
@@ -287,9 +303,10 @@ class States:
             self._forget(owner, id)
             if self._alone:
                 shelf.delete(file)
-        elif named is not None and named.standing.says(found.snapshot):
-            named.tag, named.ttl, named.expires = tag_of(status), found.ttl, expires
-            self._expiry.put((owner, id), (expires, id, owner))
+        elif named is not None and named.says(found.created, found.snapshot):
+            named.tag, named.used = tag_of(status), written
+            named.expires = max(named.expires, expires)
+            self._expiry.put((owner, id), (named.expires, id, owner))
         else:
             self._forget(owner, id)
             read = found.snapshot.tokens - len(found.snapshot.tail) // ID_BYTES
@@ -298,7 +315,9 @@ class States:
             )  # fmt: skip
             standing = Standing.of(self._tiers.hold(kept), found.snapshot)
             tag = tag_of(status)
-            self._add(Named(owner, id, standing, found.created, found.ttl, expires, file, tag))
+            self._add(
+                Named(owner, id, standing, found.created, found.ttl, expires, file, tag, written)
+            )
             self.files += 1
 
     def _add(self, named: Named) -> None:
@@ -351,6 +370,7 @@ class States:
                     unwritten()
                     return
                 named.tag, named.writing, kept.digest = result, False, digests[0]
+                named.used = named.created
                 self._tiers.note_written(kept, file)
             self.claims.settle(key)
 

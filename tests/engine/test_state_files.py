@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,58 @@ def test_a_time_to_come_puts_the_end_off_no_further(tmp_path: Path) -> None:
     os.utime(path, (2**40, 2**40))
     (state,) = after(talk, tmp_path).ask("list").states
     assert state.expires < 2**40
+
+
+def test_a_state_in_use_outlasts_restarts(tmp_path: Path) -> None:
+    """Its time begins anew with every use, also for an engine that knows its file alone."""
+    talk = written(tmp_path, state_ttl=100.0)
+    (path,) = files(tmp_path)
+    for action in ("get", "export", "run"):
+        begun = time.time()
+        os.utime(path, (begun - 80, begun - 80))
+        talk = after(talk, tmp_path)
+        (state,) = talk.ask("list").states
+        assert state.expires < begun + 21, "to be listed is no use"
+        if action == "run":
+            assert text(talk.run(b"", 1, state="s")) == b"g"
+        else:
+            assert talk.code(action, id="s") == "ok"
+        talk.engine.close()
+        talk = after(talk, tmp_path)
+        (state,) = talk.ask("list").states
+        assert state.expires > begun + 99
+        talk.engine.close()
+
+
+def test_not_every_use_is_told_to_the_disk(tmp_path: Path) -> None:
+    talk = written(tmp_path, state_ttl=800.0)
+    (path,) = files(tmp_path)
+    now = time.time()
+    os.utime(path, (now - 90, now - 90))
+    talk = after(talk, tmp_path)
+    shelf = talk.engine._keeper.states._shelf
+    assert shelf is not None
+    assert talk.code("get", id="s") == "ok" and shelf.pending == 0
+    talk.engine._keeper.states._clock = lambda: now + 20
+    assert talk.code("get", id="s") == "ok" and shelf.pending == 1
+    assert talk.code("get", id="s") == "ok" and shelf.pending == 1
+    talk.engine.close()
+    assert path.stat().st_mtime == pytest.approx(now + 20)
+
+
+def test_what_has_taken_a_files_name_is_not_made_younger(tmp_path: Path) -> None:
+    one = Shelf(tmp_path, MODEL)
+    told: list[Any] = []
+    one.write("x", lambda: b"content", told.append)
+    one.close()
+    (tmp_path / "y").write_bytes(b"another")
+    (tmp_path / "y").replace(tmp_path / "x")
+    one.touch("x", told[0], 5.0, told.append)
+    one.close()
+    assert isinstance(told[1], FileNotFoundError) and (tmp_path / "x").stat().st_mtime > 5
+    one.touch("x", one.tag("x"), 5.0, told.append)
+    one.close()
+    assert told[2] == one.tag("x") and (tmp_path / "x").stat().st_mtime == 5
 
 
 def test_models_share_a_folder(tmp_path: Path) -> None:
