@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from loadtest.measuring import seconds_of
+from loadtest.timing import seconds_per_call
 
 SLOW = 0.1  # seconds of a call beyond which it is timed twice only
 
@@ -40,10 +40,11 @@ def host_seconds(call: Callable[[], object], device: torch.device) -> float:
 def step_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call that has been made before, so that what it needs is loaded.
 
-    Calls of up to SLOW seconds are timed by `seconds_of`. A slower one is made twice, by the host's
-    clock, to which a launch's latency is nothing then, and the faster counts.
+    Calls of up to SLOW seconds are timed by `seconds_per_call`; they read more than a GPU's L2
+    cache holds, so inputs need no rotation. A slower one is made twice, by the host's clock, to
+    which a launch's latency is nothing then, and the faster counts.
     """
     first = host_seconds(call, device)
     if first <= SLOW:
-        return seconds_of(call, device)
+        return seconds_per_call([call], device, repeat=7)
     return min(first, host_seconds(call, device))

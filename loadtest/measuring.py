@@ -1,20 +1,13 @@
-"""What every measurement of whole layers shares: precision, timing, peak memory, rows that fail.
-
-A call here lasts milliseconds and reads more than a GPU's L2 cache holds, so inputs need no
-rotation.
-"""
+"""What every measurement of whole layers shares: precision, peak memory, rows that fail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
-
-from loadtest.report import median
 
 Figures = dict[str, Any]  # one row: what was measured, or "failed" and the reason
 
@@ -48,29 +41,6 @@ def in_force(precision: Precision) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = cudnn
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, repeat: int = 7) -> float:
-    """Median seconds of one call after three more; the GPU's events there, else the host clock."""
-    for _ in range(3):
-        call()
-    if device.type != "cuda":
-        samples = []
-        for _ in range(repeat):
-            start = perf_counter()
-            call()
-            samples.append(perf_counter() - start)
-        return median(samples)
-    marks = []
-    for _ in range(repeat):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        marks.append((begin, end))
-    torch.cuda.synchronize(device)
-    return median([begin.elapsed_time(end) / 1000 for begin, end in marks])
-
-
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """The most device memory a call holds above what is allocated before it; None on the CPU."""
     if device.type != "cuda":
@@ -97,13 +67,3 @@ def reported(measure: Callable[[], Figures], device: torch.device) -> Figures:
         except RuntimeError as failure:  # a device in error fails each later row with its reason
             found.setdefault("failed", str(failure).splitlines()[0][:100])
     return found
-
-
-def copy_rate(size: int, device: torch.device) -> float:
-    """Bytes per second of a copy of `size` bytes, reads and writes both counted."""
-    source = torch.randn(size // 4, device=device)
-    target = torch.full_like(source, float("nan"))
-    seconds = seconds_of(lambda: target.copy_(source), device)
-    if not torch.equal(source, target):
-        raise RuntimeError("the copy differs from its source")
-    return 2 * size / seconds

@@ -16,8 +16,9 @@ from torch import nn
 from engine.config import ModelConfig
 from engine.models.lm import CELLS
 from loadtest.layers_timing import Budget, step_seconds
-from loadtest.measuring import PRECISIONS, Figures, Precision, copy_rate, in_force, reported
+from loadtest.measuring import PRECISIONS, Figures, Precision, in_force, reported
 from loadtest.report import print_table
+from loadtest.timing import copy_bandwidth
 
 # tokens -> published milliseconds of the seed benchmark's layer.
 CURNN_RTX_4090 = {65536: 5330, 524288: 56150}
@@ -105,7 +106,7 @@ def run_seed(
     sizes: SeedSizes, names: list[str], device: torch.device, budget: Budget
 ) -> list[Figures]:
     """Measures and prints the seed benchmark; the first entry of the result is the copy rate."""
-    ceiling = reported(lambda: {"rate": copy_rate(sizes.copy_bytes, device)}, device)
+    ceiling = reported(lambda: {"rate": copy_bandwidth(device, sizes.copy_bytes)}, device)
     rows: list[Figures] = []
     for name in names:
         for tokens in sizes.tokens:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from loadtest import layers, layers_step, layers_timing, measuring, seed
+from loadtest import layers, layers_step, layers_timing, measuring, seed, timing
 from loadtest.layers_step import LOG_SPACE, OURS, PEERS, Layer, Sizes
 from loadtest.layers_timing import Budget
 
@@ -90,7 +90,9 @@ def test_when_the_time_is_up_nothing_more_starts_and_the_rest_is_printed(
     monkeypatch.setattr(layers_timing, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(layers, "measure_training", measure)
     monkeypatch.setattr(seed, "measure_seed", lambda *_: pytest.fail("not within its time"))
-    monkeypatch.setattr(seed, "copy_rate", lambda size, device: clock.append(clock.pop() + 5) or 1)
+    monkeypatch.setattr(
+        seed, "copy_bandwidth", lambda device, size: clock.append(clock.pop() + 5) or 1
+    )
     path = tmp_path / "layers.json"
     options = ["--quick", "--device", "cpu", "--json", str(path), "--dtype", "float32"]
     assert layers.main([*options, "--budget-seconds", "5"]) == 0
@@ -118,7 +120,7 @@ def test_a_failing_row_says_why_and_the_run_goes_on(
 ) -> None:
     no_room = Layer("minGRU", "GRU", lambda width, bias: OutOfMemory())
     monkeypatch.setattr(layers, "OURS", (no_room, OURS[1]))
-    monkeypatch.setattr(seed, "copy_rate", lambda size, device: 1 / 0)
+    monkeypatch.setattr(seed, "copy_bandwidth", lambda device, size: 1 / 0)
     assert layers.main(["--quick", "--device", "cpu", "--dtype", "float32"]) == 0
     printed = capsys.readouterr().out
     assert "OutOfMemoryError: no room for the layer" in printed
@@ -254,8 +256,8 @@ def test_timing_takes_the_median_after_warm_up(monkeypatch: pytest.MonkeyPatch) 
     def call() -> None:
         clock[0] += next(durations)
 
-    monkeypatch.setattr(measuring, "perf_counter", lambda: clock[0])
-    assert measuring.seconds_of(call, CPU, repeat=5) == 3.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    assert timing.seconds_per_call([call], CPU, repeat=5) == 3.0
 
 
 def test_no_device_memory_on_the_cpu() -> None:
@@ -269,8 +271,8 @@ def test_a_slow_call_is_made_twice_and_the_faster_counts(monkeypatch: pytest.Mon
     def call() -> None:
         clock[0] += next(durations)
 
-    for module in (measuring, layers_timing):
-        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(layers_timing, "perf_counter", lambda: clock[0])
     assert layers_timing.step_seconds(call, CPU) == 1.5
     assert next(durations, None) is None
 
@@ -282,6 +284,6 @@ def test_a_fast_call_is_timed_over_many(monkeypatch: pytest.MonkeyPatch) -> None
     def call() -> None:
         clock[0] += next(durations)
 
-    for module in (measuring, layers_timing):
-        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(layers_timing, "perf_counter", lambda: clock[0])
     assert layers_timing.step_seconds(call, CPU) == pytest.approx(0.04)
