@@ -151,7 +151,7 @@ class ReadyRoute(APIRoute):
         optional = model is not None and parameters["body"].default is not Parameter.empty
         unknown = names - ARGUMENTS.keys()
         assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
-        takes_body = "POST" in self.methods
+        takes_body = "POST" in (self.methods or ())
         providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
 
         async def admitted(request: Request) -> Response:

@@ -86,6 +86,7 @@ class ChatMessage(RequestModel):
     annotations: Annotated[Any, _Only(None, [])] = None
     function_call: Annotated[Any, _Only(None)] = None
     tool_calls: Annotated[Any, _Only(None, [])] = None
+    tool_call_id: Annotated[Any, _Only(None)] = None
 
     @model_validator(mode="after")
     def _content_of_others(self) -> ChatMessage:

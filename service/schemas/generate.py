@@ -76,7 +76,7 @@ class GenerateRequest(RequestModel):
     state_ttl: PerPrompt[Ttl] = None
     cache_salt: PerPrompt[CacheSalt] = None
     cache_points: PerPromptList[CachePoints] = None
-    stream: bool = False
+    stream: bool | None = None
     stream_interval: StreamInterval | None = None
 
 

@@ -181,6 +181,16 @@ async def test_every_openai_field_is_accepted(chat: Service) -> None:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "content must be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+        (
+            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            "messages[0].role",
+            "'developer', 'system', 'user' or 'assistant'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+            "messages[0].tool_call_id",
+            "allowed: null",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a string"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},

@@ -11,6 +11,7 @@ from engine.client import Update
 from service import stop as stop_module
 from service.generation import Outcome
 from service.inputs import _stop_strings
+from service.schemas.generate import GenerateRequest
 from tests.service.harness import Service, usage_of
 
 PATH = "/v1/generate"
@@ -38,6 +39,15 @@ async def test_end_of_text_stops_and_is_no_text(service: Service) -> None:
     assert result["finish_reason"] == "stop"
     assert result["text"] == "yz"
     assert result["token_ids"] == [121, 122]
+
+
+async def test_null_is_as_good_as_nothing(service: Service) -> None:
+    request = {"prompts": ["ab"], "max_tokens": 2, "temperature": 0}
+    plain = await service.post(PATH, request)
+    optional = dict.fromkeys(GenerateRequest.model_fields.keys() - request.keys())
+    assert "stream" in optional
+    told = await service.post(PATH, {**request, **optional})
+    assert told["results"][0]["text"] == plain["results"][0]["text"] == "cd"
 
 
 async def test_values_for_all_and_lists_for_each(service: Service) -> None:
