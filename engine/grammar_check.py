@@ -1,5 +1,5 @@
-"""A process that compiles grammars to find out whether they can be; its arguments are
-FOLDER VOCAB_SIZE SECONDS BYTES.
+"""A process that compiles grammars to find out whether they can be: `python -m
+engine.grammar_check FOLDER VOCAB_SIZE SECONDS BYTES`.
 
 Grammars come on stdin and verdicts go to stdout, one for one, each as four bytes of length (least
 first) and a msgpack value: messages.Grammar, and null or a text that says what is wrong. A grammar
@@ -16,13 +16,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.grammar import TextTokens, check_grammar, load_tokens
 from engine.messages import Grammar
+
+if TYPE_CHECKING:  # whoever starts the process needs `frame` alone
+    from engine.grammar import TextTokens
 
 LENGTH_BYTES = 4
 STDERR = 2
@@ -39,6 +41,8 @@ def check(
 ) -> str | None:
     """What is wrong with a grammar; None when nothing is. Ends the process after `seconds`, or when
     it takes `more` bytes than before."""
+    from engine.grammar import check_grammar
+
     if isinstance(tokens, InvalidRequest):
         return tokens.message
     _limit_memory(more)
@@ -86,6 +90,8 @@ def _limit_memory(more: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Answers until stdin ends."""
+    from engine.grammar import load_tokens
+
     folder, vocab_size, seconds, more = arguments
     # What is sent to the whole process group is for the server, which then closes us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,3 +106,7 @@ def main(arguments: list[str]) -> None:
         grammar = msgspec.msgpack.decode(data, type=Grammar)
         sys.stdout.buffer.write(frame(check(tokens, grammar, float(seconds), int(more))))
         sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

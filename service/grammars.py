@@ -9,7 +9,6 @@ a time, those of different keys in turn.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -25,7 +24,9 @@ from fastapi import Request
 from starlette.types import Receive, Scope
 
 from engine.errors import EngineError
+from engine.grammar_check import LENGTH_BYTES, frame
 from engine.messages import Grammar, ModelInfo
+from engine.transport import module_environment
 from service.scope import ARRIVED, FLIGHT
 from service.streaming import unless_client_leaves
 from service.turns import Turns
@@ -34,12 +35,6 @@ MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process 
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
 MOST_KNOWN = 4096
 MOST_KNOWN_BYTES = 16 * 2**20
-# Finds the modules that this process finds, and no others.
-PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.grammar_check import main; main(sys.argv[2:])"
-)
-LENGTH_BYTES = 4  # as engine.grammar_check has it
 
 T = TypeVar("T")
 
@@ -115,10 +110,9 @@ class GrammarCheck:
     async def _ask(self, grammar: Grammar, info: ModelInfo) -> str | None:
         process = await self._start(info)
         assert process.stdin is not None and process.stdout is not None
-        data = msgspec.msgpack.encode(grammar)
         try:
             async with asyncio.timeout(WALL_SECONDS):
-                process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+                process.stdin.write(frame(grammar))
                 await process.stdin.drain()
                 length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
                 reply = await process.stdout.readexactly(length)
@@ -143,12 +137,11 @@ class GrammarCheck:
         if self._process is not None and self._process.returncode is None and self._serves is info:
             return self._process
         await self._end()
-        path = list(filter(None, sys.path))
-        command = ["-P", "-c", PROGRAM, json.dumps(path), info.folder, str(info.vocab_size)]
+        command = ["-P", "-m", "engine.grammar_check", info.folder, str(info.vocab_size)]
         command += [str(self._seconds), str(MEMORY)]
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdin=PIPE, stdout=PIPE
+                sys.executable, *command, env=module_environment(), stdin=PIPE, stdout=PIPE
             )
         except OSError as error:
             reason = error.strerror or error

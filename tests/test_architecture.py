@@ -25,10 +25,12 @@ TORCH_FREE = [
 SERVICE_MAY_IMPORT = {
     "engine.client",
     "engine.collector",
+    "engine.grammar_check",
     "engine.member",
     "engine.member_processes",
     "engine.sole_member",
     "engine.supervisor",
+    "engine.transport",
     "engine.messages",
     "engine.config",
     "engine.errors",

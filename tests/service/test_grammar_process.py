@@ -171,6 +171,15 @@ async def test_a_process_that_does_not_start_is_no_fault_of_the_request(
     assert await check.check(RIGHT, info) is None
 
 
+async def test_no_other_package_takes_the_engines_place(
+    check: GrammarCheck, info: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    assert await check.check(RIGHT, info) is None
+
+
 async def test_close_ends_the_process(info: ModelInfo) -> None:
     check = GrammarCheck(60.0, lambda _: None)
     assert await check.check(RIGHT, info) is None
