@@ -102,14 +102,18 @@ class DiskCache:
                 self._write(self._shelf, kept)
 
     def fetch(self, kept: Kept) -> None:
-        """Brings a state that a file alone has back to a row, or, where that cannot be, has the
-        cache forget it; `Traffic.collect` tells when."""
+        """Brings a state that a file alone has back to a row, where that can be; `Traffic.collect`
+        tells when. A file that is damaged goes."""
         if self._shelf is not None:
             most = MOST_HEADER + kept.position * ID_BYTES + self._shape.bytes
             most += 4 * self._shape.vocab_size + 8
             self._order.touch(kept)
             self._traffic.load_from(
-                self._shelf, kept, most, lambda content: self._parse(kept, content)
+                self._shelf,
+                kept,
+                most,
+                lambda content: self._parse(kept, content),
+                self._shelf.delete,  # nobody can want it
             )
 
     def _parse(self, kept: Kept, content: bytes) -> bytes:

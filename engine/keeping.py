@@ -95,8 +95,8 @@ class Keeper:
         self.disk.collect()
         loaded = self.traffic.collect()
         for kept in loaded:
-            if kept.node is not None and kept.place == NOWHERE:
-                self.cache.forget(kept)  # it cannot be read, or there is no row for it
+            if kept.node is not None and kept.place == NOWHERE and not kept.files:
+                self.cache.forget(kept)  # else it could not be had just now, for want of a row, say
         return loaded
 
     # A sequence's life.

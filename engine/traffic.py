@@ -114,17 +114,37 @@ class Traffic:
             raise StateMalformed("the file has another state than it had: it has been replaced")
         return state
 
-    def load_from(self, shelf: Shelf, kept: Kept, most: int, parse: Parse) -> None:
+    def load_from(
+        self,
+        shelf: Shelf,
+        kept: Kept,
+        most: int,
+        parse: Parse,
+        lost: Callable[[str], None] = lambda name: None,
+    ) -> None:
         """As `load`, from files of up to `most` bytes, of which `parse` gives the state or raises
-        EngineError."""
+        EngineError; `lost` is told of those that are gone or damaged."""
         if kept in self._loading:
             return
         self._loading.add(kept)
         kept.trouble = ""
         files = sorted(kept.files, key=lambda file: file in kept.written)
-        self._read(shelf, kept, most, parse, files)
 
-    def _read(self, shelf: Shelf, kept: Kept, most: int, parse: Parse, files: list[str]) -> None:
+        def bad(name: str) -> None:
+            self._tiers.note_lost(kept, name)
+            lost(name)
+
+        self._read(shelf, kept, most, parse, bad, files)
+
+    def _read(
+        self,
+        shelf: Shelf,
+        kept: Kept,
+        most: int,
+        parse: Parse,
+        lost: Callable[[str], None],
+        files: list[str],
+    ) -> None:
         """From the last of the files that can be read."""
         name = files.pop() if files else ""
 
@@ -143,9 +163,9 @@ class Traffic:
                     return
             except EngineError as error:
                 log.error("a file of a state is lost: %s: %s", name, error.message)
-                self._tiers.note_lost(kept, name)
+                lost(name)
             rest = [file for file in files if file in kept.files]
-            self._read(shelf, kept, most, parse, rest)
+            self._read(shelf, kept, most, parse, lost, rest)
 
         if name:
             shelf.read(name, most, read)

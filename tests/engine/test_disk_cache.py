@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine import disk_cache, prefix_file
+from engine import disk_cache, prefix_file, shelf
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
@@ -158,6 +160,39 @@ def test_damaged_files_are_read_again_as_prompts(tmp_path: Path, damage: Any, wh
     later.engine.close()
     third = start(tmp_path, later)
     assert cached(third, prompt(0) + b"abc") == 303, "it was written anew"
+
+
+@pytest.mark.parametrize("damage", [damage_state, lambda c: c[:-4], lambda c: c + bytes(5000)])
+def test_what_is_found_damaged_is_deleted(tmp_path: Path, damage: Any) -> None:
+    talk = start(tmp_path)
+    cached(talk, prompt(0))
+    talk.engine.close()
+    later = start(tmp_path, talk, share_slots=20)  # nothing leaves the device, to be written
+    (file,) = files(tmp_path)
+    file.write_bytes(damage(file.read_bytes()))
+    assert cached(later, prompt(0)) == 0
+    settle(later)
+    assert files(tmp_path) == [] and later.engine._keeper.disk.bytes == 0
+    assert cached(later, prompt(0)) == 300
+
+
+def test_what_cannot_be_read_just_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = start(tmp_path)
+    cached(talk, prompt(0))
+    talk.engine.close()
+    later = start(tmp_path, talk, share_slots=20)
+
+    def busy(path: Path, most: int) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf, "_read", busy)
+        assert text(later.run(prompt(0) + b"abc", 1)) == b"d"
+        settle(later)
+    assert len(files(tmp_path)) == 1 and later.engine._keeper.disk.bytes > 0
+    assert cached(later, prompt(0)) == 300
 
 
 def test_bytes_are_bounded_and_owners_have_parts_of_them(tmp_path: Path) -> None:
