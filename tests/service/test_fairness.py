@@ -92,7 +92,7 @@ async def test_requests_name_their_time(tmp_path: Path, path: str, body: Any) ->
 
 async def test_the_default_time_is_within_the_limit(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, step_seconds=0.01)
-    async with running(runner, request_timeout=100.0, max_request_timeout=0.1) as service:
+    async with running(runner, max_request_timeout=0.1) as service:
         body = {"prompts": ["a"], "max_tokens": 100_000, "ignore_eos": True}
         (result,) = (await service.post(GENERATE, body))["results"]
         assert result["finish_reason"] == "timeout"
