@@ -125,19 +125,26 @@ class Supervisor:
         if self._current is None or not self._current.serves:
             raise EngineLoading("no engine serves just now, whose place another could take")
         config = replace(self._config, model=model or self._config.model)
-        self._reload = asyncio.create_task(self._start(config))
-        self._tasks.add(self._reload)
-        self._reload.add_done_callback(self._tasks.discard)
+        reload = self._reload = asyncio.create_task(self._start(config))
+        self._tasks.add(reload)
+        reload.add_done_callback(self._on_reloaded)
         try:
-            engine = await asyncio.shield(self._reload)
+            engine = await asyncio.shield(reload)
         except asyncio.CancelledError:
+            if not reload.cancelled():  # who asked for it was; it goes on
+                raise
             raise Draining("the server is shutting down; the reload was given up") from None
-        finally:
-            self._reload = None
         with suppress(TimeoutError):
             async with asyncio.timeout(USE_SECONDS):
                 await self.members.all_use(engine.generation)
         return engine.info
+
+    def _on_reloaded(self, reload: asyncio.Task[Charge]) -> None:
+        """Only now another one may begin, whether or not anybody has waited for this one."""
+        self._tasks.discard(reload)
+        self._reload = None
+        if not reload.cancelled() and (error := reload.exception()) is not None:
+            log.warning("the reload failed: %s", error)
 
     def hold(self) -> None:
         """From now on no engine takes another's place: the server is shutting down."""

@@ -229,6 +229,29 @@ async def test_a_reload_that_fails_leaves_all_as_it_was(monkeypatch: pytest.Monk
         assert (await engines.load(3)).config.model == "one"
 
 
+async def test_a_reload_goes_on_when_who_asked_for_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch) as (engines, _):
+        member = engines.join()
+        old = await engines.load(0)
+        for number, error in ((1, CheckpointError("no such folder")), (2, None)):
+            reload = asyncio.create_task(engines.supervisor.reload("two"))
+            await until(lambda count=number: len(Charge.all) == count + 1)
+            reload.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reload
+            with pytest.raises(ReloadUnderWay):
+                await engines.supervisor.reload("three")
+            assert old.serves and len(Charge.all) == number + 1
+            await engines.load(number, error)
+        assert [one.generation for one in told(member) if isinstance(one, Serve)] == [1, 3]
+        again = asyncio.create_task(engines.supervisor.reload("three"))
+        assert (await engines.load(3)).config.model == "three"
+        member.send(Using(4))
+        await again
+
+
 async def test_an_engine_that_dies_as_another_takes_its_place_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
