@@ -39,6 +39,7 @@ from engine.messages import (
     Pong,
     Ready,
     Request,
+    StateAction,
     StateReply,
     Stats,
     StepEvents,
@@ -197,7 +198,7 @@ class EngineClient:
 
     async def ask_state(
         self,
-        action: Literal["get", "fork", "delete", "list", "export", "import"],
+        action: StateAction,
         *,
         timeout: float,
         **fields: Any,

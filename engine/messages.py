@@ -39,6 +39,7 @@ def unpack_ids(packed: bytes) -> array[int]:
 
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
+StateAction = Literal["get", "fork", "move", "delete", "list", "export", "import"]  # see AskState
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -152,7 +153,7 @@ class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """
 
     call: int
-    action: Literal["get", "fork", "move", "delete", "list", "export", "import"]
+    action: StateAction
     owner: str = ""
     id: str = ""
     target: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError, ReaderBehind
-from engine.messages import FinishReason, Request, StateInfo, StateReply
+from engine.messages import FinishReason, Request, StateAction, StateInfo, StateReply
 from service.direct import Writer
 from service.metrics import Metrics
 from service.places import Places
@@ -85,7 +85,7 @@ class Flight:
             _tasks.add(task)  # which the loop itself would forget
             task.add_done_callback(_tasks.discard)
 
-    async def ask_state(self, action: Any, **fields: Any) -> StateReply:
+    async def ask_state(self, action: StateAction, **fields: Any) -> StateReply:
         """As `EngineClient.ask_state`, of the states of this request's owner."""
         try:
             return await self._client.ask_state(

@@ -17,6 +17,7 @@ from engine.messages import (
     Keep,
     Request,
     SamplingParams,
+    StateAction,
     StateReply,
     pack_ids,
 )
@@ -62,7 +63,7 @@ class Talk:
         self.finish()
         return self.ends[id]
 
-    def ask(self, action: Any, **fields: Any) -> StateReply:
+    def ask(self, action: StateAction, **fields: Any) -> StateReply:
         self.engine.ask("c", AskState(call=9, action=action, **fields))
         replies = self.engine.replies()
         for _ in range(2000):
@@ -75,7 +76,7 @@ class Talk:
         assert (client, reply.call) == ("c", 9)
         return reply
 
-    def code(self, action: Any, **fields: Any) -> str:
+    def code(self, action: StateAction, **fields: Any) -> str:
         failed = self.ask(action, **fields).failed
         return "ok" if failed is None else failed.code
 
@@ -437,6 +438,8 @@ async def test_a_client_asks() -> None:
     assert [state.id for state in listed.states] == ["s"]
     out = await client.ask_state("export", timeout=10, id="s")
     assert out.states == (await client.ask_state("list", timeout=10)).states and out.content
+    moved = await client.ask_state("move", timeout=10, id="s", target="u")
+    assert [state.id for state in moved.states] == ["u"]
     with pytest.raises(StateNotFound, match="'t'"):
         await client.ask_state("get", timeout=10, id="t")
     await client.close()
