@@ -164,7 +164,7 @@ class EngineClient:
         cannot be sent. Every other refusal is raised by the Delivery.
         """
         if self._death is not None:
-            raise EngineDead(self._death.message)
+            raise _again(self._death)
         if self._state == "loading":
             raise EngineLoading("the model is still loading")
         if request.id in self._deliveries:
@@ -210,7 +210,7 @@ class EngineClient:
         EngineUnavailable after `timeout` seconds.
         """
         if self._death is not None:
-            raise EngineDead(self._death.message)
+            raise _again(self._death)
         if self._state == "loading":
             raise EngineLoading("the model is still loading")
         call = next(self._nonces)
@@ -236,7 +236,7 @@ class EngineClient:
         Raises EngineUnavailable after `timeout` seconds, EngineDead when it has ended.
         """
         if self._death is not None:
-            raise EngineDead(self._death.message)
+            raise _again(self._death)
         nonce = next(self._nonces)
         answer = self._pings[nonce] = asyncio.get_running_loop().create_future()
         try:
@@ -357,9 +357,14 @@ class EngineClient:
         self.queued.clear()
         self._holding.clear()
         for delivery in deliveries.values():
-            delivery.fail(EngineDead(error.message))
+            delivery.fail(_again(error))
         waiting: list[asyncio.Future[Any]] = [*self._pings.values(), *self._asked.values()]
         for answer in waiting:
             if not answer.done():
-                answer.set_exception(EngineDead(error.message))
+                answer.set_exception(_again(error))
         self._dead.set()
+
+
+def _again(error: EngineError) -> EngineDead:
+    """For one more who is to be told; each raises its own."""
+    return EngineDead(error.message, retry_after=error.retry_after)

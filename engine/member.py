@@ -194,7 +194,7 @@ class Member:
         connection = self._connections.get(message.generation)
         if connection is not None and message.generation not in self._lost:
             self._lost.add(message.generation)
-            self._keep(connection[1].end(EngineDead(error.message)))
+            self._keep(connection[1].end(EngineDead(error.message, retry_after=error.retry_after)))
         if message.final:
             self._events.put_nowait(NoEngine(error))
         elif message.current:

@@ -223,9 +223,10 @@ class Supervisor:
         await engine.close()
 
     def _tell_down(self, engine: Charge, error: EngineError, seconds: float) -> None:
-        """With how many seconds it may take until another serves."""
-        problem = Problem(error.code, error.message, retry_after=seconds)
-        self.members.tell(Down(engine.generation, problem, current=engine is self._current))
+        """With how many seconds it may take until another serves, unless one does."""
+        current = engine is self._current
+        problem = Problem(error.code, error.message, retry_after=seconds if current else None)
+        self.members.tell(Down(engine.generation, problem, current=current))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,21 @@ def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 0
         assert not any("Traceback" in line for line in process.lines)
+
+
+def test_what_was_in_flight_is_told_when_to_come_again(tmp_path: Path) -> None:
+    """As whoever comes then: in the time that the model took to load."""
+    (tmp_path / "slow").write_text("2.2")
+    with starting(tmp_path) as (process, client), ThreadPoolExecutor(1) as pool:
+        with streaming(client) as lines:
+            lost = pool.submit(httpx.post, f"{process.url}/v1/generate", json=ENDLESS, timeout=60)
+            until(lambda: client.get("/metrics").text.count("minserve_requests_running 2.0"))
+            (worker,) = children(process.popen.pid)
+            os.kill(worker, signal.SIGKILL)
+            assert error_of(list(lines)[-1])["code"] == "engine_dead"
+        answer = lost.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert int(answer.headers["retry-after"]) >= 3
 
 
 def test_a_cuda_error_fails_every_request_and_starts_another_engine(tmp_path: Path) -> None:
