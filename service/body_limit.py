@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.direct import FIRST
 from service.errors import ApiError, respond
+from service.rest_of_body import discard
 from service.scope import CONNECTION, REFUSAL, header
-from service.unread import discard
 
 MOST_DIGITS = 18  # of a length that anybody means
 

@@ -36,8 +36,8 @@ from engine.errors import (
     TimedOut,
 )
 from service.direct import Connection, begin
+from service.rest_of_body import discard
 from service.scope import CONNECTION, ERROR_CODE, REQUEST_ID
-from service.unread import discard
 from service.wire import JSONResponse
 
 logger = logging.getLogger(__name__)

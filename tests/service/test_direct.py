@@ -17,8 +17,8 @@ import pytest
 
 from service.direct import FIRST, Connection, Writer, begin, connect
 from service.flight import Flight
+from service.rest_of_body import DISCARD_SECONDS
 from service.scope import CONNECTION, PROTOCOL
-from service.unread import DISCARD_SECONDS
 from service.wire import JSONResponse
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
