@@ -344,6 +344,6 @@ class EngineConfig:
         )
 
 
-def host_rows(config: EngineConfig, model: ModelConfig) -> int:
+def host_rows(config: EngineConfig, *, state_bytes: int, vocab_size: int) -> int:
     """How many states, with the logits after them, `host_state_bytes`, which is chosen, holds."""
-    return (config.host_state_bytes or 0) // (model.state_bytes + 4 * model.vocab_size)
+    return (config.host_state_bytes or 0) // (state_bytes + 4 * vocab_size)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, host_rows
 from engine.desk import StateDesk
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.grammars import Grammars
@@ -93,7 +93,7 @@ class Engine:
         keeper = Keeper(
             config.share_slots,
             config.max_slots,
-            (config.host_state_bytes or 0) // (info.state_bytes + 4 * info.vocab_size),
+            host_rows(config, state_bytes=info.state_bytes, vocab_size=info.vocab_size),
             shape=Shape(info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape),
             with_whole_chunks=config.deterministic,
             ttl=config.state_ttl,

@@ -110,7 +110,11 @@ class Runner:
         self._places = Places(
             self._pool,
             self.config.max_slots,
-            host_rows(self.config, self.model_config),
+            host_rows(
+                self.config,
+                state_bytes=self.model_config.state_bytes,
+                vocab_size=self.model_config.vocab_size,
+            ),
             self.model_config.vocab_size,
         )
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
