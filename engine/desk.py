@@ -14,7 +14,7 @@ from engine.keeping import Keeper
 from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
 from engine.standing import Named, Standing
 from engine.state_files import check_id
-from engine.tiers import NOWHERE, Kept
+from engine.tiers import Kept
 from engine.validation import check_ttl
 
 MOST_LISTED = 1000
@@ -99,7 +99,7 @@ class StateDesk:
         """`then`, once the state is in a row."""
         named = self._states.find(call.owner, call.id)
         kept = named.standing.kept
-        if kept.place != NOWHERE:
+        if kept.has_row:
             then(client, call, named)
             return
         self._traffic.load(kept, tries, "id")

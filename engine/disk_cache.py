@@ -174,7 +174,7 @@ class DiskCache:
     def _drop(self, kept: Kept) -> None:
         """Its file goes, and with it what lies nowhere else."""
         self._forgotten(kept)
-        if kept.node is not None and not self._tiers.has_row(kept):
+        if kept.node is not None and not kept.has_row:
             self._cache.forget(kept)
 
     def _forgotten(self, kept: Kept) -> None:

@@ -37,7 +37,7 @@ from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
 from engine.standing import Standing
 from engine.states import States
-from engine.tiers import NOWHERE, Kept, Tiers
+from engine.tiers import Kept, Tiers
 from engine.traffic import Traffic
 
 Tell = Callable[[Finished | EngineError], None]
@@ -95,7 +95,7 @@ class Keeper:
         self.disk.collect()
         loaded = self.traffic.collect()
         for kept in loaded:
-            if kept.node is not None and kept.place == NOWHERE and not kept.files:
+            if kept.node is not None and not kept.has_row and not kept.files:
                 self.cache.forget(kept)  # else it could not be had just now, for want of a row, say
         return loaded
 
@@ -136,13 +136,13 @@ class Keeper:
         source = None if keeping is None or keeping.source is None else keeping.source.kept
         look = source is None or sequence.request.cache_points
         found = self.cache.look(sequence) if look else Found()
-        if found.kept is not None and found.kept.place == NOWHERE:
+        if found.kept is not None and not found.kept.has_row:
             self.disk.fetch(found.kept)
             sequence.loads += 1
             return Found(loading=found.kept)
         if keeping is not None and source is not None and not (found.kept or found.awaited):
             found.reason = ""
-            if source.place == NOWHERE:
+            if not source.has_row:
                 self.traffic.load(source, keeping.loads, "state")
                 keeping.loads += 1
                 return Found(loading=source)
@@ -266,7 +266,7 @@ class Keeper:
         """A rebuild begins, in a slot."""
         assert heir.keeping is not None and heir.keeping.spare is not None
         spare = heir.keeping.spare
-        if spare.place == NOWHERE:
+        if not spare.has_row:
             raise StepFailed("the state that was to be kept is lost")
         place = self.tiers.use(spare)
         plan.admit.append(

@@ -31,7 +31,7 @@ from engine.messages import ID_BYTES
 from engine.plan import Copy
 from engine.sequence import Sequence
 from engine.shares import Weights
-from engine.tiers import NOWHERE, Kept, Tiers
+from engine.tiers import Kept, Tiers
 from engine.trie import Node, Trie
 
 LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
@@ -97,7 +97,7 @@ class PrefixCache:
                 known = known or node.value is not None
                 continue
             value = node.value
-            if value is not None and value.place == NOWHERE and sequence.loads >= MOST_LOADS:
+            if value is not None and not value.has_row and sequence.loads >= MOST_LOADS:
                 value = None  # others have always taken its row before it was used
             if value is not None and (node.length < length or value.logits):
                 found.kept, found.length = value, node.length
@@ -294,7 +294,7 @@ class PrefixCache:
             old.node = None
             self._tiers.release(old)
         node.value, kept.node = kept, node
-        if kept.place == NOWHERE:  # lost with the round that was to write it
+        if not kept.has_row:  # lost with the round that was to write it
             self.forget(kept)
         else:
             self._tiers.stand(kept)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.messages import ID_BYTES, FinishReason, Keep
 from engine.standing import Standing
-from engine.tiers import NOWHERE, Kept
+from engine.tiers import Kept
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence
@@ -37,7 +37,7 @@ class Keeping:
     @property
     def has_base(self) -> bool:
         """Its base stands."""
-        return self.base >= 0 and self.spare is not None and self.spare.place != NOWHERE
+        return self.base >= 0 and self.spare is not None and self.spare.has_row
 
     def due(self, length: int) -> Kept | None:
         """Its spare, where that is to become its base when `length` tokens are read."""

@@ -28,7 +28,7 @@ from engine.shelf import Shelf, tag_of
 from engine.snapshot import Shape
 from engine.standing import Named, Standing
 from engine.state_files import check_id, entries, name_of, parse
-from engine.tiers import NOWHERE, Kept, Tiers
+from engine.tiers import Kept, Tiers
 from engine.traffic import MORE_BYTES
 
 log = logging.getLogger(__name__)
@@ -205,13 +205,13 @@ class States:
         return [self.info(named) for named in chosen], first + limit < len(ids)
 
     def info(self, named: Named) -> StateInfo:
-        place = named.standing.kept.place
+        kept = named.standing.kept
         return StateInfo(
             id=named.id,
             owner=named.owner,
             tokens=named.standing.tokens,
             bytes=self._shape.bytes,
-            tier="disk" if place == NOWHERE else "device" if place >= 0 else "host",
+            tier="device" if kept.on_device else "host" if kept.on_host else "disk",
             fingerprint=self._shape.fingerprint,
             created=named.created,
             expires=named.expires,

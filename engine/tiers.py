@@ -25,7 +25,7 @@ from engine.plan import Copy, Put
 from engine.shares import Shares, Weights
 from engine.slots import SlotAllocator
 
-NOWHERE = 2**62  # a place: in no row
+_NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `Kept`
 # Of states that only the prefix cache holds, those that leave the device for the sake of others,
 # for main memory or, without that, for good: so many for each plan, but a few plans' at once, which
 # takes hardly longer. Under a load of new prompts, of which each leaves two, more would cost more
@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, eq=False):
 
     position: int
     owner: str = ""
-    place: int = NOWHERE
+    place: int = _NOWHERE
     references: int = 0
     whole: bool = False  # read from the beginning in whole chunks: as a miss would read it
     logits: bool = False  # its row holds those after its last token
@@ -53,6 +53,20 @@ class Kept(msgspec.Struct, eq=False):
     names: int = 0  # that refer to it
     pinned: bool = False  # it has names, and no file: it needs its row
     wanted: int = 0  # exports that no plan has yet: until then it stays in a row
+
+    @property
+    def has_row(self) -> bool:
+        return self.place != _NOWHERE
+
+    @property
+    def on_device(self) -> bool:
+        """It has a row of the device's pool."""
+        return 0 <= self.place < _NOWHERE
+
+    @property
+    def on_host(self) -> bool:
+        """It has a row of main memory."""
+        return self.place < 0
 
     @property
     def only_cached(self) -> bool:
@@ -145,7 +159,7 @@ class Tiers:
 
     def stand(self, kept: Kept) -> None:
         """Its row holds it, as far as later plans are concerned."""
-        if kept.place >= 0:
+        if kept.on_device:
             self._enter(kept, self._on_device)
             self._crowded = self._crowded and kept.place in self._busy
         elif kept.node is not None or kept.written:
@@ -170,9 +184,6 @@ class Tiers:
         """A cached state needs no row: a file has it."""
         self.vacate(kept)
         self._enter(kept, self._on_disk)
-
-    def has_row(self, kept: Kept) -> bool:
-        return kept.place != NOWHERE
 
     def cached_on_device(self) -> Iterable[Kept]:
         return (kept for kept in self._on_device if kept.node is not None)
@@ -225,7 +236,8 @@ class Tiers:
 
     def touch(self, kept: Kept) -> None:
         """It was used."""
-        (self._on_device if kept.place >= 0 else self._on_host).touch(kept)
+        if isinstance(kept.among, Shares):
+            kept.among.touch(kept)
 
     def hold(self, kept: Kept) -> Kept:
         """One more holds it."""
@@ -243,9 +255,9 @@ class Tiers:
     def vacate(self, kept: Kept) -> None:
         """It needs no row any more."""
         self._withdraw(kept)
-        if kept.place != NOWHERE:
+        if kept.has_row:
             self._give_back(kept.place)
-            kept.place = NOWHERE
+            kept.place = _NOWHERE
 
     def make_room(self, owner: str) -> bool:
         """Forgets the owner's cached state that was used the longest ago, or if there is none
@@ -288,7 +300,7 @@ class Tiers:
                 self._move(kept, row)
             elif only_cached:
                 self.evictions["device"] += 1
-                row, kept.place = kept.place, NOWHERE
+                row, kept.place = kept.place, _NOWHERE
                 self._give_way(kept)
                 return row
             elif kept.written and not kept.wanted:

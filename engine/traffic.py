@@ -14,7 +14,7 @@ from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota
 from engine.plan import Export, Plan, Put
 from engine.shelf import Shelf
 from engine.snapshot import Shape
-from engine.tiers import NOWHERE, Kept, Tiers
+from engine.tiers import Kept, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Traffic:
                     log.error("a file of a state cannot be read: %s", content)
                 else:
                     state = parse(content)
-                    if kept.references and kept.place == NOWHERE:
+                    if kept.references and not kept.has_row:
                         self.bring_in(kept, state)
                     self._end_load(kept)
                     return
@@ -183,11 +183,10 @@ class Traffic:
         for ticket in tickets:
             kept, _, logits = self._tickets[ticket]
             kept.wanted -= 1
-            place = kept.place
-            if place == NOWHERE:
-                self.arrived(ticket, None)
+            if kept.has_row:
+                plan.exports.append(Export(ticket, kept.place, logits))
             else:
-                plan.exports.append(Export(ticket, place, logits))
+                self.arrived(ticket, None)
 
     def arrived(self, ticket: int, state: bytes | None) -> None:
         """What was exported is here; None: it was lost."""

@@ -262,8 +262,8 @@ def test_a_failed_round_costs_no_file(tmp_path: Path) -> None:
         for node in trie
         if node.value is not None
     ]
-    assert all(kept.place < 2**62 or kept.written for kept in nodes)
-    assert tiers.device_used + tiers.host_used == sum(kept.place < 2**62 for kept in nodes)
+    assert all(kept.has_row or kept.written for kept in nodes)
+    assert tiers.device_used + tiers.host_used == sum(kept.has_row for kept in nodes)
 
 
 def test_without_a_folder_there_is_no_such_cache() -> None:

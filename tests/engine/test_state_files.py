@@ -15,7 +15,6 @@ import pytest
 from engine import shelf, snapshot
 from engine.messages import Failed, Keep
 from engine.shelf import SUFFIX, TEMPORARY, Shelf
-from engine.tiers import NOWHERE
 from tests.engine.test_states import Talk, code, text
 
 MODEL = "fake"  # the fake runner's fingerprint
@@ -191,7 +190,7 @@ def out_of_rows(talk: Talk, id: str = "s") -> Any:
     kept = talk.engine._keeper.states.find("", id).standing.kept
     assert kept.written
     talk.engine._keeper.tiers.vacate(kept)
-    assert kept.place == NOWHERE
+    assert not kept.has_row
     return kept
 
 

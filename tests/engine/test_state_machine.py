@@ -49,7 +49,6 @@ from engine.messages import (
 from engine.models.lm import LM
 from engine.plan import Copy, Plan
 from engine.runner import Runner
-from engine.tiers import NOWHERE
 from engine.traffic import Traffic
 
 VOCAB = 61
@@ -539,7 +538,7 @@ class StateMachine(RuleBasedStateMachine):
             held |= {node.value for node in trie if node.value is not None}
             assert all(node.reader < 0 for node in trie)
         keeper.tiers.begin_plan()
-        without = {kept for kept in held if kept.place == NOWHERE}
+        without = {kept for kept in held if not kept.has_row}
         assert all(kept.written for kept in without)
         assert keeper.tiers.device_used + keeper.tiers.host_used == len(held - without)
 

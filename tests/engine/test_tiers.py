@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.tiers import MOVED_AT_ONCE, MOVED_PER_PLAN, NOWHERE, Kept, Tiers
+from engine.tiers import MOVED_AT_ONCE, MOVED_PER_PLAN, Kept, Tiers
 
 
 def cached(tiers: Tiers, count: int) -> Iterator[Kept]:
@@ -63,4 +63,28 @@ def test_who_has_a_name_coming_waits_for_no_allowance() -> None:
     tiers = filled(64, 0)
     list(cached(tiers, 64))
     named = Kept(1)
-    assert tiers.crowded and tiers.put(named) and named.place != NOWHERE
+    assert tiers.crowded and tiers.put(named) and named.has_row
+
+
+def test_a_state_lies_in_one_tier_at_a_time() -> None:
+    tiers = filled(2, 2)
+    kept = Kept(1, node=object(), written=frozenset({"file"}))
+    assert (kept.has_row, kept.on_device, kept.on_host) == (False, False, False)
+    assert tiers.put(tiers.hold(kept))
+    assert (kept.has_row, kept.on_device, kept.on_host) == (True, True, False)
+    kept.place = ~0
+    assert (kept.has_row, kept.on_device, kept.on_host) == (True, False, True)
+    tiers.rest(kept)
+    assert (kept.has_row, kept.on_device, kept.on_host) == (False, False, False)
+
+
+def test_a_use_counts_where_a_state_lies() -> None:
+    """Also of those that a file alone has: the first of them to go is the one not used."""
+    tiers = Tiers(4, 100, 0)
+    forgotten: list[Kept] = []
+    tiers.forget = forgotten.append
+    states = [Kept(1, node=object()) for _ in range(3)]
+    for kept in states:
+        tiers.rest(tiers.hold(kept))
+    tiers.touch(states[0])
+    assert tiers.make_room("") and forgotten == [states[1]]
