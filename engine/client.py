@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.config import EngineConfig
 from engine.delivery import Delivery, Inbox, Taps, Update
 from engine.errors import (
     BY_CODE,
@@ -45,7 +44,7 @@ from engine.messages import (
     StepEvents,
 )
 from engine.queued import Queued
-from engine.transport import ProcessTransport, Transport
+from engine.transport import Transport
 
 __all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]
 
@@ -85,11 +84,6 @@ class EngineClient:
         self._death: EngineError | None = None
         self._reader: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-
-    @classmethod
-    def spawn(cls, config: EngineConfig) -> EngineClient:
-        """A client of an engine in a process of its own, which `start` starts."""
-        return cls(ProcessTransport(config))
 
     @property
     def info(self) -> ModelInfo | None:

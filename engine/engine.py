@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 # hangs is to be noticed.
 LOOK_SECONDS = 0.05
 NAP_SECONDS = 20e-6
-# Between looks for messages, while a grammar or a file is all that there is to wait for.
-GRAMMAR_SECONDS = 0.005
+# Between looks for messages, while a grammar or the disk is all that there is to wait for.
+WAIT_SECONDS = 0.005
 
 
 class PlanRunner(Protocol):
@@ -190,7 +190,7 @@ class Engine:
         """
         current, self._round = self._round or self._start(), None
         if current is None:
-            self._await_grammar(take_in)
+            self._await_others(take_in)
             return self._scheduler.events()
         ahead = self._start_ahead() if current.error is None else None
         try:
@@ -215,13 +215,13 @@ class Engine:
         self._round = ahead
         return self._scheduler.events()
 
-    def _await_grammar(self, take_in: Callable[[], None] | None) -> None:
-        """Gives way to the grammars being compiled, or to the files being read, which may be all
-        that there is to do."""
+    def _await_others(self, take_in: Callable[[], None] | None) -> None:
+        """Gives way to the grammars being compiled, or to the files being read and written, which
+        may be all that there is to do."""
         if self._grammars is not None and self._grammars.pending:
-            self._grammars.wait(GRAMMAR_SECONDS)
+            self._grammars.wait(WAIT_SECONDS)
         elif self._keeper.traffic.pending:
-            self._keeper.traffic.wait(GRAMMAR_SECONDS)
+            self._keeper.traffic.wait(WAIT_SECONDS)
         else:
             return
         if take_in is not None:

@@ -140,10 +140,7 @@ class PrefixCache:
         """It reads up to those of `marks` that nobody has kept or reads to."""
         if not self._tiers.rows or not marks or self._is_vain(sequence, marks):
             return
-        scope = _scope(sequence)
-        trie = self._tries.get(scope)
-        if trie is None:
-            trie = self._tries[scope] = Trie(sequence.request.owner, scope)
+        trie = self._trie(_scope(sequence))
         before = trie.bytes
         mine: dict[int, Claim] = {}
         for mark in marks:
@@ -244,10 +241,7 @@ class PrefixCache:
         if read <= 0 or not (saved or can_copy):
             return
         text = sequence.text + sequence.tokens[:read].tobytes()
-        scope = _scope(sequence)
-        trie = self._tries.get(scope)
-        if trie is None:
-            trie = self._tries[scope] = Trie(sequence.owner, scope)
+        trie = self._trie(_scope(sequence))
         before = trie.bytes
         node = trie.insert(text, len(text) // ID_BYTES)
         more = trie.bytes - before
@@ -276,7 +270,7 @@ class PrefixCache:
     def restore(self, scope: Scope, text: bytes, kept: Kept) -> Kept:
         """A state of a former process, which a file has; returns the one that its text has from
         then on: another one, where that was there."""
-        trie = self._tries.setdefault(scope, Trie(scope[0], scope))
+        trie = self._trie(scope)
         before = trie.bytes
         node = trie.insert(text, kept.position)
         if node.value is not None:
@@ -298,6 +292,13 @@ class PrefixCache:
             self.forget(kept)
         else:
             self._tiers.stand(kept)
+
+    def _trie(self, scope: Scope) -> Trie[Kept]:
+        """The scope's, made if need be."""
+        trie = self._tries.get(scope)
+        if trie is None:
+            trie = self._tries[scope] = Trie(scope[0], scope)
+        return trie
 
     def _tidy(self, node: Place) -> None:
         trie: Trie[Kept] = node.trie

@@ -21,9 +21,6 @@ class Ranking(Generic[T]):
         self._ranks: dict[T, Any] = {}
         self._heap: list[tuple[Any, T]] = []
 
-    def __len__(self) -> int:
-        return len(self._ranks)
-
     def put(self, item: T, rank: Any) -> None:
         """Takes an item in, or gives it another rank."""
         if self._ranks.get(item) == rank:

@@ -77,9 +77,6 @@ class Shares(Generic[T]):
         self._lists: dict[str, OrderedDict[T, None]] = {}  # least recently used first
         self._order = _Order()
 
-    def __contains__(self, one: T) -> bool:
-        return one in self._lists.get(one.owner, ())
-
     def __iter__(self) -> Iterator[T]:
         """Whoever should give way first comes first. What the loop is at may be taken out, if that
         ends the loop."""

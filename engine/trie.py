@@ -6,7 +6,6 @@ for neither go, so the tree is as large as the texts that it tells apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from engine.messages import ID_BYTES
@@ -96,14 +95,6 @@ class Trie(Generic[T]):
             self.bytes -= len(node.run) + NODE_BYTES
             node.parent = None
             node = parent
-
-    def __iter__(self) -> Iterator[Node[T]]:
-        """All nodes but the root."""
-        left = list(self.root.children.values())
-        while left:
-            node = left.pop()
-            left.extend(node.children.values())
-            yield node
 
     def _add(self, parent: Node[T], run: bytes) -> Node[T]:
         node = Node(self, parent, run, parent.length + len(run) // ID_BYTES)

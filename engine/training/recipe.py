@@ -7,7 +7,6 @@ The defaults are the paper's for tinyshakespeare (arXiv 2410.01201, language mod
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -96,11 +95,3 @@ class Recipe:
         """The decay of the average at update `step`: lower at first, so that the random initial
         weights are soon forgotten (the ramp of tf.train.ExponentialMovingAverage)."""
         return min(self.ema, (1 + step) / (10 + step))
-
-    def differences(self, other: Recipe) -> list[str]:
-        """The names of the fields in which two recipes differ."""
-        return [
-            field.name
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
-        ]

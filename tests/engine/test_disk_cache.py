@@ -21,6 +21,7 @@ from engine.shelf import SUFFIX
 from engine.snapshot import Shape
 from tests.engine.fake import FakeRunner
 from tests.engine.test_states import Talk, text
+from tests.engine.test_trie import nodes_of
 
 FOLDER = disk_cache.FOLDER
 
@@ -259,7 +260,7 @@ def test_a_failed_round_costs_no_file(tmp_path: Path) -> None:
     nodes = [
         node.value
         for trie in talk.engine._keeper.cache._tries.values()
-        for node in trie
+        for node in nodes_of(trie)
         if node.value is not None
     ]
     assert all(kept.has_row or kept.written for kept in nodes)

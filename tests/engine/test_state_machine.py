@@ -50,6 +50,7 @@ from engine.models.lm import LM
 from engine.plan import Copy, Plan
 from engine.runner import Runner
 from engine.traffic import Traffic
+from tests.engine.test_trie import nodes_of
 
 VOCAB = 61
 CLOSE = 2e-4  # log-probabilities of a text that was read in other pieces
@@ -535,8 +536,8 @@ class StateMachine(RuleBasedStateMachine):
                 break
         held = {named.standing.kept for named in keeper.states._named.values()}
         for trie in keeper.cache._tries.values():
-            held |= {node.value for node in trie if node.value is not None}
-            assert all(node.reader < 0 for node in trie)
+            held |= {node.value for node in nodes_of(trie) if node.value is not None}
+            assert all(node.reader < 0 for node in nodes_of(trie))
         keeper.tiers.begin_plan()
         without = {kept for kept in held if not kept.has_row}
         assert all(kept.written for kept in without)

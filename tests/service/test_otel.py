@@ -300,9 +300,10 @@ def test_nothing_is_imported_where_no_traces_are_taken() -> None:
         "import sys\n"
         "from engine.client import EngineClient\n"
         "from engine.config import EngineConfig\n"
+        "from engine.transport import ProcessTransport\n"
         "from service.app import create_app\n"
         "from service.settings import Settings\n"
-        "create_app(EngineClient.spawn(EngineConfig()), Settings())\n"
+        "create_app(EngineClient(ProcessTransport(EngineConfig())), Settings())\n"
         "parts = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google')\n"
         "print([name for name in sys.modules if name.startswith(parts)])\n"
     )
