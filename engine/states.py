@@ -34,6 +34,7 @@ from engine.traffic import MORE_BYTES
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # reads and writes that wait for the disk
+ASK_SECONDS = 1.0  # between looks for other engines, which may mean to ask another machine
 USES_TOLD = 8  # times within a state's ttl at which a file's time follows its uses
 
 
@@ -67,6 +68,7 @@ class States:
         self._new: set[Key] = set()  # those that requests have claimed, and that were not there
         self._making: dict[str, int] = {}  # how many these are, by owner
         self._alone = True  # no other engine uses the folder, when this was last asked
+        self._asked = clock()
         self.files = 0
         if shelf is not None:
             self._alone = shelf.lock.alone
@@ -221,20 +223,22 @@ class States:
 
     def expire(self) -> None:
         """Forgets those whose time is over and which nobody is about to replace."""
-        alone = self._is_alone()
+        now, first = self._clock(), self._expiry.first()
+        due = first is not None and self._named[first].expires <= now
+        if due or not self._alone or abs(now - self._asked) > ASK_SECONDS:
+            self._asked = now
+            self._is_alone()
         late: list[Key] = []
-        while (key := self._expiry.first()) is not None and (
-            self._named[key].expires <= self._clock()
-        ):
+        while (key := self._expiry.first()) is not None and self._named[key].expires <= now:
             self._expiry.discard(key)
             late.append(key)
         for key in late:
-            named = self._named[key]
             if key in self.claims:
-                named.expires = self._clock() + named.ttl
+                named = self._named[key]
+                named.expires = now + named.ttl
                 self._expiry.put(key, (named.expires, named.id, named.owner))
             else:
-                self._forget(*key, for_good=alone)
+                self._forget(*key, for_good=self._alone)
 
     # What other engines have to do with it.
 
@@ -314,10 +318,8 @@ class States:
                 read, owner, files={file}, written={file}, digest=found.snapshot.digest
             )  # fmt: skip
             standing = Standing.of(self._tiers.hold(kept), found.snapshot)
-            tag = tag_of(status)
-            self._add(
-                Named(owner, id, standing, found.created, found.ttl, expires, file, tag, written)
-            )
+            times = found.created, found.ttl, expires
+            self._add(Named(owner, id, standing, *times, file, tag_of(status), written))
             self.files += 1
 
     def _add(self, named: Named) -> None:

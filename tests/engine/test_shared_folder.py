@@ -163,6 +163,27 @@ def test_who_is_left_takes_stock(tmp_path: Path) -> None:
     assert listed(third) == ["a", "b", "d"]
 
 
+def test_rounds_do_not_ask_for_other_engines_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system of another machine that is a call to it."""
+    talk = Talk(state_folder=str(tmp_path))
+    states = talk.engine._keeper.states
+    now = states._clock()
+    states._clock = lambda: now
+    asked: list[bool] = []
+    alone = FolderLock.alone.fget
+    assert alone is not None
+    monkeypatch.setattr(
+        FolderLock, "alone", property(lambda self: asked.append(alone(self)) or asked[-1])
+    )
+    talk.run(b"abc", 50)
+    assert len(asked) <= 1
+    now += 2
+    talk.run(b"abc", 1)
+    assert 1 <= len(asked) <= 2, "but now and then"
+
+
 def test_a_state_without_a_file_stays_its_engines(tmp_path: Path) -> None:
     old = Talk(state_folder=str(tmp_path), disk_state_bytes=0)
     assert turn(old, b"abc") == b"def"
