@@ -22,11 +22,12 @@ LOOK_SECONDS = 1.0  # between looks at whether it answers
 class Charge:
     """`generation` tells it apart from all others that its supervisor started."""
 
-    def __init__(self, generation: int, config: EngineConfig) -> None:
+    def __init__(self, generation: int, config: EngineConfig, engine: str | None = None) -> None:
+        """`engine`: its factory, as ProcessTransport has it."""
         self.generation = generation
         self.config = config
         self.load_seconds = 0.0
-        self._transport = ProcessTransport(config)
+        self._transport = ProcessTransport(config, engine)
         self._client = EngineClient(self._transport, quiet=True)
         self._address = ""
         self._closing = False

@@ -48,12 +48,14 @@ class Supervisor:
         rules: Rules,
         check: Callable[[ModelInfo], Awaitable[None]] | None = None,
         fold: Callable[[list[bytes]], bytes] | None = None,
+        engine: str | None = None,
     ) -> None:
         """`check` is awaited with every model before it serves; what it raises (an EngineError) is
-        a failure to load. `fold`: as of `Members`."""
+        a failure to load. `fold`: as of `Members`; `engine`: as of `ProcessTransport`."""
         self._config = config  # of the engine that serves
         self._rules = rules
         self._check = check
+        self._engine = engine
         self._restarts = Restarts(rules.restarts, rules.window)
         self._current: Charge | None = None  # serves, or has died and is to be replaced
         self._engines: set[Charge] = set()  # all that live: loading, serving, finishing
@@ -182,7 +184,7 @@ class Supervisor:
     async def _start(self, config: EngineConfig) -> Charge:
         """Loads another engine, to which new requests go from then on."""
         self._generations += 1
-        engine = Charge(self._generations, config)
+        engine = Charge(self._generations, config, self._engine)
         self._engines.add(engine)
         try:
             await engine.load(self._rules.load_timeout)

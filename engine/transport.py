@@ -32,7 +32,6 @@ STOP_SECONDS = 3.0  # given to a Shutdown, and again to SIGTERM, before the next
 LAST_WORDS_MS = 100  # how long a dead worker's messages may be under way
 MOST_LAST_WORDS = 20  # times LAST_WORDS_MS, should nobody receive them
 LEAVE_MS = 200  # how long a client's last messages may take to leave
-FACTORY: str | None = None  # the worker's engine factory where none is named; tests set it
 
 
 class Transport(Protocol):
@@ -180,13 +179,14 @@ class SocketTransport:
 class ProcessTransport(SocketTransport):
     """Runs `engine.worker` as a child process and speaks to it as its first client.
 
-    `engine` names the worker's engine factory, "module:function"; tests put a fake there.
+    `engine` names the worker's engine factory, "module:function", where it is another one: a mock,
+    a test's fake.
     """
 
     def __init__(self, config: EngineConfig, engine: str | None = None) -> None:
         super().__init__()
         self._config = config
-        self._engine = engine or FACTORY
+        self._engine = engine
         self._folder: SocketFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None

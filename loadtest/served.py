@@ -11,8 +11,6 @@ import json
 import socket
 import sys
 
-from engine.config import EngineConfig
-from engine.transport import ProcessTransport
 from service.server import serve
 from service.settings import Settings
 
@@ -20,16 +18,7 @@ from service.settings import Settings
 def main(argv: list[str]) -> int:
     """The server's exit code."""
     factory, settings = argv
-    start = ProcessTransport.__init__
-
-    def with_factory(
-        self: ProcessTransport, config: EngineConfig, engine: str | None = None
-    ) -> None:
-        start(self, config, engine or factory)
-
-    # Whoever starts an engine process here starts this one.
-    ProcessTransport.__init__ = with_factory  # type: ignore[method-assign]
-    return serve(Settings(**json.loads(settings)))
+    return serve(Settings(**json.loads(settings)), engine=factory)
 
 
 def free_port() -> int:

@@ -24,8 +24,9 @@ from service.tls import check_tls
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: Settings) -> int:
-    """Serves until a signal ends it. Returns the exit code: 2 when the socket, the checkpoint or
+def serve(settings: Settings, engine: str | None = None) -> int:
+    """Serves until a signal ends it, by an engine of this factory ("module:function") where one is
+    named. Returns the exit code: 2 when the socket, the checkpoint or
     the device cannot be used, 1 when the engine died for good, else 0. Raises ConfigError."""
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
@@ -34,7 +35,7 @@ def serve(settings: Settings) -> int:
     check_tls(settings.tls_certificate, settings.tls_key)
     if settings.api_workers > 1:
         _check_for_others(settings)
-    supervisor = make_supervisor(settings)
+    supervisor = make_supervisor(settings, engine)
     try:
         listeners = listen(settings.host, settings.port, settings.api_workers)
     except OSError as error:

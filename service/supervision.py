@@ -10,15 +10,17 @@ from service.model_text import load_text
 from service.settings import Settings
 
 
-def make_supervisor(settings: Settings) -> Supervisor:
-    """Not started. Raises ConfigError."""
+def make_supervisor(settings: Settings, engine: str | None = None) -> Supervisor:
+    """Not started; `engine` as of ProcessTransport. Raises ConfigError."""
     rules = Rules(
         restarts=settings.engine_restarts,
         window=settings.restart_window,
         load_timeout=settings.load_timeout,
         hang_timeout=settings.hang_timeout,
     )
-    return Supervisor(settings.engine_config(), rules, check=_check_text, fold=samples.fold)
+    return Supervisor(
+        settings.engine_config(), rules, check=_check_text, fold=samples.fold, engine=engine
+    )
 
 
 async def _check_text(info: ModelInfo) -> None:

@@ -35,7 +35,7 @@ class Charge:
 
     all: list[Charge]
 
-    def __init__(self, generation: int, config: EngineConfig) -> None:
+    def __init__(self, generation: int, config: EngineConfig, engine: str | None) -> None:
         self.generation, self.config = generation, config
         self.info = FakeRunner().info
         self.load_seconds = 7.0

@@ -23,9 +23,8 @@ from engine import transport
 from service.server import serve
 from service.settings import Settings
 transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
-transport.FACTORY = "ENGINE"
 options = {"port": PORT, "max_slots": 4, "stall_timeout": STALL, **OPTIONS}
-sys.exit(serve(Settings(**options)))
+sys.exit(serve(Settings(**options), "ENGINE"))
 """
 
 
