@@ -12,21 +12,24 @@ one process are two as well, and one descriptor has as many of them as it likes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
+_LOCK = struct.Struct("hhqqi4x")  # Linux' struct flock: type, whence, start, length, process
 
 
 class FolderLock:
-    """Where a file system knows no such locks, an engine takes itself for the only one."""
+    """Where a file system or the system knows no such locks, an engine takes itself for the only
+    one."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be opened; a link is none."""
@@ -75,6 +78,8 @@ class FolderLock:
             self._file = -1
 
     def _set(self, kind: int, byte: int) -> None:
+        if sys.platform != "linux":
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         lock = _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
 

@@ -289,3 +289,14 @@ def test_without_locks_an_engine_takes_itself_for_the_only_one(
     talk = Talk(state_folder=str(tmp_path))
     assert turn(talk, b"abc") == b"def" and turn(talk, b"") == b"ghi"
     assert "only one engine may use this folder" in caplog.text
+
+
+def test_a_system_without_such_locks_has_one_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    lock = FolderLock(tmp_path / "lock")
+    assert "only one engine may use this folder" in caplog.text
+    assert lock.alone and lock.take("name")
+    lock.give_back("name")
+    lock.close()
