@@ -164,6 +164,7 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
         delay(4, 6000);
         float sums[4] = {};
         const int run = part_sums.add(sums, begin, end, before, all_inputs, stage, place);
+        stages.give_back(place, run + behind + part_sums.zero_when_done(sums));
         // Both tiles may be of one unit, or of two.
         first.wait();
         store_float(first.sums, sums[0]), store_float(first.sums + kUnit * 4, sums[1]);
@@ -173,7 +174,6 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
           store_float(second.sums, sums[2]), store_float(second.sums + kUnit * 4, sums[3]);
           arrive_at(second.barrier, threads);
         }
-        stages.give_back(place, run + behind + part_sums.zero_when_done(sums));
         pair += kMultiplying >> log;
         if (pair < pairs) {
           plan();
