@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 
 from engine import snapshot
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.keeping import Keeper
+from engine.keeper import Keeper
 from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
 from engine.standing import Named, Standing
 from engine.state_files import check_id

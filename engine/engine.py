@@ -22,7 +22,7 @@ from engine.config import EngineConfig, host_rows
 from engine.desk import StateDesk
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.grammars import Grammars
-from engine.keeping import Keeper
+from engine.keeper import Keeper
 from engine.messages import AskState, FinishReason, ModelInfo, Request, StateReply, StepEvents
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
-from engine.keeping import Keeper
+from engine.keeper import Keeper
 from engine.messages import Finished, FinishReason
 from engine.outbox import Outbox
 from engine.plan import Plan

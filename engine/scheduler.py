@@ -23,7 +23,7 @@ from engine.budget import PromptBudget
 from engine.errors import EngineError
 from engine.grammars import Grammars
 from engine.intake import Intake
-from engine.keeping import Keeper
+from engine.keeper import Keeper
 from engine.lives import Lives
 from engine.messages import (
     FinishReason,

@@ -23,7 +23,7 @@ from engine.messages import (
 )
 
 if TYPE_CHECKING:
-    from engine.retention import Keeping
+    from engine.keeping import Keeping
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
