@@ -99,7 +99,9 @@ def test_it_prints_and_saves_its_table(tmp_path: Path, capsys: pytest.CaptureFix
     main([*options, "--answers", "3", "9", "--repeat", "1", "--share", "--json", str(target)])
     saved = json.loads(target.read_text())
     (figure,), (share,) = saved["host"], saved["share"]
-    assert 0 < share["free_least"] <= share["free"] and 0 < share["paced_least"] <= share["paced"]
+    # Times a request by what is left of others: of so short a run they may be below nothing.
+    assert share["free_least"] <= share["free"] and share["paced_least"] <= share["paced"]
+    assert all(math.isfinite(share[name]) for name in ("free", "paced"))
     assert figure["device"] == pytest.approx(4000)
     assert 0 < figure["paced"] <= 4004 and 0 < figure["turning"] <= 4004
     assert "mock runner" in capsys.readouterr().out
