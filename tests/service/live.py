@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ from tests.service.harness import Service, running
 
 @contextmanager
 def listening(
-    runner: FakeRunner, *, keep_alive: int = 5, **settings: Any
+    runner: FakeRunner, *, keep_alive: int = 5, send_buffer: int | None = None, **settings: Any
 ) -> Iterator[tuple[str, Service]]:
     """Its address, and the service. Its parts live in the thread's event loop; look, don't call.
-    `keep_alive`: seconds until an idle connection is closed."""
+    `keep_alive`: seconds until an idle connection is closed. `send_buffer`: bytes that the kernel
+    keeps of an answer, about, which else may be megabytes."""
     found: dict[str, Any] = {}
     begun, over = threading.Event(), threading.Event()
 
@@ -32,7 +34,10 @@ def listening(
             serving = asyncio.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.005)
-            port = server.servers[0].sockets[0].getsockname()[1]
+            listener = server.servers[0].sockets[0]
+            if send_buffer is not None:  # connections have it from here
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+            port = listener.getsockname()[1]
             found.update(url=f"http://127.0.0.1:{port}", service=service)
             begun.set()
             await asyncio.to_thread(over.wait)

@@ -41,48 +41,43 @@ def read_stream(client: socket.socket) -> list[str]:
     return [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
 
 
-def test_a_stream_of_which_too_much_waits_is_ended_with_an_error(byte_folder: Path) -> None:
-    """What waited comes first; the slot is free long before it has been read."""
-    body = {"prompt": "a", "max_tokens": 1_000_000, "ignore_eos": True, "logprobs": 5}
-    with listening(fake_runner(byte_folder), max_unread=2_000) as (url, service):
-        with ask(url, "/v1/completions", body) as client:
+def read_late(
+    folder: Path, path: str, body: dict[str, Any], running: int, unread: int
+) -> list[str]:
+    """The events of an answer of so many sequences, which is read when all of them have ended."""
+    runner = fake_runner(folder, step_seconds=0.0005)  # its thread leaves the server its turns
+    with listening(runner, send_buffer=2**14, max_unread=unread) as (url, service):
+        with ask(url, path, body) as client:
             client.recv(1)
-            wait_for(lambda: service.lifecycle.load().running == 1)
+            wait_for(lambda: service.lifecycle.load().running == running)
             wait_for(lambda: service.lifecycle.load().running == 0)
             events = read_stream(client)
         assert httpx.get(f"{url}/ready").status_code == 200
+    return events
+
+
+def test_a_stream_of_which_too_much_waits_is_ended_with_an_error(byte_folder: Path) -> None:
+    """What waited comes first; the slot is free long before it has been read."""
+    body = {"prompt": "a", "max_tokens": 1_000_000, "ignore_eos": True, "logprobs": 5}
+    events = read_late(byte_folder, "/v1/completions", body, 1, 2_000)
     error = json.loads(events[-1])["error"]
     assert error["code"] == "reader_behind" and "at most 2000" in error["message"]
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-    # A token, its own log-probability and five others each.
+    # Each is a token and five alternatives.
     assert 2_000 / 6 < len(choices) < 1_000_000
     assert all(choice["finish_reason"] is None for choice in choices)
 
 
 def test_a_batch_ends_as_one(byte_folder: Path) -> None:
     body = {"prompts": ["a", "b", "c"], "max_tokens": 1_000_000, "ignore_eos": True, "logprobs": 5}
-    with (
-        listening(fake_runner(byte_folder), max_unread=2_000) as (url, service),
-        ask(url, "/v1/generate", body) as client,
-    ):
-        client.recv(1)
-        wait_for(lambda: service.lifecycle.load().running == 3)
-        wait_for(lambda: service.lifecycle.load().running == 0)
-        events = read_stream(client)
+    events = read_late(byte_folder, "/v1/generate", body, 3, 2_000)
     assert json.loads(events[-1])["error"]["code"] == "reader_behind"
     assert sum("error" in json.loads(event) for event in events) == 1
 
 
 def test_a_slow_reader_of_what_fits_gets_all_of_it(byte_folder: Path) -> None:
-    body = {"prompt": "a", "max_tokens": 20_000, "ignore_eos": True}
-    with (
-        listening(fake_runner(byte_folder), max_unread=20_000) as (url, service),
-        ask(url, "/v1/completions", body) as client,
-    ):
-        client.recv(1)
-        wait_for(lambda: service.lifecycle.load().running == 1)
-        wait_for(lambda: service.lifecycle.load().running == 0)
-        events = read_stream(client)
+    body = {"prompt": "a", "max_tokens": 2_000, "ignore_eos": True, "logprobs": 5}
+    events = read_late(byte_folder, "/v1/completions", body, 1, 20_000)
     assert events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-    assert choices[-1]["finish_reason"] == "length" and len(choices) == 20_000
+    assert choices[-1]["finish_reason"] == "length" and len(choices) == 2_000
