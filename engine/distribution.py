@@ -1,14 +1,8 @@
 """From logits to a token: pure functions on tensors, the same on every device.
 
 Logits are fp32 [rows, vocab]; nothing here waits for the device. A row's result depends on that row
-alone, bit for bit: every step is element by element, or a sum of integers, which has no rounding
-and so no order, or a sum in an order of its own (`ops.target_logprobs`). For this the weights that
-a token is drawn by are fixed-point numbers (`_weights`).
-
-Filters and draws take octaves: a token at -3 is an eighth as likely as the best one, at 0.
-
-Draws invert the cumulative distribution with one uniform number per row. Gumbel noise would do
-without the cumulative sum, but needs a hash and two logarithms per vocabulary entry.
+alone, bit for bit: every step is element by element, or a sum in an order of its own
+(`ops.target_logprobs`). The draw itself is an operator's (`ops.draw_`).
 """
 
 from __future__ import annotations
@@ -21,12 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
-
-# The most likely token weighs 2**38, so a vocabulary of 2**24 sums to less than 2**63. Tokens less
-# than 2**-38 times as likely as the best are never drawn.
-_WEIGHT_ONE = 2.0**38
-
-_LOG2_E = 1.44269504  # as float32
 
 _MAX_LOGIT = torch.finfo(torch.float32).max
 
@@ -107,67 +95,9 @@ def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tenso
     return biased.clamp(max=_MAX_LOGIT)
 
 
-def octaves(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """Likelihoods beside the best token's as powers of two: fp32 [rows, vocab], 0 and less.
-
-    best is fp32 [rows], temperature fp32 [rows, 1]. With the best at 0, no temperature can overflow
-    to +infinity.
-    """
-    each = torch.full_like(temperature, _LOG2_E) / temperature  # as octaves_of in csrc/draw/draw.h
-    return (logits - best.unsqueeze(-1)) * each
-
-
-def keep_top(octaves: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """Sets to -inf all but each row's top_k best and, of these, all but the top_p nucleus.
-
-    top_k int64 [rows, 1], at least 1; top_p float64 [rows, 1]: the fewest best tokens whose
-    probabilities reach it are kept (Holtzman et al., arXiv 1904.09751), always at least one.
-    `width` bounds every row's top_k.
-    """
-    values, ids = ranked(octaves, width)  # [rows, width]
-    within_k = torch.arange(values.shape[-1], device=octaves.device) < top_k
-    weights = _weights(values.masked_fill(~within_k, -torch.inf))
-    cumulative = weights.cumsum(dim=-1)
-    before = (cumulative - weights).double()
-    within_p = before < top_p * cumulative[:, -1:]
-    within_p[:, 0] = True
-    kept = torch.where(within_k & within_p, values, -torch.inf)
-    return torch.full_like(octaves, -torch.inf).scatter(-1, ids, kept)
-
-
-def keep_min_p(octaves: Tensor, min_p: Tensor) -> Tensor:
-    """Sets to -inf what is less than min_p (fp32 [rows, 1]) times as likely as the best.
-
-    Being relative to the best token, which every filter keeps, it is the same before and after a
-    renormalisation (Nguyen et al., arXiv 2407.01082).
-    """
-    threshold = octaves.amax(dim=-1, keepdim=True) + min_p.log2()
-    return octaves.masked_fill(octaves < threshold, -torch.inf)
-
-
 def stream_ids(seeds: Int64, choices: Int64) -> Int64:
     """One random stream for each (seed, choice): int64 [rows]."""
     return _mix(_mix(seeds) + (choices + 1) * _GOLDEN)
-
-
-def uniform(streams: Tensor, positions: Tensor) -> Tensor:
-    """Number `positions[i]` of stream `streams[i]`, uniform in [0, 1): float64 [rows].
-
-    Random access into splitmix64: its state after n steps is known without taking them.
-    """
-    bits = _mix(streams + (positions + 1) * _GOLDEN)
-    return _shift_right(bits, 11).double() * 2.0**-53
-
-
-def draw(octaves: Tensor, numbers: Tensor) -> Tensor:
-    """The token of each row at which the cumulative distribution passes `numbers` (float64
-    [rows], in [0, 1)): int64 [rows]."""
-    cumulative = _weights(octaves).cumsum(dim=-1)
-    total = cumulative[:, -1]
-    # The product may round up to the total, which is one past the last weight.
-    target = torch.minimum((numbers * total).long(), total - 1)
-    ids = torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
-    return ids.clamp(max=octaves.shape[-1] - 1)  # a row of NaN has no order to search
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
@@ -183,12 +113,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
         top_logits, top_ids = ranked(logits, top)
     top_logprobs = (top_logits - best.unsqueeze(-1)) + minus_log.unsqueeze(-1)
     return Logprobs(chosen, best_ids == tokens, top_ids, top_logprobs)
-
-
-def _weights(octaves: Tensor) -> Tensor:
-    """Probabilities times a constant of the row, in fixed point: int64, best = 2**38."""
-    best = octaves.amax(dim=-1, keepdim=True)
-    return ((octaves - best).exp2() * _WEIGHT_ONE).long()
 
 
 def _shift_right(x: Int64, bits: int) -> Int64:

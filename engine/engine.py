@@ -1,8 +1,9 @@
 """Engine: one model's scheduler and runner, advanced round by round.
 
 A round is planned, started, awaited and committed. Where the runner's device works by itself, the
-next round is started before this one's results are awaited, unless the host has a part in them:
-while the device goes on, the host takes in messages, commits, and sends what the round brought.
+next round is started before this one's results are awaited, unless the host has a part in the draws
+of both: while the device goes on, the host takes in messages, commits, and sends what the round
+brought.
 
 When the runner raises, the sequences that took part in the round fail, those of a round started
 after it too, and the engine lives on. A CUDA error is another matter: it spoils the process's

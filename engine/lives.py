@@ -15,7 +15,7 @@ from engine.keeper import Keeper
 from engine.messages import Finished, FinishReason
 from engine.outbox import Outbox
 from engine.plan import Plan
-from engine.rounds import Rounds
+from engine.rounds import Rounds, Turn
 from engine.sequence import Sequence
 from engine.slots import SlotAllocator
 from engine.waiting import WaitingQueue
@@ -39,6 +39,10 @@ class Lives:
 
     def _running(self, key: int) -> Sequence | None:
         return self._rounds.sequences.get(key) or self._prefilling.get(key)
+
+    def _reading(self, turn: Turn) -> list[Sequence]:
+        """Whose prompts may be read in such a plan."""
+        return [sequence for sequence in self._prefilling.values() if turn.has(sequence)]
 
     def _in_flight(self) -> list[Sequence]:
         return [sequence for mine in self._clients.values() for sequence in mine.values()]

@@ -102,7 +102,9 @@ class Plan:
     `steps`, and draws the first tokens of the chunks too. Without `again` the batch is a new one.
     With it, the device goes on where it is and passes over the rows that have ended: those in
     `leave` end first, then those of `decode` come in, at the rows `at`. A plain plan may be started
-    before the result of the one before it is known, and so may one that only reads.
+    before the result of the one before it is known, and so may one that only reads. In the draws of
+    one that is `apart` the host has a part, but none in those of the plans around it: it may be
+    started before the result of these is known, and they before its own.
     """
 
     admit: list[Admission] = field(default_factory=list)
@@ -118,6 +120,7 @@ class Plan:
     plain: bool = False
     greedy: bool = False  # `plain`, and every row draws the best token
     again: bool = False
+    apart: bool = False
     steps: int = 1  # of those that decode; more than one only where `plain`
 
     def participants(self) -> list[int]:
@@ -182,6 +185,7 @@ class StepResult:
     exports: dict[int, bytes] = field(default_factory=dict)  # by ticket
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    host_seconds: float = 0.0  # that the host was busy with it
 
     def errors(self) -> Iterator[tuple[int, EngineError]]:
         """The keys whose requests fail, with their errors."""

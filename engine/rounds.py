@@ -1,13 +1,19 @@
 """Rounds: the sequences that decode, how many steps a round takes, what may follow it unseen.
 
-Sequences whose requests are all plain are kept in a DecodeBatch on the device. All that the device
-is asked for is done in order, so what a round under way still writes to the slot of a sequence that
+Sequences whose requests are plain are kept in a DecodeBatch on the device. All that the device is
+asked for is done in order, so what a round under way still writes to the slot of a sequence that
 has ended is written before the next plan begins, and the slot is free at once.
+
+In the draws of the others the host has a part. Where the device works beside the host, these
+decode apart, in turns with the batch: while the device goes on with that, the host sees to theirs,
+so that neither waits for it. Where it does not, all of them decode together as long as there are
+such, since a step of some takes about as long as one of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from enum import Enum, auto
 
 from engine.batch import DecodeBatch
 from engine.messages import Stats
@@ -33,39 +39,77 @@ PATIENCE_SECONDS = 0.008
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 
 
-class Rounds:
-    """`most_steps` bounds the steps of a round; with 1, no plan is plain."""
+class Turn(Enum):
+    """Whose prompts are read in a plan, and who decodes."""
 
-    def __init__(self, most_steps: int) -> None:
+    PLAIN = auto()
+    HOSTED = auto()  # those in whose draws the host has a part
+    ALL = auto()
+
+    def has(self, sequence: Sequence) -> bool:
+        return self is Turn.ALL or sequence.needs_host == (self is Turn.HOSTED)
+
+
+class Rounds:
+    """`most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps`: plans follow
+    others whose results are not known."""
+
+    def __init__(self, most_steps: int, overlaps: bool = False) -> None:
         self._most_steps = most_steps
+        self._apart = overlaps and most_steps > 1
         self.sequences: dict[int, Sequence] = {}  # by key
-        self._special = 0  # of them, that are not plain
-        self._outside: dict[int, Sequence] = {}  # of them, that are in no batch
+        self._hosted: dict[int, Sequence] = {}  # of them, that are not plain
+        self._outside: dict[int, Sequence] = {}  # of the others, that are in no batch
         self._batch: DecodeBatch | None = None
         self._through_host = False  # what the latest plan draws passes there
+        self._latest = Turn.PLAIN
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
         self._round_seconds = 0.0  # that the latest round decoded for
+        self._host_seconds = 0.0  # that the host took for the latest one apart
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
         self._timed_rows = 0  # of that batch
         self._aim = ROUND_SECONDS  # of the latest round
         self._since_prompts = 0  # rounds without any
 
-    @property
-    def patient(self) -> bool:
+    def is_patient(self, turn: Turn) -> bool:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
+        if turn is Turn.HOSTED:
+            return False
         rounds = int(PATIENCE_SECONDS / max(self._round_seconds, self._aim))
         return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
 
-    def may_go_ahead(self, coming: int) -> bool:
-        """Whether a plan may follow the one under way unseen; about `coming` more sequences will
-        decode soon, in slots of those that are `due` too."""
-        if len(self._under_way) != 1 or self._special or self._most_steps == 1:
-            return False
-        return not (self._through_host or self._is_thin(coming - len(self.due())))
+    def turn(self, prompts: Collection[Sequence]) -> Turn:
+        """Of the next plan, where none is under way; there are these prompts to read."""
+        if not self._apart:
+            return Turn.ALL
+        plain = len(self.sequences) > len(self._hosted)
+        plain = plain or any(not one.needs_host for one in prompts)
+        if self._has_hosted(prompts) and not (plain and self._latest is Turn.HOSTED):
+            return Turn.HOSTED
+        return Turn.PLAIN
+
+    def turn_ahead(self, prompts: Collection[Sequence], coming: int) -> Turn | None:
+        """Of a plan that follows the one under way unseen; None where none may. There are these
+        prompts to read; about `coming` more plain sequences will decode soon, in slots of those
+        that are `due` too."""
+        if len(self._under_way) != 1 or self._most_steps == 1:
+            return None
+        if self._apart and self._under_way[0][0].apart:
+            return Turn.PLAIN
+        if self._has_hosted(prompts):
+            return Turn.HOSTED if self._apart else None
+        thin = self._through_host or self._is_thin(coming - len(self.due()))
+        return None if thin else Turn.PLAIN
 
     def due(self) -> list[Sequence]:
         """Whose answers end with the round under way, whatever it brings."""
-        return [] if self._batch is None else self._batch.due()
+        if self._batch is None or not self._is_under_way():
+            return []
+        return self._batch.due()
+
+    def _is_under_way(self) -> bool:
+        """Whether a round of the batch is."""
+        return any(batch is not None for _, batch in self._under_way)
 
     def hand_over(self, sequence: Sequence) -> None:
         """One that is due needs its slot no more in the plan that follows that round unseen."""
@@ -75,15 +119,15 @@ class Rounds:
     def add(self, sequence: Sequence) -> None:
         """From the next plan on, it decodes; its last token is known."""
         self.sequences[sequence.key] = sequence
-        self._special += not sequence.plain
-        self._outside[sequence.key] = sequence
+        (self._outside if sequence.plain else self._hosted)[sequence.key] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """It has ended, or was never here."""
         if self.sequences.pop(sequence.key, None) is None:
             return
-        self._special -= not sequence.plain
-        if sequence.row < 0:
+        if not sequence.plain:
+            del self._hosted[sequence.key]
+        elif sequence.row < 0:
             del self._outside[sequence.key]
         elif self._batch is not None:
             self._batch.leave(sequence)
@@ -93,23 +137,25 @@ class Rounds:
         if sequence.row >= 0 and self._batch is not None:
             self._batch.bring_up(sequence)
 
-    def plan(self, plan: Plan, beginning: Collection[Sequence]) -> None:
-        """Adds decode steps to `plan`, which draws the first tokens of `beginning`. Those of these
-        that have a `row` afterwards decode from this plan on; for the others, `add` is called when
-        their first tokens are here.
+    def plan(self, plan: Plan, turn: Turn, beginning: Collection[Sequence]) -> None:
+        """Adds decode steps to `plan`, which draws the first tokens of `beginning`, of which `turn`
+        has all. Those of these that have a `row` afterwards decode from this plan on; for the
+        others, `add` is called when their first tokens are here.
 
-        Where another round is under way, `may_go_ahead` has been asked.
+        Where another round is under way, `turn_ahead` has been asked.
         """
-        if self._most_steps == 1 or self._special or not all(one.plain for one in beginning):
+        self._latest = turn
+        if turn is Turn.HOSTED:
+            plan.apart = True
+            self._decode_through_host(plan, self._hosted.values())
+            return
+        if self._most_steps == 1 or (turn is Turn.ALL and self._has_hosted(beginning)):
             self._dissolve()
             self._through_host = bool(self.sequences or beginning)
-            plan.decode += [
-                DecodeRow(one.key, one.slot, one.last_token, one.drawn)
-                for one in self.sequences.values()
-            ]
+            self._decode_through_host(plan, self.sequences.values())
             return
         self._through_host = False
-        if not self._under_way and self._is_thin(len(beginning)):
+        if not self._is_under_way() and self._is_thin(len(beginning)):
             self._dissolve()
         lasting = [one for one in beginning if one.max_tokens > 1]
         batch = DecodeBatch() if self._batch is None else self._batch
@@ -124,17 +170,27 @@ class Rounds:
             batch.join(plan, sequence, drawn=True)
         batch.go_on(plan, self._steps(batch, reading=bool(plan.prefill)))
 
+    def _has_hosted(self, prompts: Collection[Sequence]) -> bool:
+        return bool(self._hosted) or any(one.needs_host for one in prompts)
+
+    def _decode_through_host(self, plan: Plan, sequences: Collection[Sequence]) -> None:
+        plan.decode += [
+            DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in sequences
+        ]
+
     def _steps(self, batch: DecodeBatch, reading: bool) -> int:
         if not self._is_timed(batch.rows) or (reading and len(batch) < PATIENT_ROWS):
             return 1
         self._aim = ROUND_SECONDS
-        if not batch.streamed and len(batch) >= PATIENT_ROWS:
+        if self._hosted:  # whose next turn comes after this, when the host has seen to the last
+            self._aim = min(max(self._host_seconds, ROUND_SECONDS), LONG_ROUND_SECONDS)
+        elif not batch.streamed and len(batch) >= PATIENT_ROWS:
             part = PART_OF_ANSWER + (KNOWN_PART - PART_OF_ANSWER) * batch.known / len(batch)
             seconds = part * batch.mean_answer * self._step_seconds
             self._aim = min(max(seconds, QUIET_ROUND_SECONDS), LONG_ROUND_SECONDS)
         fitting = round(self._aim / self._step_seconds)
         fitting = max(1, min(fitting, self._most_steps, batch.left()))
-        if self._aim > ROUND_SECONDS:
+        if self._aim > ROUND_SECONDS and not self._hosted:
             together = batch.last_steps(fitting)
             step = max(together, key=lambda step: (together[step], step), default=0)
             if 2 * step > fitting and together[step] >= MANY_TOGETHER * batch.rows:
@@ -157,13 +213,14 @@ class Rounds:
         """No round of the batch may be under way."""
         if self._batch is not None:
             self._batch.dissolve()
-            self._outside = dict(self.sequences)
+            self._outside = {key: one for key, one in self.sequences.items() if one.plain}
             self._batch = None
 
     def start(self, plan: Plan) -> None:
         """The plan is under way."""
         self._under_way.append((plan, self._batch if plan.plain else None))
-        self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
+        if not plan.apart:
+            self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
 
     def fail(self, plan: Plan) -> list[Sequence]:
         """The plan could not be carried out: the sequences of the batch that took part in it."""
@@ -184,7 +241,9 @@ class Rounds:
     def note(self, plan: Plan, result: StepResult, decoding: int, left: int, tokens: int) -> Stats:
         """Learns how long a step takes, and counts. Tells what the round did, which decoded
         `decoding` sequences, of which `left` are left, and brought `tokens` tokens."""
-        if plan.decodes:
+        if plan.apart:
+            self._host_seconds = result.host_seconds
+        elif plan.decodes:
             self._round_seconds = result.decode_seconds
         # A round that reads prompts takes in those who join, too; one of which nobody is left may
         # have ended early.

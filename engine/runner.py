@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple, cast
 
 import torch
@@ -49,7 +50,7 @@ class _Results(NamedTuple):
     """What a round computes beside what its batch draws, on the device or, after `_fetch`, on the
     host."""
 
-    draws: Draws | None
+    draws: Draws | None  # by the sampler
     first: Tensor | None  # tokens that the device drew for the chunks with `sample`, [rows] int32
     scores: Logprobs | None
     exports: dict[int, Tensor]  # by ticket
@@ -68,7 +69,9 @@ class Pending(NamedTuple):
 
     plan: Plan
     results: _Results  # on the host, once the device is done
+    tops: list[tuple[int, int]]  # Sampler.logprob_rows of its draws
     round: Round | None  # of a plain plan
+    host_seconds: float  # that it took to begin
     begin: Mark
     middle: Mark  # prompts have been read
     end: Mark
@@ -204,11 +207,13 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, plan: Plan) -> Pending:
-        """Begins a round. At most one more may be begun before it is finished: of a plan in which
-        the host has no part in the draws, and that makes a new batch only where this one had
-        none."""
+        """Begins a round. At most one more may be begun before it is finished: the host may have a
+        part in the draws of one of the two only, and of two plain ones the second has no new
+        batch."""
+        began = perf_counter()
         try:
-            return self._begin(plan)
+            pending = self._begin(plan)
+            return pending._replace(host_seconds=perf_counter() - began)
         except Exception:
             # What was launched before the failure must not meet what the next round uploads.
             if self._device.type == "cuda":
@@ -245,7 +250,9 @@ class Runner:
         end = Mark(self._device)
         exports = self._places.export(plan.exports)
         results = self._fetch(_Results(draws, first, scores, exports))
-        return Pending(plan, results, round, begin, middle, end, Mark(self._device))
+        # Whose requests these are may be forgotten before the round is finished.
+        tops = [] if draws is None else self._sampler.logprob_rows(_sampled_keys(plan))
+        return Pending(plan, results, tops, round, 0.0, begin, middle, end, Mark(self._device))
 
     def is_done(self, pending: Pending) -> bool:
         """Whether `finish` need not wait for it."""
@@ -253,23 +260,28 @@ class Runner:
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
-        plan, (draws, first, scores, exports), round, begin, middle, end, done = pending
+        plan, results, tops, round, host_seconds, begin, middle, end, done = pending
+        draws, first, scores, exports = results
         done.wait()
+        arrived = perf_counter()
         if first is not None:
             draws = Draws(first, first >= 0, None)
+        sampled = self._sampled(plan, draws, tops)
+        rejected = {} if results.draws is None else self._constraints.rejected()
         scored = [] if scores is None else to_scored(plan.prefill, scores)
         drawn, spoiled = (None, []) if round is None else to_drawn(round)
         if not plan.decodes:
             middle = end
         return StepResult(
-            sampled=self._sampled(plan, draws),
-            rejected=self._constraints.rejected(),
+            sampled=sampled,
+            rejected=rejected,
             drawn=drawn,
             scored=scored,
             non_finite=_non_finite(plan, draws, scored) + spoiled,
             exports=exported(exports),
             prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
             decode_seconds=middle.seconds_until(end) if plan.decodes else 0.0,
+            host_seconds=host_seconds + perf_counter() - arrived,
         )
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
@@ -349,15 +361,17 @@ class Runner:
             first = first.to("cpu", non_blocking=True)
         return _Results(draws, first, scores, exports)
 
-    def _sampled(self, plan: Plan, draws: Draws | None) -> list[Sampled]:
+    def _sampled(
+        self, plan: Plan, draws: Draws | None, tops: Sequence[tuple[int, int]]
+    ) -> list[Sampled]:
+        """`tops`: Sampler.logprob_rows of the draws."""
         if draws is None:
             return []
         keys = _sampled_keys(plan)
         logprobs: dict[int, TokenLogprobs] = {}
         if draws.logprobs is not None:
-            rows = self._sampler.logprob_rows(keys)
-            messages = to_messages(draws.logprobs, [top for _, top in rows])
-            logprobs = dict(zip((row for row, _ in rows), messages, strict=True))
+            messages = to_messages(draws.logprobs, [top for _, top in tops])
+            logprobs = dict(zip((row for row, _ in tops), messages, strict=True))
         tokens, finite = draws.tokens.tolist(), draws.finite.tolist()
         complete = {
             row: self._constraints.take(keys[row], tokens[row])

@@ -61,17 +61,14 @@ class _Banned(NamedTuple):
 
 
 class _Drawn(NamedTuple):
+    """As `ops.draw_` takes them."""
+
     rows: Tensor  # [d] of the batch
+    temperature: Tensor  # [d]
+    top_k: Tensor  # [d]
+    top_p: Tensor  # [d]
+    min_p: Tensor  # [d]
     streams: Tensor  # [d]
-    temperature: Tensor  # [d, 1]
-    min_p: Tensor | None  # [d, 1]
-
-
-class _Topped(NamedTuple):
-    rows: Tensor  # [t] of the drawn rows
-    top_k: Tensor  # [t, 1]
-    top_p: Tensor  # [t, 1]
-    width: int
 
 
 @dataclass(slots=True)
@@ -83,7 +80,6 @@ class _Batch:
     biased: _Biased | None
     banned: _Banned | None
     drawn: _Drawn | None
-    topped: _Topped | None
     logprob_index: Tensor | None  # [l] of the batch
     logprob_top: int
 
@@ -157,7 +153,7 @@ class Sampler:
             best, tokens = distribution.greedy(adjusted)
         if batch.drawn is not None:
             assert at is not None
-            drawn = self._draw(batch.drawn, batch.topped, adjusted, best, at)
+            drawn = _draw(batch.drawn, adjusted, at)
             tokens = tokens.index_copy(0, batch.drawn.rows, drawn)
         if adjusted is not possible:
             tokens = torch.where(best.isneginf(), fallback, tokens)
@@ -186,20 +182,6 @@ class Sampler:
             logits = distribution.add_bias(logits, rows, ids, values)
         return logits
 
-    def _draw(
-        self, drawn: _Drawn, topped: _Topped | None, logits: Tensor, best: Tensor, at: Tensor
-    ) -> Tensor:
-        if self.device.type == "cpu":
-            return _draw_on_cpu(drawn, topped, logits[drawn.rows], at[drawn.rows])
-        octaves = distribution.octaves(logits[drawn.rows], best[drawn.rows], drawn.temperature)
-        if topped is not None:
-            rows, top_k, top_p, width = topped
-            kept = distribution.keep_top(octaves[rows], top_k, top_p, width)
-            octaves = octaves.index_copy(0, rows, kept)
-        if drawn.min_p is not None:
-            octaves = distribution.keep_min_p(octaves, drawn.min_p)
-        return distribution.draw(octaves, distribution.uniform(drawn.streams, at[drawn.rows]))
-
     def _build(self, keys: list[int]) -> _Batch:
         sequences = [self._sequences[key] for key in keys]
         params = [sequence.params for sequence in sequences]
@@ -211,7 +193,6 @@ class Sampler:
             biased=self._build_biased(params),
             banned=self._build_banned(sequences),
             drawn=self._build_drawn(drawn, [params[row] for row in drawn]),
-            topped=self._build_topped([params[row] for row in drawn]),
             logprob_index=(
                 self._tensor([row for row, _ in logprobs], torch.int64) if logprobs else None
             ),
@@ -275,28 +256,14 @@ class Sampler:
             self._tensor([one.seed for one in params], torch.int64),
             self._tensor([one.choice for one in params], torch.int64),
         )
-        min_p = None
-        if any(one.min_p for one in params):
-            min_p = self._column([one.min_p for one in params])
-        temperature = [max(one.temperature, MIN_TEMPERATURE) for one in params]
-        return _Drawn(self._tensor(rows, torch.int64), streams, self._column(temperature), min_p)
-
-    def _build_topped(self, params: list[SamplingParams]) -> _Topped | None:
-        widths = [
-            one.top_k if 0 < one.top_k < self.vocab_size else self.vocab_size for one in params
-        ]
-        used = [
-            row
-            for row, (one, width) in enumerate(zip(params, widths, strict=True))
-            if width < self.vocab_size or one.top_p < 1
-        ]
-        if not used:
-            return None
-        return _Topped(
-            self._tensor(used, torch.int64),
-            self._tensor([widths[row] for row in used], torch.int64).unsqueeze(-1),
-            self._tensor([params[row].top_p for row in used], torch.float64).unsqueeze(-1),
-            max(widths[row] for row in used),
+        top_k = [one.top_k if one.top_k < self.vocab_size else 0 for one in params]
+        return _Drawn(
+            self._tensor(rows, torch.int64),
+            self._column([max(one.temperature, MIN_TEMPERATURE) for one in params]).squeeze(-1),
+            self._tensor(top_k, torch.int32),
+            self._tensor([one.top_p for one in params], torch.float64),
+            self._tensor([one.min_p for one in params], torch.float32),
+            streams,
         )
 
     def _column(self, values: Sequence[float]) -> Tensor:
@@ -308,24 +275,17 @@ class Sampler:
         return upload(values, dtype, self.device)
 
 
-def _draw_on_cpu(drawn: _Drawn, topped: _Topped | None, logits: Tensor, at: Tensor) -> Tensor:
-    """The tokens of logits [d, vocab] at positions at [d], by the operator that draws for a batch
-    without the host: who else is in a batch decides which of the two draws, and on a CPU torch's
-    powers are not the operator's, so that now and then they would draw different tokens."""
-    rows = len(logits)
-    top_k = torch.zeros(rows, dtype=torch.int32)
-    top_p = torch.ones(rows, dtype=torch.float64)
-    if topped is not None:
-        top_k[topped.rows] = topped.top_k.squeeze(-1).int()
-        top_p[topped.rows] = topped.top_p.squeeze(-1)
-    min_p = torch.zeros(rows) if drawn.min_p is None else drawn.min_p.squeeze(-1)
-    tokens, slots, remaining, cursor = torch.zeros(4, rows, dtype=torch.int32)
-    out = torch.zeros(1, rows, dtype=torch.int32)
-    stop_ids = torch.zeros(rows, 0, dtype=torch.int32)
+def _draw(drawn: _Drawn, logits: Tensor, at: Tensor) -> Tensor:
+    """The tokens [d] of the rows that are drawn, of logits [rows, vocab] at positions at [rows], by
+    the operator that draws for a batch without the host: who draws does not change the token."""
+    which, *parameters = drawn
+    rows, device = len(which), logits.device
+    tokens, slots, remaining, cursor = torch.zeros(4, rows, dtype=torch.int32, device=device)
+    out = torch.zeros(1, rows, dtype=torch.int32, device=device)
+    stop_ids = torch.zeros(rows, 0, dtype=torch.int32, device=device)
     ops.draw_(
-        logits, tokens, slots, at, remaining, cursor, out,
-        drawn.temperature.squeeze(-1), top_k, top_p, min_p, drawn.streams, stop_ids,
-    )  # fmt: skip
+        logits[which], tokens, slots, at[which], remaining, cursor, out, *parameters, stop_ids
+    )
     return out[0].long().clamp(min=0)  # -1 where the logits are not finite
 
 

@@ -2,9 +2,9 @@
 
 Continuous batching: a round decodes tokens of every sequence whose prompt has been read, and reads
 up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is admitted as
-soon as a slot is free, in the order that `waiting` decides. While every request is plain (`Plan`),
-a round takes as many steps as `rounds` decides, and the next one is planned before its results are
-known; else it takes one.
+soon as a slot is free, in the order that `waiting` decides. Of plain requests (`Plan`) a round
+takes as many steps as `rounds` decides, and the next one is planned before its results are known;
+those in whose draws the host has a part take one, and turns with the others (`rounds`).
 
 Prompt chunks (`budget`) end where states are to be kept (`keeping`); with whole chunks, that
 changes no bit.
@@ -36,7 +36,7 @@ from engine.messages import (
     unpack_ids,
 )
 from engine.plan import Plan, PrefillChunk, Sampled, StepResult
-from engine.rounds import Rounds
+from engine.rounds import Rounds, Turn
 from engine.sequence import Sequence
 from engine.tiers import Kept
 from engine.validation import check_request
@@ -81,9 +81,8 @@ class Scheduler(Lives):
         self._state_bytes = state_bytes
         self._grammars = grammars or Grammars(None)
         keeper = keeper or Keeper(share_slots, slots, with_whole_chunks=with_whole_chunks)
-        super().__init__(
-            keeper, slots, WaitingQueue(max_waiting, max_waiting_tokens), Rounds(most_steps)
-        )
+        waiting = WaitingQueue(max_waiting, max_waiting_tokens)
+        super().__init__(keeper, slots, waiting, Rounds(most_steps, overlaps))
         self._on_loaded = on_loaded
         self._intake = Intake(slots, overlaps)
         self._refusal: EngineError | None = None  # of everything new
@@ -159,38 +158,35 @@ class Scheduler(Lives):
     def plan(self, now: float) -> Plan:
         """The next round; empty only when nothing is in flight. None may be under way."""
         self._look_around(now)
-        return self._plan(now)
+        return self._plan(now, self._rounds.turn(self._prompts(self._slots.free)))
 
     def plan_ahead(self, now: float) -> Plan:
         """What follows the one round under way, whatever that brings. Empty when nothing does, or
-        when that cannot be said, because the host has a part in the draws of either."""
+        when that cannot be said, because the host has a part in the draws of both."""
         self._look_around(now)
         due = self._due()
         free = self._slots.free + len(due)
-        sequence = self._next() if free else None
-        special = sequence is not None and sequence.needs_host
-        if special or any(one.needs_host for one in self._prefilling.values()):
-            return Plan()
-        coming = sum(one.max_tokens > 1 for one in self._prefilling.values())
+        coming = sum(one.max_tokens > 1 for one in self._reading(Turn.PLAIN))
         coming += min(self._waiting.lasting, free)
-        return self._plan(now, due) if self._rounds.may_go_ahead(coming) else Plan()
+        turn = self._rounds.turn_ahead(self._prompts(free), coming)
+        return Plan() if turn is None else self._plan(now, turn, due)
 
-    def _plan(self, now: float, due: list[Sequence] | None = None) -> Plan:
+    def _plan(self, now: float, turn: Turn, due: list[Sequence] | None = None) -> Plan:
         """`due`: whose slots may be handed over, where the plan follows a round unseen."""
-        plan, ahead = Plan(), due is not None
+        plan = Plan()
         self._keeper.tiers.begin_plan()
         self._readmit(plan)
         free = self._slots.free + len(due or ())
         most, waiting = self._intake.most(free), min(self._waiting.ready, free)
-        if waiting >= most or self._prefilling or not self._rounds.patient:
+        if waiting >= most or self._reading(turn) or not self._rounds.is_patient(turn):
             if due:
                 self._hand_over(due[: max(min(waiting, most) - self._slots.free, 0)])
-            self._admit(plan, now, ahead, most)
-        reading = [sequence for sequence in self._prefilling.values() if sequence.remaining]
+            self._admit(plan, now, turn, most)
+        reading = [one for one in self._reading(turn) if one.remaining]
         for sequence, length in self._budget.share(reading):
             self._read(plan, sequence, length, now)
         beginning = [self._prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
-        self._rounds.plan(plan, beginning)
+        self._rounds.plan(plan, turn, beginning)
         for sequence in beginning:
             if sequence.row >= 0:
                 del self._prefilling[sequence.key]
@@ -200,6 +196,11 @@ class Scheduler(Lives):
             plan.release, self._released = self._released, []
             self._rounds.start(plan)
         return plan
+
+    def _prompts(self, free: int) -> list[Sequence]:
+        """Whose are read, or may be next."""
+        sequence = self._next() if free else None
+        return [*self._prefilling.values(), *([] if sequence is None else [sequence])]
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
@@ -288,10 +289,10 @@ class Scheduler(Lives):
         for sequence in self._deadlines.overdue(now):
             self._finish(sequence, "timeout", now)
 
-    def _admit(self, plan: Plan, now: float, ahead: bool, most: int) -> None:
+    def _admit(self, plan: Plan, now: float, turn: Turn, most: int) -> None:
         admitted = 0
         while (sequence := self._next()) is not None and self._slots.free:
-            if admitted == most or (ahead and sequence.needs_host):
+            if admitted == most or not turn.has(sequence):
                 break
             try:
                 found = self._keeper.find(sequence)

@@ -1,9 +1,10 @@
 """draw_: one token for every row of a decode batch, and the rows moved on, all on the device.
 
-The distribution is that of engine.distribution (temperature, top_k, top_p, min_p, in this order),
-drawn by the same fixed-point weights and the same random numbers, without sorting the vocabulary:
-each filter keeps the first tokens in the order of (logit, lowest id), so one cut in that order does
-for all three. Top-p is due to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al.
+Temperature, top_k, top_p and min_p apply in this order. The vocabulary is not sorted: each filter
+keeps the first tokens in the order of (logit, lowest id), so one cut in that order does for all
+three. Weights are fixed-point numbers (the most likely token's is 2**38), whose sums have no
+rounding and so no order, and a draw inverts the cumulative distribution with one uniform number:
+Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al.
 (arXiv 2407.01082).
 """
 
@@ -42,9 +43,9 @@ def draw_(
     one of its stop ids. Where the best logit is NaN or infinite nothing is drawn: -1 goes to out,
     the cursor moves and the row ends.
 
-    Nothing waits for the device, and a row's result does not depend on the others. On CUDA the bits
-    are those of engine.distribution; on the CPU powers of two are others, within 1.1 ulp, and
-    alike for every instruction set.
+    Nothing waits for the device, and a row's result does not depend on the others. On CUDA powers
+    of two are those of torch; on the CPU they are others, within 1.1 ulp, and alike for every
+    instruction set.
 
     Args:
         logits: float32 [rows, vocab]; vocab below 2**24.

@@ -30,8 +30,8 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="engine.engine")
 
 
-def random_request(random: random.Random) -> Request:
-    special = random.random() < 0.1  # the host has a part in its draws
+def random_request(random: random.Random, hosted: float = 0.1) -> Request:
+    special = random.random() < hosted  # the host has a part in its draws
     return Request(
         id=0,
         prompt=pack_ids(random.choices(range(VOCAB), k=random.choice([1, 1, 2, 5, 140]))),
@@ -43,7 +43,7 @@ def random_request(random: random.Random) -> Request:
             stop_token_ids=tuple(random.choices(range(VOCAB), k=random.random() < 0.2)),
         ),
         stream=random.random() < 0.7,
-        timeout=random.choice([None, None, 3]),
+        timeout=random.choice([None, None, 1]),
     )
 
 
@@ -60,12 +60,13 @@ def live(seed: int, most_steps: int, overlaps: bool) -> Witness:
     )
     witness.runner.decode_seconds = chance.choice([1e-6, 0.0004, 0.001])
     sent: list[tuple[str, int]] = []
+    hosted = chance.choice([0.05, 0.1, 0.5])
     # What happens often differs from life to life.
     weights = [chance.choice([0, 1, 3]) for _ in range(7)]
     for _ in range(60):
         match chance.choices(range(8), [2, *weights])[0]:
             case 0 | 1:
-                sent.append(witness.submit(chance.choice("ab"), random_request(chance)))
+                sent.append(witness.submit(chance.choice("ab"), random_request(chance, hosted)))
             case 2 | 3 | 4:
                 witness.step()
             case 5 if sent:
@@ -83,7 +84,7 @@ def live(seed: int, most_steps: int, overlaps: bool) -> Witness:
                 elif trouble == 3:
                     witness.clock.now += 2
                 else:  # somebody comes while a round is under way
-                    request = random_request(chance)
+                    request = random_request(chance, hosted)
                     witness.step(lambda request=request: sent.append(witness.submit("a", request)))
     witness.finish()
     return witness
@@ -105,6 +106,8 @@ def test_every_life_keeps_the_promises(
         seen["again, some rows ended"] += ended
         seen["before the result"] += len(runner.begun) == 1
         seen["beside a prompt"] += plan.plain and bool(plan.prefill)
+        seen["apart, before the result"] += plan.apart and len(runner.begun) == 1
+        seen["apart, beside a batch"] += plan.apart and any(row.slot >= 0 for row in runner.batch)
         return carry_out(runner, plan)
 
     def handing_over(batch: DecodeBatch, sequence: Sequence) -> None:
@@ -133,7 +136,8 @@ def test_every_life_keeps_the_promises(
         assert min(seen[kind] for kind in ("several steps", "again", "beside a prompt")) >= 100
         assert seen["again, some rows ended"] >= 50
     unseen = overlaps and most_steps > 1
-    for kind in ("before the result", "slots handed over", "their states saved"):
+    kinds = "before the result", "slots handed over", "their states saved"
+    for kind in (*kinds, "apart, before the result", "apart, beside a batch"):
         assert (seen[kind] >= 100) == unseen, kind
 
 
@@ -223,45 +227,89 @@ def test_no_round_goes_beyond_the_longest_answer() -> None:
     assert not engine.has_work
 
 
-def test_one_request_that_needs_the_host_makes_every_round_one_step() -> None:
-    engine = Engine(FakeRunner(most_steps=32, overlaps=True))
-    special = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
-    engine.add("c", ask(1))
-    engine.add("c", ask(2, special))
-    for _ in range(4):
-        assert {id: len(ids) for id, ids in tokens_of(engine.step()["c"]).items()} == {1: 1, 2: 1}
-    lengths = [len(tokens_of(engine.step()["c"])[1]) for _ in range(3)]
-    assert lengths == [1, 1, 32], "the first round and the one behind it are untimed"
+HOSTED = msgspec.structs.replace(LONG, logprobs=0)  # the host has a part in its draws
 
 
-def test_nothing_follows_a_round_unseen_in_which_the_host_draws() -> None:
-    """Also when those for whose sake it does have been aborted meanwhile."""
-    engine = Engine(FakeRunner(most_steps=32, overlaps=True))
+def told_in(engine: Engine, steps: int) -> list[dict[int, int]]:
+    """How many tokens each request is told of, step after step."""
+    told = [tokens_of(engine.step()["c"]) for _ in range(steps)]
+    return [{id: len(tokens) for id, tokens in one.items()} for one in told]
+
+
+def test_whom_the_host_draws_for_takes_turns_with_the_batch() -> None:
+    """A step at a time; those of the batch have as many as ever. All are begun unseen."""
+    runner = FakeRunner(most_steps=32, overlaps=True)
+    engine = Engine(runner)
     engine.add("c", ask(1))
-    engine.add("c", ask(2, msgspec.structs.replace(LONG, logprobs=0)))
-    told: list[int] = []
+    engine.add("c", ask(2, HOSTED))
+    assert told_in(engine, 4) == [{1: 2}, {2: 1}, {1: 1}, {2: 1}], "untimed rounds have one step"
     for _ in range(3):
-        told += tokens_of(engine.step()["c"]).get(1, [])
+        assert told_in(engine, 2) == [{1: 32}, {2: 1}]
+        assert len(runner.begun) == 1, "the next one was begun before this one was known"
     engine.abort("c", [2])
-    for _ in range(3):
-        told += tokens_of(engine.step()["c"]).get(1, [])
-    assert told == recite([1], len(told)) and len(told) >= 6
+    assert told_in(engine, 3) == [{1: 32}] * 3
+    engine.add("c", ask(3, HOSTED))
+    engine.abort("c", [1])
+    assert told_in(engine, 4)[1:] == [{3: 1}] * 3
 
 
-def test_nothing_follows_a_prompt_unseen_after_which_the_host_draws() -> None:
-    """Or else a request that is aborted would be forgotten before its round has drawn for it."""
-    scheduler = plain_scheduler(slots=4)
-    scheduler.add("c", ask(1), 0.0)
-    scheduler.add("c", ask(2, msgspec.structs.replace(LONG, logprobs=0)), 0.0)
-    plan = scheduler.plan(0.0)
-    assert len(plan.prefill) == 2 and not plan.plain
-    scheduler.abort("c", [2], "abort", 0.0)
-    scheduler.add("c", ask(3), 0.0)
-    assert scheduler.plan_ahead(0.0).empty
-    drawn = [Sampled(chunk.key, 5, None) for chunk in plan.prefill]
-    scheduler.commit(plan, StepResult(drawn), 0.0)
-    after = scheduler.plan(0.0)
-    assert after.plain and [row.token for row in after.decode] == [5, -1]
+def test_without_a_device_beside_the_host_all_decode_together() -> None:
+    """While the host draws for one, every round is one step: another would cost as much again."""
+    engine = Engine(FakeRunner(most_steps=32))
+    engine.add("c", ask(1))
+    engine.add("c", ask(2, msgspec.structs.replace(HOSTED, max_tokens=4)))
+    assert told_in(engine, 4) == [{1: 1, 2: 1}] * 4
+    assert told_in(engine, 3) == [{1: 1}, {1: 32}, {1: 32}], "the first is untimed"
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.0001, 4), (0.004, 8), (1.0, 16)])
+def test_the_batch_goes_on_while_the_host_sees_to_the_others(seconds: float, steps: int) -> None:
+    """Of steps of half a millisecond: as many as the host took, from 2 ms to 8."""
+
+    class Slow(FakeRunner):
+        def _carry_out(self, plan: Plan) -> StepResult:
+            result = super()._carry_out(plan)
+            result.host_seconds = seconds if plan.apart else 0.0
+            return result
+
+    runner = Slow(slots=100, max_waiting=100, most_steps=32, max_step_tokens=100, overlaps=True)
+    runner.decode_seconds = 0.0005
+    engine = Engine(runner)
+    engine.add("c", ask(100, HOSTED))
+    for id in range(90):
+        engine.add("c", msgspec.structs.replace(ask(id), stream=False))
+    told_in(engine, 8)
+    rounds = [engine.step()["c"].stats.decode_steps for _ in range(6)]
+    assert rounds == [1, steps] * 3
+
+
+def test_a_prompt_that_waits_for_its_turn_does_not_hold_the_others_up() -> None:
+    """Nor is it forgotten: those that wait are admitted in their order."""
+    engine = Engine(FakeRunner(slots=3, most_steps=32, overlaps=True))
+    engine.add("c", ask(1))
+    told_in(engine, 3)
+    for id, params in ((2, HOSTED), (3, LONG), (4, HOSTED)):
+        engine.add("c", ask(id, params))
+    told = [{*one} for one in told_in(engine, 6)]
+    assert told == [{1}, {2}, {1, 3}, {2}, {1, 3}, {2}]
+    engine.abort("c", [3])
+    assert {2, 4} in [{*one} for one in told_in(engine, 4)]
+
+
+def test_what_was_drawn_for_one_that_was_aborted_meanwhile_is_nobodys() -> None:
+    """Also where a plan of the others has forgotten it before its round is over."""
+    engine = Engine(FakeRunner(slots=2, most_steps=4, overlaps=True))
+    engine.add("c", ask(1))
+    engine.add("c", ask(2, HOSTED))
+    engine.step()
+    engine.step(lambda: engine.abort("c", [2]))
+    engine.add("c", ask(3, HOSTED))
+    told: dict[int, list[int]] = {1: [], 3: []}
+    for _ in range(8):
+        for id, tokens in tokens_of(engine.step()["c"]).items():
+            told[id] += tokens
+    assert told[3] == recite([3], len(told[3])) and len(told[3]) >= 3
+    assert len(told[1]) > 8
 
 
 def test_who_can_be_admitted_does_not_wait_for_the_batch_to_end() -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distribution import stream_ids, uniform
+from engine.distribution import stream_ids
 from engine.messages import Request, SamplingParams, pack_ids
 from engine.ops import draw_
 from engine.sampler import Draws, Sampler
+from tests.ops.torch_draws import uniform
 
 VOCAB = 40
 EOS = 39

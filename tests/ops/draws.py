@@ -1,4 +1,4 @@
-"""Batches for the tests of draw_, and what engine.sampler draws for them."""
+"""Batches for the tests of draw_, and what is to be drawn for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine import distribution, ops
-from engine.messages import Request, SamplingParams, pack_ids
+from engine.messages import SamplingParams
 from engine.ops.linear_best import draw_best_
-from engine.sampler import Sampler
+from engine.sampler import MIN_TEMPERATURE
+from tests.ops import torch_draws
 
 STEPS = 3
 PARAMETERS = [
@@ -113,9 +114,18 @@ def rows_of(
 def sampled(
     params: Sequence[SamplingParams], positions: Sequence[int], logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(tokens int32, finite) that engine.sampler draws."""
-    sampler = Sampler(logits.shape[1], None, logits.device)
-    for key, one in enumerate(params):
-        sampler.admit(key, Request(id=key, prompt=pack_ids([0]), sampling=one))
-    draws = sampler.sample(range(len(params)), positions, logits)
-    return draws.tokens.int(), draws.finite
+    """(tokens int32, finite): what torch_draws draws."""
+    rows, vocab = rows_of(params, str(logits.device), positions), logits.shape[1]
+    best, tokens = distribution.greedy(logits)
+    temperature = rows.temperature.clamp(min=MIN_TEMPERATURE).unsqueeze(-1)
+    octaves = torch_draws.octaves(logits, best, temperature)
+    width = torch.where(rows.top_k > 0, rows.top_k, vocab).clamp(max=vocab)
+    filtered = ((width < vocab) | (rows.top_p < 1)).nonzero().squeeze(-1)
+    if len(filtered):
+        top_k, top_p = width[filtered].unsqueeze(-1), rows.top_p[filtered].unsqueeze(-1)
+        kept = torch_draws.keep_top(octaves[filtered], top_k, top_p, int(top_k.max()))
+        octaves = octaves.index_copy(0, filtered, kept)
+    octaves = torch_draws.keep_min_p(octaves, rows.min_p.unsqueeze(-1))
+    numbers = torch_draws.uniform(rows.streams, rows.positions)
+    drawn = torch_draws.draw(octaves, numbers)
+    return torch.where(rows.temperature > 0, drawn, tokens).int(), best.isfinite()

@@ -52,7 +52,7 @@ def parameters() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_are_those_of_the_sampler(device: str, vocab: int, kind: str) -> None:
+def test_tokens_are_those_of_a_sort(device: str, vocab: int, kind: str) -> None:
     """Every set of parameters in one batch: a row is not touched by its neighbours' filters."""
     params = parameters()
     positions = [i % 11 for i in range(len(params))]

@@ -1,0 +1,101 @@
+"""Draws as whole-tensor arithmetic with a sort, to compare the operator with.
+
+Filters and draws take octaves: a token at -3 is an eighth as likely as the best one, at 0. A row's
+result depends on that row alone, bit for bit: every step is element by element, or a sum of
+integers. On CUDA the operator has the very same bits; on the CPU its powers of two are others,
+within 1.1 ulp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.distribution import ranked
+
+# The most likely token weighs 2**38, so a vocabulary of 2**24 sums to less than 2**63. Tokens less
+# than 2**-38 times as likely as the best are never drawn.
+_WEIGHT_ONE = 2.0**38
+_LOG2_E = 1.44269504  # as float32
+
+# splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014); int64
+# tensors wrap around as its arithmetic asks.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def octaves(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """Likelihoods beside the best token's as powers of two: fp32 [rows, vocab], 0 and less.
+
+    best is fp32 [rows], temperature fp32 [rows, 1]. With the best at 0, no temperature can overflow
+    to +infinity.
+    """
+    each = torch.full_like(temperature, _LOG2_E) / temperature  # as octaves_of in csrc/draw/draw.h
+    return (logits - best.unsqueeze(-1)) * each
+
+
+def keep_top(octaves: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """Sets to -inf all but each row's top_k best and, of these, all but the top_p nucleus.
+
+    top_k int64 [rows, 1], at least 1; top_p float64 [rows, 1]: the fewest best tokens whose
+    probabilities reach it are kept (Holtzman et al., arXiv 1904.09751), always at least one.
+    `width` bounds every row's top_k.
+    """
+    values, ids = ranked(octaves, width)  # [rows, width]
+    within_k = torch.arange(values.shape[-1], device=octaves.device) < top_k
+    weights = _weights(values.masked_fill(~within_k, -torch.inf))
+    cumulative = weights.cumsum(dim=-1)
+    before = (cumulative - weights).double()
+    within_p = before < top_p * cumulative[:, -1:]
+    within_p[:, 0] = True
+    kept = torch.where(within_k & within_p, values, -torch.inf)
+    return torch.full_like(octaves, -torch.inf).scatter(-1, ids, kept)
+
+
+def keep_min_p(octaves: Tensor, min_p: Tensor) -> Tensor:
+    """Sets to -inf what is less than min_p (fp32 [rows, 1]) times as likely as the best.
+
+    Being relative to the best token, which every filter keeps, it is the same before and after a
+    renormalisation (Nguyen et al., arXiv 2407.01082).
+    """
+    threshold = octaves.amax(dim=-1, keepdim=True) + min_p.log2()
+    return octaves.masked_fill(octaves < threshold, -torch.inf)
+
+
+def uniform(streams: Tensor, positions: Tensor) -> Tensor:
+    """Number `positions[i]` of stream `streams[i]`, uniform in [0, 1): float64 [rows].
+
+    Random access into splitmix64: its state after n steps is known without taking them.
+    """
+    bits = _mix(streams + (positions + 1) * _GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def draw(octaves: Tensor, numbers: Tensor) -> Tensor:
+    """The token of each row at which the cumulative distribution passes `numbers` (float64
+    [rows], in [0, 1)): int64 [rows]."""
+    cumulative = _weights(octaves).cumsum(dim=-1)
+    total = cumulative[:, -1]
+    # The product may round up to the total, which is one past the last weight.
+    target = torch.minimum((numbers * total).long(), total - 1)
+    ids = torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+    return ids.clamp(max=octaves.shape[-1] - 1)  # a row of NaN has no order to search
+
+
+def _weights(octaves: Tensor) -> Tensor:
+    """Probabilities times a constant of the row, in fixed point: int64, best = 2**38."""
+    best = octaves.amax(dim=-1, keepdim=True)
+    return ((octaves - best).exp2() * _WEIGHT_ONE).long()
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shifts int64 as if it were unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser: a bijection of 64 bits that spreads every input bit over all."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
