@@ -1,10 +1,10 @@
 """Sampler: draws one token for every row of a step, each with its own request's parameters.
 
-`engine.distribution` holds the mathematics; here each part of it is applied to those rows whose
-requests use it, which the host knows, in this order: grammar, penalties, logit_bias, min_tokens,
-temperature, top_k, top_p, min_p. What a grammar forbids does not exist for the others. Nothing
-waits for the device. While the same sequences decode together, their parameters stay on the device
-and only the positions go there, and the masks of grammars.
+`engine.distribution` and `ops.draw_` hold the mathematics; here each part is applied to those rows
+whose requests use it, which the host knows, in this order: grammar, penalties, logit_bias,
+min_tokens, temperature, top_k, top_p, min_p. What a grammar forbids does not exist for the others.
+Nothing waits for the device. While the same sequences decode together, their parameters stay on the
+device and only the positions go there, and the masks of grammars.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class _Banned(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """As `ops.draw_` takes them."""
-
     rows: Tensor  # [d] of the batch
     temperature: Tensor  # [d]
     top_k: Tensor  # [d]
@@ -277,15 +275,15 @@ class Sampler:
 
 def _draw(drawn: _Drawn, logits: Tensor, at: Tensor) -> Tensor:
     """The tokens [d] of the rows that are drawn, of logits [rows, vocab] at positions at [rows], by
-    the operator that draws for a batch without the host: who draws does not change the token."""
-    which, *parameters = drawn
-    rows, device = len(which), logits.device
+    the operator that draws for a batch without the host: who draws changes no token."""
+    rows, device = len(drawn.rows), logits.device
     tokens, slots, remaining, cursor = torch.zeros(4, rows, dtype=torch.int32, device=device)
     out = torch.zeros(1, rows, dtype=torch.int32, device=device)
     stop_ids = torch.zeros(rows, 0, dtype=torch.int32, device=device)
     ops.draw_(
-        logits[which], tokens, slots, at[which], remaining, cursor, out, *parameters, stop_ids
-    )
+        logits[drawn.rows], tokens, slots, at[drawn.rows], remaining, cursor, out,
+        drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, drawn.streams, stop_ids,
+    )  # fmt: skip
     return out[0].long().clamp(min=0)  # -1 where the logits are not finite
 
 

@@ -5,8 +5,8 @@
 Masks are those of a vocabulary of 32,000 tokens, byte pairs of the Python sources that lie on every
 machine; each grammar is followed along the tokens of a text that matches it. One thread computes
 them, and then several do for a batch. The engine runs a bundled model: as many streams with a
-grammar, with none, and with none but a logit_bias, whose tokens are drawn by the host as those with
-a grammar are.
+grammar, with none, and with none but a logit_bias, in whose draws the host has a part as in those
+with a grammar. Then some of these stand beside streams without, to see what they cost those.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ TEXTS = {
     ),
 }  # fmt: skip
 RUNS = 5
+BESIDE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,16 @@ class Served:
     requests: str
     tokens_per_second: float
     per_processor_second: float  # tokens; of all threads, so that a busy machine matters less
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Streams without a grammar and others in one engine; tokens per second."""
+
+    others: str
+    streams: int  # of the others
+    plain: float  # of all streams without
+    of_others: float
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -159,19 +170,23 @@ def _batch(
     return statistics.median(seconds)
 
 
-def measure_engine(config: EngineConfig, streams: int, tokens: int) -> list[Served]:
+KINDS: dict[str, dict[str, Any]] = {
+    "no grammar": {},
+    "no grammar, drawn by the host": {"logit_bias": {0: -1.0}},
+    "a schema": {
+        "grammar": Grammar(
+            "json", json.dumps({"type": "array", "items": PERSON, "minItems": 100_000})
+        )
+    },
+    "a regular expression": {"grammar": Grammar("regex", "[A-Za-z ,.\n]{100000}")},
+}
+
+
+def measure_engine(engine: Engine, streams: int, tokens: int) -> list[Served]:
     """Of streams of so many tokens each, the quickest of RUNS in turns."""
-    engine = Engine.load(config)
-    people = {"type": "array", "items": PERSON, "minItems": 1000}
-    kinds: dict[str, dict[str, Any]] = {
-        "no grammar": {},
-        "no grammar, drawn by the host": {"logit_bias": {0: -1.0}},
-        "a schema": {"grammar": Grammar("json", json.dumps(people))},
-        "a regular expression": {"grammar": Grammar("regex", "[A-Za-z ,.\n]{100000}")},
-    }
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
     for _ in range(RUNS):
-        for name, fields in kinds.items():
+        for name, fields in KINDS.items():
             runs[name].append(_serve(engine, streams, tokens, fields))
     rows = []
     for name, seconds in runs.items():
@@ -185,12 +200,8 @@ def _serve(
 ) -> tuple[float, float]:
     """Seconds until all have ended, and of processor time. Raises RuntimeError where one lacks
     tokens."""
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
     for id in range(streams):
-        engine.add(
-            "c",
-            Request(id=id, prompt=pack_ids(b"KING RICHARD:\n"), sampling=params, stream=True),
-        )
+        engine.add("c", _request(id, tokens, fields))
     drawn, began, worked = 0, time.perf_counter(), time.process_time()
     while engine.has_work:
         for events in engine.step().values():
@@ -201,8 +212,44 @@ def _serve(
     return seconds
 
 
+def _request(id: int, tokens: int, fields: dict[str, Any]) -> Request:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=id, **fields)
+    return Request(id=id, prompt=pack_ids(b"KING RICHARD:\n"), sampling=params, stream=True)
+
+
+def measure_beside(engine: Engine, streams: int) -> list[Beside]:
+    """So many streams, of which none, one and half are of each other kind."""
+    none, *others = KINDS
+    cases = [(none, 0), *((name, count) for name in others for count in (1, streams // 2))]
+    return [Beside(name, count, *_beside(engine, streams, name, count)) for name, count in cases]
+
+
+def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float, float]:
+    """Tokens per second of those without a grammar, and of `count` others, over BESIDE_SECONDS
+    after as long again."""
+    for id in range(streams):
+        engine.add("c", _request(id, 10**6, KINDS[name] if id < count else {}))
+    began, last = 0.0, time.perf_counter() + 2 * BESIDE_SECONDS
+    plain = of_others = 0
+    while (now := time.perf_counter()) < last:
+        if not began and now > last - BESIDE_SECONDS:
+            began, plain, of_others = now, 0, 0
+        for events in engine.step().values():
+            if events.failed:
+                raise RuntimeError(events.failed[0].message)
+            for run in events.runs:
+                plain += len(run.requests) * run.length
+            of_others += sum(id < count for id in events.requests)
+            plain += sum(id >= count for id in events.requests)
+    seconds = now - began
+    engine.abort("c", None)
+    while engine.has_work:
+        engine.step()
+    return plain / seconds, of_others / seconds
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(prog="loadtest.grammars", description=__doc__)
     parser.add_argument("--vocab-size", type=int, default=32_000)
     parser.add_argument("--streams", type=int, default=32)
@@ -230,7 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     config = EngineConfig(model=options.model, device=options.device, threads=options.threads)
-    served = measure_engine(config, options.streams, options.tokens)
+    engine = Engine.load(config)
+    served = measure_engine(engine, options.streams, options.tokens)
     print_table(
         f"{options.model}, {options.device}, {options.streams} streams of {options.tokens} tokens",
         ["requests", "tokens/s", "per processor second"],
@@ -239,10 +287,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in served
         ],
     )
-    save_json(
-        options.json,
-        {"masks": [asdict(one) for one in masks], "engine": [asdict(one) for one in served]},
+    beside = measure_beside(engine, options.streams)
+    print_table(
+        f"{options.streams} streams in company",
+        ["others", "streams", "tokens/s of those without a grammar", "of the others"],
+        [
+            [one.others, str(one.streams), f"{one.plain:,.0f}", f"{one.of_others:,.0f}"]
+            for one in beside
+        ],
     )
+    tables: dict[str, Sequence[Any]] = {"masks": masks, "engine": served, "beside": beside}
+    save_json(options.json, {name: [asdict(one) for one in rows] for name, rows in tables.items()})
     return 0
 
 

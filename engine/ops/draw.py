@@ -4,8 +4,8 @@ Temperature, top_k, top_p and min_p apply in this order. The vocabulary is not s
 keeps the first tokens in the order of (logit, lowest id), so one cut in that order does for all
 three. Weights are fixed-point numbers (the most likely token's is 2**38), whose sums have no
 rounding and so no order, and a draw inverts the cumulative distribution with one uniform number:
-Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al.
-(arXiv 2407.01082).
+Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due
+to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al. (arXiv 2407.01082).
 """
 
 import math
