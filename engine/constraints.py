@@ -1,8 +1,8 @@
 """Constraints: which tokens the grammar of each sequence allows next; bits on the host, no torch.
 
-A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks,
-several at a time on threads; on a GPU that goes on beside the model's step, whose logits the masks
-are laid on.
+A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
+a GPU that goes on beside the model's step, whose logits the masks are laid on. One thread computes
+them: those of the library wait for each other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from engine.messages import SamplingParams
 from engine.sequence import stop_ids
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
-
-SEVERAL = 4  # masks that are worth waking threads for
-MOST_THREADS = 8
 
 
 @dataclass(slots=True)
@@ -42,11 +39,9 @@ class _Text:
 class Constraints:
     """Of one model, whose end-of-text token is `eos_token_id`."""
 
-    def __init__(self, grammars: Grammars, eos_token_id: int | None, threads: int) -> None:
+    def __init__(self, grammars: Grammars, eos_token_id: int | None) -> None:
         self._grammars = grammars
         self._eos_token_id = eos_token_id
-        self._threads = min(threads, MOST_THREADS)
-        self._executor: LLExecutor | None = None
         self._texts: dict[int, _Text] = {}  # by key
         self._rejected: dict[int, str] = {}
 
@@ -139,25 +134,11 @@ class Constraints:
     def _compute(self, keys: Sequence[int], texts: list[_Text], out: NDArray[np.int32]) -> None:
         """Every matcher's mask; those that raise are rejected."""
         width, begin = out.shape[1] * out.itemsize, out.ctypes.data
-        if len(texts) >= SEVERAL and self._threads > 1:
-            rows = [(text.matcher, row) for row, text in enumerate(texts)]
-            try:
-                self._threaded().unsafe_compute_mask_ptr(rows, begin, width, len(texts))
-                return
-            except BaseException as error:
-                _defect(error)  # one by one, it is seen whose it is
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             try:
                 text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
             except BaseException as error:
                 self._rejected[key] = _defect(error)
-
-    def _threaded(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(self._threads)
-        return self._executor
 
 
 def _defect(error: BaseException) -> str:

@@ -123,7 +123,7 @@ class Runner:
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
         self._sampler = Sampler(vocab_size, eos_token_id, self._device)
         self.grammars = Grammars(folder, vocab_size)
-        self._constraints = Constraints(self.grammars, eos_token_id, self.config.threads)
+        self._constraints = Constraints(self.grammars, eos_token_id)
         slots = self.config.max_slots
         self._parameters = Parameters(slots, vocab_size, eos_token_id)
         self._decoding = DecodeState(

@@ -4,7 +4,7 @@
 
 Masks are those of a vocabulary of 32,000 tokens, byte pairs of the Python sources that lie on every
 machine; each grammar is followed along the tokens of a text that matches it. One thread computes
-them, and then several do for a batch. The engine runs a bundled model: as many streams with a
+them, for a batch too. The engine runs a bundled model: as many streams with a
 grammar, with none, and with none but a logit_bias, in whose draws the host has a part as in those
 with a grammar. Then some of these stand beside streams without, to see what they cost those.
 """
@@ -112,7 +112,7 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> list[Masks]:
+def measure_masks(folder: Path, vocab_size: int, streams: int) -> list[Masks]:
     """Along the texts of TEXTS; raises RuntimeError where one does not match."""
     tokens, rows = load_tokens(folder, vocab_size), []
     mask = np.zeros((1, tokens.words), np.int32)
@@ -132,7 +132,7 @@ def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> 
                 (each if position else firsts).append(time.perf_counter() - began)
                 if not matcher.consume_token(token):
                     raise RuntimeError(f"{name}: {matcher.get_error()}")
-        batch = _batch(folder, vocab_size, grammar, ids, streams, threads)
+        batch = _batch(folder, vocab_size, grammar, ids, streams)
         rows.append(
             Masks(
                 name,
@@ -146,16 +146,14 @@ def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> 
     return rows
 
 
-def _batch(
-    folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], streams: int, threads: int
-) -> float:
+def _batch(folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], streams: int) -> float:
     """Median seconds per mask, drawn tokens taken in, of so many streams together."""
     grammars = Grammars(folder, vocab_size)
     grammars.ask(grammar)
     while grammars.pending:
         grammars.wait(1.0)
         grammars.collect()
-    constraints = Constraints(grammars, 0, threads)
+    constraints = Constraints(grammars, 0)
     for key in range(streams):
         constraints.admit(key, SamplingParams(grammar=grammar))
     keys, seconds = range(streams), []
@@ -254,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, default=32_000)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of the engine")
     parser.add_argument("--model", default="shakespeare-mingru")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -267,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.tokenizer or Path(temporary)
         if options.tokenizer is None:
             make_tokenizer(folder, options.vocab_size)
-        masks = measure_masks(folder, options.vocab_size, options.streams, options.threads)
+        masks = measure_masks(folder, options.vocab_size, options.streams)
     print_table(
         f"microseconds, {options.vocab_size} tokens",
         ["grammar", "compile", "first mask", "median", "p90", f"one of {options.streams}"],

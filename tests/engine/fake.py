@@ -156,7 +156,7 @@ class FakeRunner:
             cell_shape=(1, state_bytes // 4),
         )
         self.grammars = Grammars(folder, vocab_size)
-        self.constraints = Constraints(self.grammars, eos, threads=1)
+        self.constraints = Constraints(self.grammars, eos)
         self.step_seconds = step_seconds
         self.failures = failures if failures is not None else []
         self.start_failures: list[Exception] = []

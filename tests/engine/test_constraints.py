@@ -23,11 +23,9 @@ def admit(tmp_path: Path) -> Admit:
     """Admits requests of one regular expression, or one each, with keys 0, 1, ..."""
     size = save_bytes(tmp_path)
 
-    def admit(
-        *texts: str, eos: int | None = EOS, threads: int = 1, **params: object
-    ) -> Constraints:
+    def admit(*texts: str, eos: int | None = EOS, **params: object) -> Constraints:
         grammars = Grammars(tmp_path, size)
-        constraints = Constraints(grammars, eos, threads)
+        constraints = Constraints(grammars, eos)
         settle(grammars, *(Grammar("regex", text) for text in texts))
         for key, text in enumerate(texts):
             sampling = SamplingParams(grammar=Grammar("regex", text), **params)  # type: ignore[arg-type]
@@ -101,7 +99,7 @@ def test_a_stop_id_that_is_text_is_allowed_as_text_too(admit: Admit) -> None:
 def test_special_tokens_are_no_text(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
     grammars = Grammars(tmp_path, size)
-    constraints = Constraints(grammars, EOS, 1)
+    constraints = Constraints(grammars, EOS)
     named = Grammar("grammar", 'start: "a" | <[256]> "b"')
     settle(grammars, named)
     constraints.admit(0, SamplingParams(grammar=named))
@@ -111,7 +109,7 @@ def test_special_tokens_are_no_text(tmp_path: Path) -> None:
 def test_the_end_cannot_be_asked_for_by_its_number(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
     grammars = Grammars(tmp_path, size)
-    constraints = Constraints(grammars, EOS, 1)
+    constraints = Constraints(grammars, EOS)
     named = [
         Grammar("grammar", f"start: {text}")
         for text in ('"a" (<[257]> | <[256]>) "b"', '"a" | <[257]> "b"')
@@ -141,7 +139,7 @@ def test_a_token_that_is_not_allowed_ends_in_a_rejection_of_that_sequence_alone(
 def test_a_dead_end_of_a_vocabulary_is_told(tmp_path: Path) -> None:
     size = save_characters(tmp_path, "abcd")
     grammars, one = Grammars(tmp_path, size), Grammar("regex", "a[bc]X|ad+")
-    constraints = Constraints(grammars, None, 1)
+    constraints = Constraints(grammars, None)
     settle(grammars, one)
     constraints.admit(0, SamplingParams(grammar=one))
     for token in (0, 1):  # "ab", after which nothing but X can follow
@@ -151,16 +149,15 @@ def test_a_dead_end_of_a_vocabulary_is_told(tmp_path: Path) -> None:
     assert "tokens can spell" in constraints.rejected()[0]
 
 
-def test_threads_change_nothing(admit: Admit) -> None:
+def test_masks_do_not_depend_on_who_else_has_one(admit: Admit) -> None:
     texts = [f"[a-{letter}]+{letter}" for letter in "bcdefghijk"]
-    alone, together = admit(*texts, threads=1), admit(*texts, threads=4)
+    constraints = admit(*texts)
     keys = list(range(len(texts)))
     for _ in range(5):
-        masks = allowed(alone, *keys)
-        assert allowed(together, *keys) == masks == [allowed(alone, key)[0] for key in keys]
+        masks = allowed(constraints, *keys)
+        assert masks == [allowed(constraints, key)[0] for key in keys]
         for key in keys:
-            for one in (alone, together):
-                one.take(key, max(masks[key] - {EOS}))
+            constraints.take(key, max(masks[key] - {EOS}))
 
 
 def test_samples_of_one_grammar_go_their_own_ways(admit: Admit) -> None:
@@ -196,11 +193,10 @@ class Panicking:
         return False
 
 
-@pytest.mark.parametrize("threads", [1, 4])
 def test_a_defect_of_the_library_costs_one_sequence(
-    threads: int, admit: Admit, caplog: pytest.LogCaptureFixture
+    admit: Admit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    constraints = admit(*["[a-z]+"] * 6, threads=threads)
+    constraints = admit(*["[a-z]+"] * 6)
     constraints._texts[2].matcher = Panicking()  # type: ignore[assignment]
     masks = allowed(constraints, *range(6))
     assert [mask == set(range(97, 123)) for mask in masks] == [True, True, False, True, True, True]
