@@ -31,6 +31,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("minlstm_scan_train_backward", TORCH_BOX(&minserve::minlstm_scan_train_backward));
   m.impl("conv_scan", TORCH_BOX(&minserve::conv_scan));
   m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
+  m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
 }
@@ -68,6 +69,10 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // one convolution step for each row of the batch
   m.def(
       "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
+  // penalties, biases and bans of each row's slot, laid on its logits; counts the token that is read
+  m.def(
+      "adjust_(Tensor(a!) logits, Tensor tokens, Tensor slots, Tensor positions, Tensor records) "
+      "-> ()");
   // draws a token for each row of logits, writes it to out and moves the row on
   m.def(
       "draw_(Tensor logits, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "

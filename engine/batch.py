@@ -21,7 +21,7 @@ from engine.history import TURN_STEPS, History
 from engine.messages import ID_BYTES, Run, unpack_ids
 from engine.outbox import Outbox
 from engine.plan import DecodeRow, Drawn, Plan
-from engine.sequence import Sequence, is_greedy
+from engine.sequence import Sequence, is_adjusted, is_greedy
 
 
 class DecodeBatch:
@@ -37,6 +37,7 @@ class DecodeBatch:
         self.streamed = 0  # of them, of which each token is told
         self.known = 0  # of them, whose answers end with max_tokens
         self._sampled = 0  # of them, who draw others than the best token
+        self._adjusted = 0  # of them, whose requests change logits
         self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._ending: dict[int, dict[int, Sequence]] = {}  # the alive by their last step, by row
@@ -87,6 +88,7 @@ class DecodeBatch:
         self.streamed += sequence.request.stream
         self.known += not sequence.stop_ids
         self._sampled += not is_greedy(sequence.request.sampling)
+        self._adjusted += is_adjusted(sequence.request.sampling)
         self._asked += sequence.max_tokens
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
@@ -119,6 +121,7 @@ class DecodeBatch:
         self.streamed -= sequence.request.stream
         self.known -= not sequence.stop_ids
         self._sampled -= not is_greedy(sequence.request.sampling)
+        self._adjusted -= is_adjusted(sequence.request.sampling)
         self._asked -= sequence.max_tokens
         heapq.heappush(self._free, row)
 
@@ -155,7 +158,7 @@ class DecodeBatch:
     def go_on(self, plan: Plan, steps: int) -> None:
         """The plan is this batch's next round."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
-        plan.greedy = not self._sampled
+        plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
         if self.started:
             plan.leave, self._ended = self._ended, []
         self.started = True

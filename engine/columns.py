@@ -18,7 +18,7 @@ from engine import distribution, ops
 from engine.messages import SamplingParams
 from engine.ops.linear_best import draw_best_
 from engine.plan import MOST_STEPS, Admission
-from engine.sampler import FLOAT_MAX, MIN_TEMPERATURE
+from engine.sampler import bounded_temperature
 from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids
 
 _WIDE = 3  # columns of 8 bytes, which come first
@@ -191,7 +191,7 @@ class Parameters:
         at.cursor[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
-        temperatures = [_temperature(one) for one in params]
+        temperatures = [0.0 if is_greedy(one) else bounded_temperature(one) for one in params]
         self._temperature[slots] = temperatures
         if any(temperatures):  # else a draw looks at nothing of this
             seeds = np.array([one.seed for one in params], np.int64)
@@ -212,10 +212,3 @@ class Parameters:
             if one.stop_token_ids:
                 ids = list(stop_ids(one, self._eos_token_id))
                 self._stop_ids[slot, : len(ids)] = ids
-
-
-def _temperature(params: SamplingParams) -> float:
-    """As the sampler takes it: what float32 cannot hold becomes its nearest positive value."""
-    if is_greedy(params):
-        return 0.0
-    return min(max(params.temperature, MIN_TEMPERATURE), FLOAT_MAX)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adjustments import Adjustments
 from engine.columns import (
     FILLED_WORDS,
     RESULT_WORD,
@@ -58,12 +59,14 @@ class DecodeState:
         state: ModelState,
         max_batch: int,
         parameters: Parameters,
+        adjustments: Adjustments,
         device: torch.device,
     ) -> None:
         self._model = model
         self._state = state
         self._device = device
         self._parameters = parameters
+        self._adjustments = adjustments
         on_gpu = device.type == "cuda"
         self._memory = torch.zeros(_WORDS * max_batch, dtype=torch.int32, device=device)
         # Written for a new batch, when no round of another one is under way: its copy has ended.
@@ -78,14 +81,16 @@ class DecodeState:
         self._size = 0
         self._graphs: StepGraphs | None = None
         self._greedy_graphs: StepGraphs | None = None
+        self._adjusted_graphs: StepGraphs | None = None
 
     def capture(self, sizes: list[int], pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
         self._graphs = StepGraphs(self._run_step, self._clear, sizes)
         greedy = [size for size in sizes if self._model.step_to_bests(size)]
         self._greedy_graphs = StepGraphs(self._run_greedy_step, self._clear, greedy)
-        self._graphs.capture(pool)
-        self._greedy_graphs.capture(pool)
+        self._adjusted_graphs = StepGraphs(self._run_adjusted_step, self._clear, sizes)
+        for graphs in (self._graphs, self._greedy_graphs, self._adjusted_graphs):
+            graphs.capture(pool)
 
     def _clear(self, size: int) -> None:
         self._memory.zero_()
@@ -101,6 +106,12 @@ class DecodeState:
         assert step is not None
         draw_bests(step(at.tokens, self._state, at.slots), at)
 
+    def _run_adjusted_step(self, size: int) -> None:
+        at = self._at(size)
+        logits = self._model.step(at.tokens, self._state, at.slots)
+        self._adjustments.apply(logits, at.tokens, at.slots, at.positions)
+        draw_rows(logits, at)
+
     def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
         """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
         if plan.again:
@@ -109,17 +120,20 @@ class DecodeState:
             self._upload(plan.decode)
         self._join(plan, drawings)
         self._at(self._size).cursor.zero_()  # who was here, or joins, has drawn already
-        return self._go(plan.steps, plan.greedy)
+        return self._go(plan)
 
-    def _go(self, steps: int, greedy: bool) -> Round:
-        size = self._size
-        greedy = greedy and self._model.step_to_bests(size) is not None
-        graphs = self._greedy_graphs if greedy else self._graphs
+    def _go(self, plan: Plan) -> Round:
+        size, steps = self._size, plan.steps
+        run, graphs = self._run_step, self._graphs
+        if plan.adjusted:
+            run, graphs = self._run_adjusted_step, self._adjusted_graphs
+        elif plan.greedy and self._model.step_to_bests(size) is not None:
+            run, graphs = self._run_greedy_step, self._greedy_graphs
         if graphs is not None and graphs.size_of(size) is not None:
             graphs.replay(size, steps)
         else:
             for _ in range(steps):
-                (self._run_greedy_step if greedy else self._run_step)(size)
+                run(size)
                 if self._device.type == "cpu" and not bool((self._at(size).slots >= 0).any()):
                     break
         first = RESULT_WORD * size

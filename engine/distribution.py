@@ -16,8 +16,6 @@ from torch import Tensor
 
 from engine import ops
 
-_MAX_LOGIT = torch.finfo(torch.float32).max
-
 # splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), its
 # constants as signed 64-bit integers; int64 tensors and arrays wrap around as its arithmetic asks.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -65,34 +63,6 @@ def allow(logits: Tensor, bits: Tensor) -> Tensor:
     each = (octets >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
     forbidden = each.flatten(1)[:, : logits.shape[-1]] == 0
     return logits.masked_fill(forbidden, -torch.inf)
-
-
-def penalise(
-    logits: Tensor,
-    in_prompt: Tensor,
-    answer_counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-) -> Tensor:
-    """Makes tokens that were there already less likely.
-
-    in_prompt bool and answer_counts integer are [rows, vocab]; the penalties fp32 [rows, 1].
-    Repetition (Keskar et al., arXiv 1909.05858) divides a positive logit and multiplies a negative
-    one, for tokens of prompt and answer; presence and frequency (OpenAI) are subtracted, once and
-    per occurrence, for tokens of the answer.
-    """
-    answered = answer_counts > 0
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(in_prompt | answered, scaled, logits)
-    logits = logits - presence * answered - frequency * answer_counts
-    return logits.clamp(max=_MAX_LOGIT)
-
-
-def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """logits[rows[i], ids[i]] + values[i] for every i; -inf makes a token impossible."""
-    biased = logits.index_put((rows, ids), values, accumulate=True)
-    return biased.clamp(max=_MAX_LOGIT)
 
 
 def stream_ids(seeds: Int64, choices: Int64) -> Int64:

@@ -119,6 +119,7 @@ class Plan:
     release: list[int] = field(default_factory=list)
     plain: bool = False
     greedy: bool = False  # `plain`, and every row draws the best token
+    adjusted: bool = False  # `plain`, and requests change the logits before (Adjustments)
     again: bool = False
     apart: bool = False
     steps: int = 1  # of those that decode; more than one only where `plain`

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adjustments import Adjustments
 from engine.columns import (
     FILLED_WORDS,
     Columns,
@@ -115,11 +116,17 @@ class PromptStep:
     for the device."""
 
     def __init__(
-        self, model: ServingModel, state: ModelState, parameters: Parameters, device: torch.device
+        self,
+        model: ServingModel,
+        state: ModelState,
+        parameters: Parameters,
+        adjustments: Adjustments,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._state = state
         self._parameters = parameters
+        self._adjustments = adjustments
         self._device = device
         self._graphs: dict[int, BucketGraphs] = {}  # by sequences, rising
         self._places: dict[_Shape, _Graphed] = {}
@@ -194,6 +201,11 @@ class PromptStep:
     def __call__(self, chunks: Sequence[PrefillChunk], draw: bool) -> Read:
         """Reads the chunks, each into the state of its slot. With `draw` it also draws a token, the
         first of its request, which must be plain, after every chunk with `sample`."""
+        sampled = [chunk for chunk in chunks if chunk.sample]
+        if draw and self._adjustments.concern(chunk.slot for chunk in sampled):
+            read = self(chunks, draw=False)
+            assert read.logits is not None
+            return read._replace(drawing=self.draw(read.logits, sampled))
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         rows = sum(chunk.sample for chunk in chunks)
         scored = any(chunk.targets is not None for chunk in chunks)
@@ -232,6 +244,9 @@ class PromptStep:
         self._fill_drawing(host_columns(host, size), [chunk.slot for chunk in chunks])
         words = host.to(self._device, non_blocking=True)
         at = columns(words, size)
+        if self._adjustments.concern(chunk.slot for chunk in chunks):
+            logits = logits.clone()  # they may be kept, or told of
+            self._adjustments.apply(logits, at.tokens, at.slots, at.positions)
         draw_rows(logits, at)
         return Drawing([chunk.key for chunk in chunks], words, size, at.out[0])
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint, device, distribution
+from engine.adjustments import Adjustments
 from engine.columns import Drawing, Parameters
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
@@ -25,8 +26,9 @@ from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
 from engine.distribution import Logprobs
 from engine.grammars import Grammars
 from engine.graphs import buckets, long_prompts, prompt_buckets
+from engine.hosted import HostedDraws, rows_of
 from engine.mark import Mark
-from engine.messages import ModelInfo, Request, SamplingParams, TokenLogprobs, pack_ids
+from engine.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.places import Places, exported
 from engine.plan import (
     MOST_STEPS,
@@ -34,14 +36,13 @@ from engine.plan import (
     DecodeRow,
     Plan,
     PrefillChunk,
-    Sampled,
     Scored,
     StepResult,
 )
 from engine.prompts import PromptStep
-from engine.sampler import Allowed, Draws, Sampler
-from engine.scoring import score, to_messages, to_scored
-from engine.sequence import is_plain
+from engine.sampler import Draws, Sampler
+from engine.scoring import score, to_scored
+from engine.sequence import is_adjusted, is_plain
 from engine.serving import serving_model
 from engine.state import StatePool
 
@@ -121,16 +122,27 @@ class Runner:
             self.model_config.vocab_size,
         )
         vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
-        self._sampler = Sampler(vocab_size, eos_token_id, self._device)
-        self.grammars = Grammars(folder, vocab_size)
-        self._constraints = Constraints(self.grammars, eos_token_id)
         slots = self.config.max_slots
+        self._adjustments = Adjustments(slots, vocab_size, eos_token_id, self._device)
         self._parameters = Parameters(slots, vocab_size, eos_token_id)
         self._decoding = DecodeState(
-            self._model, self._pool.state, slots, self._parameters, self._device
+            self._model,
+            self._pool.state,
+            slots,
+            self._parameters,
+            self._adjustments,
+            self._device,
         )
-        self._prompts = PromptStep(self._model, self._pool.state, self._parameters, self._device)
-        self._logits_step = LogitsStep(self._model, self._pool.state, self._device)
+        self._prompts = PromptStep(
+            self._model, self._pool.state, self._parameters, self._adjustments, self._device
+        )
+        self.grammars = Grammars(folder, vocab_size)
+        self._hosted = HostedDraws(
+            LogitsStep(self._model, self._pool.state, self._device),
+            Sampler(vocab_size, self._adjustments, self._device),
+            Constraints(self.grammars, eos_token_id),
+            self._device,
+        )
         self.info = self._describe(folder, parameters)
 
     @property
@@ -178,11 +190,12 @@ class Runner:
             self._model.prepare(steps, sizes, list(by_chunks))
             self._prompts.capture(by_chunks, vocab_size, pool)
             self._decoding.capture(steps, pool)
-            self._logits_step.capture(steps, vocab_size, pool)
+            self._hosted.capture(steps, vocab_size, pool)
         everything = SamplingParams(
             top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
         )
-        for sampling in (SamplingParams(temperature=0), everything):
+        adjusted = SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0})
+        for sampling in (SamplingParams(temperature=0), adjusted, everything):
             request = Request(id=0, prompt=pack_ids([0]), sampling=sampling, score=True)
             tokens, targets = array("i", [0]), array("i", [0])
             self.run(
@@ -194,8 +207,11 @@ class Runner:
             row = DecodeRow(-1, 0, token=0, position=1)
             self.run(Plan(decode=[row]))
             if is_plain(sampling):
-                self.run(Plan(decode=[row], at=[0], plain=True))
-                self.run(Plan(decode=[row], at=[0], leave=[0], plain=True, again=True, steps=2))
+                changes = is_adjusted(sampling)
+                again = Plan(decode=[row], at=[0], leave=[0], plain=True, again=True, steps=2)
+                again.adjusted = changes
+                self.run(Plan(decode=[row], at=[0], plain=True, adjusted=changes))
+                self.run(again)
             self.run(Plan(release=[-1]))
         mask = torch.full((1, -(-self.model_config.vocab_size // 32)), -1, dtype=torch.int32)
         logits = torch.zeros(1, self.model_config.vocab_size, device=self._device)
@@ -222,8 +238,7 @@ class Runner:
             raise
 
     def _begin(self, plan: Plan) -> Pending:
-        self._sampler.release(plan.release)
-        self._constraints.release(plan.release)
+        self._hosted.release(plan.release)
         self._places.carry_out(plan.before)
         self._places.begin(plan.admit)
         self._admit(plan.admit)
@@ -246,12 +261,12 @@ class Runner:
             round = self._decoding.start(plan, drawings)
         else:
             middle = Mark(self._device)
-            draws = self._draw(plan, logits)
+            draws = self._hosted.draw(plan, logits)
         end = Mark(self._device)
         exports = self._places.export(plan.exports)
         results = self._fetch(_Results(draws, first, scores, exports))
         # Whose requests these are may be forgotten before the round is finished.
-        tops = [] if draws is None else self._sampler.logprob_rows(_sampled_keys(plan))
+        tops = [] if draws is None else self._hosted.tops(plan)
         return Pending(plan, results, tops, round, 0.0, begin, middle, end, Mark(self._device))
 
     def is_done(self, pending: Pending) -> bool:
@@ -266,8 +281,8 @@ class Runner:
         arrived = perf_counter()
         if first is not None:
             draws = Draws(first, first >= 0, None)
-        sampled = self._sampled(plan, draws, tops)
-        rejected = {} if results.draws is None else self._constraints.rejected()
+        sampled = [] if draws is None else self._hosted.sampled(plan, draws, tops)
+        rejected = {} if results.draws is None else self._hosted.rejected()
         scored = [] if scores is None else to_scored(plan.prefill, scores)
         drawn, spoiled = (None, []) if round is None else to_drawn(round)
         if not plan.decodes:
@@ -285,11 +300,9 @@ class Runner:
         )
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
-        for admission in admissions:
-            if admission.request.sampling.max_tokens > 0:
-                self._sampler.admit(admission.key, admission.request)
-                self._constraints.admit(admission.key, admission.request.sampling)
+        self._hosted.admit(admissions)
         self._parameters.admit(admissions)
+        self._adjustments.admit(admissions)
 
     def _read(self, plan: Plan) -> _Read:
         """Reads every chunk; the device draws for them where the host has no part in it. Chunks
@@ -316,36 +329,6 @@ class Runner:
             logits = [torch.cat(logits)]
         return _Read(hidden, logits[0] if logits else None, drawings)
 
-    def _draw(self, plan: Plan, prefill_logits: Tensor | None) -> Draws | None:
-        """Decodes, then draws for the chunks that end their prompt and for the decoded rows."""
-        parts = [] if prefill_logits is None else [prefill_logits]
-        if plan.decode:
-            rows = plan.decode
-            parts.append(self._logits_step([row.token for row in rows], [row.slot for row in rows]))
-        if not parts:
-            return None
-        keys = _sampled_keys(plan)
-        positions = [0] * (len(keys) - len(plan.decode)) + [row.position for row in plan.decode]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._sample(keys, positions, logits)
-
-    def _sample(self, keys: Sequence[int], positions: Sequence[int], logits: Tensor) -> Draws:
-        """Draws, each of what its grammar allows. A GPU may still be busy with the logits while
-        the masks are computed."""
-        return self._sampler.sample(keys, positions, logits, self._allowed(keys))
-
-    def _allowed(self, keys: Sequence[int]) -> Allowed | None:
-        rows = self._constraints.rows(keys)
-        if not rows:
-            return None
-        shape, on_gpu = (len(rows), self._constraints.words), self._device.type == "cuda"
-        bits = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._constraints.fill([keys[row] for row in rows], bits.numpy())
-        return Allowed(
-            device.upload(rows, torch.int64, self._device),
-            bits.to(self._device, non_blocking=True),
-        )
-
     def _fetch(self, results: _Results) -> _Results:
         """The results in host memory, once the device is done."""
         if self._device.type == "cpu":
@@ -361,28 +344,6 @@ class Runner:
             first = first.to("cpu", non_blocking=True)
         return _Results(draws, first, scores, exports)
 
-    def _sampled(
-        self, plan: Plan, draws: Draws | None, tops: Sequence[tuple[int, int]]
-    ) -> list[Sampled]:
-        """`tops`: Sampler.logprob_rows of the draws."""
-        if draws is None:
-            return []
-        keys = _sampled_keys(plan)
-        logprobs: dict[int, TokenLogprobs] = {}
-        if draws.logprobs is not None:
-            messages = to_messages(draws.logprobs, [top for _, top in tops])
-            logprobs = dict(zip((row for row, _ in tops), messages, strict=True))
-        tokens, finite = draws.tokens.tolist(), draws.finite.tolist()
-        complete = {
-            row: self._constraints.take(keys[row], tokens[row])
-            for row in self._constraints.rows(keys)
-            if finite[row]
-        }
-        return [
-            Sampled(key, token, logprobs.get(row), complete.get(row, False))
-            for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
-        ]
-
 
 def _to_host(logprobs: Logprobs) -> Logprobs:
     return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
@@ -394,19 +355,13 @@ def _rows_by_key(plan: Plan) -> dict[int, int]:
     return {key: row for row, key in enumerate(keys)}
 
 
-def _sampled_keys(plan: Plan) -> list[int]:
-    """Whom the sampler draws for."""
-    keys = [chunk.key for chunk in plan.prefill if chunk.sample]
-    return keys if plan.plain else keys + [row.key for row in plan.decode]
-
-
 def _non_finite(plan: Plan, draws: Draws | None, scored: Sequence[Scored]) -> list[int]:
     """Keys whose logits were not finite: of the draws, and of the scores, where a NaN or infinity
     anywhere in the logits makes every log-probability one."""
     keys: set[int] = set()
     if draws is not None:
         finite = draws.finite.tolist()
-        keys.update(key for key, ok in zip(_sampled_keys(plan), finite, strict=True) if not ok)
+        keys.update(key for key, ok in zip(rows_of(plan).keys, finite, strict=True) if not ok)
     for one in scored:
         if not all(math.isfinite(token.logprob) for token in one.tokens):
             keys.add(one.key)

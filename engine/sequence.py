@@ -39,15 +39,24 @@ def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]
 def is_plain(params: SamplingParams) -> bool:
     """Whether the device can draw for the request, token after token, without the host."""
     return (
-        params.repetition_penalty == 1
-        and params.presence_penalty == 0
-        and params.frequency_penalty == 0
-        and not params.logit_bias
-        and params.min_tokens == 0
-        and params.logprobs is None
+        params.logprobs is None
         and params.grammar is None
         and len(params.stop_token_ids) < MOST_STOP_IDS  # with end-of-text that makes as many
     )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether tokens that were there before are less likely, or more."""
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
+
+
+def is_adjusted(params: SamplingParams) -> bool:
+    """Whether logits are changed before a token is drawn from them, but by a grammar."""
+    return bool(params.logit_bias) or params.min_tokens > 0 or has_penalties(params)
 
 
 def is_greedy(params: SamplingParams) -> bool:

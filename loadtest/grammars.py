@@ -5,8 +5,9 @@
 Masks are those of a vocabulary of 32,000 tokens, byte pairs of the Python sources that lie on every
 machine; each grammar is followed along the tokens of a text that matches it. One thread computes
 them, for a batch too. The engine runs a bundled model: as many streams with a
-grammar, with none, and with none but a logit_bias, in whose draws the host has a part as in those
-with a grammar. Then some of these stand beside streams without, to see what they cost those.
+grammar, with none, with penalties, and with log-probabilities, in whose draws the host has a part
+as in those with a grammar. Then some of these stand beside streams without, to see what they cost
+those.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Beside:
-    """Streams without a grammar and others in one engine; tokens per second."""
+    """Streams that ask for nothing and others in one engine; tokens per second."""
 
     others: str
     streams: int  # of the others
-    plain: float  # of all streams without
+    plain: float  # of all streams that ask for nothing
     of_others: float
 
 
@@ -169,8 +170,9 @@ def _batch(folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], stre
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "no grammar": {},
-    "no grammar, drawn by the host": {"logit_bias": {0: -1.0}},
+    "nothing": {},
+    "penalties and a bias": {"repetition_penalty": 1.1, "logit_bias": {0: -1.0}},
+    "log-probabilities": {"logprobs": 0},
     "a schema": {
         "grammar": Grammar(
             "json", json.dumps({"type": "array", "items": PERSON, "minItems": 100_000})
@@ -223,7 +225,7 @@ def measure_beside(engine: Engine, streams: int) -> list[Beside]:
 
 
 def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float, float]:
-    """Tokens per second of those without a grammar, and of `count` others, over BESIDE_SECONDS
+    """Tokens per second of those who ask for nothing, and of `count` others, over BESIDE_SECONDS
     after as long again."""
     for id in range(streams):
         engine.add("c", _request(id, 10**6, KINDS[name] if id < count else {}))
@@ -235,10 +237,12 @@ def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float,
         for events in engine.step().values():
             if events.failed:
                 raise RuntimeError(events.failed[0].message)
-            for run in events.runs:
-                plain += len(run.requests) * run.length
-            of_others += sum(id < count for id in events.requests)
-            plain += sum(id >= count for id in events.requests)
+            for requests, length in [(events.requests, 1)] + [
+                (run.requests, run.length) for run in events.runs
+            ]:
+                theirs = sum(id < count for id in requests)
+                of_others += theirs * length
+                plain += (len(requests) - theirs) * length
     seconds = now - began
     engine.abort("c", None)
     while engine.has_work:
@@ -288,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside = measure_beside(engine, options.streams)
     print_table(
         f"{options.streams} streams in company",
-        ["others", "streams", "tokens/s of those without a grammar", "of the others"],
+        ["others", "streams", "tokens/s of those who ask for nothing", "of the others"],
         [
             [one.others, str(one.streams), f"{one.plain:,.0f}", f"{one.of_others:,.0f}"]
             for one in beside

@@ -5,10 +5,12 @@
 
 namespace minserve {
 
+struct AdjustArgs;   // adjust/adjust.h
 struct DrawArgs;     // draw/draw.h
 struct DrawKernels;  // draw/draw.h
 struct TargetArgs;   // target_logprobs/target_logprobs.h
-// Does rows [begin, end) on the CPU.
+// Do rows [begin, end) on the CPU.
+using AdjustFn = void (*)(const AdjustArgs&, std::int64_t begin, std::int64_t end);
 using TargetFn = void (*)(const TargetArgs&, std::int64_t begin, std::int64_t end);
 
 // linear_row_kernel: where the streams' stride is 1, channels lying layout.time elements apart.
@@ -19,6 +21,7 @@ using TargetFn = void (*)(const TargetArgs&, std::int64_t begin, std::int64_t en
   ScanFn mingru_kernel(Dtype dtype, bool backward);     \
   ScanFn minlstm_kernel(Dtype dtype, bool backward);    \
   ConvFn conv_kernel(Dtype dtype);                      \
+  AdjustFn adjust_kernel(Dtype dtype);                  \
   DrawKernels draw_kernels(Dtype dtype);                \
   TargetFn target_kernel(Dtype dtype);                  \
   }
@@ -40,6 +43,7 @@ void linear_scan_rows(const ScanArgs& args, Dtype dtype, bool backward, int devi
 void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
 void conv(const ConvArgs& args, Dtype dtype, int device, void* stream);
+void adjust(const AdjustArgs& args, int device, void* stream);
 void draw(const DrawArgs& args, int device, void* stream);
 void draw_best(const DrawArgs& args, int device, void* stream);
 void target_logprobs(const TargetArgs& args, int device, void* stream);

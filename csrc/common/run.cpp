@@ -12,6 +12,7 @@
 #endif
 #endif
 
+#include "../adjust/adjust.h"
 #include "../draw/row_cpu.h"
 #include "../target_logprobs/target_logprobs.h"
 #include "deal.h"
@@ -292,6 +293,23 @@ void run_draw(const DrawArgs& args, const Tensor& logits) {
   }
 #ifdef MINSERVE_CUDA
   return cuda::draw(args, logits.get_device_index(), current_stream(logits));
+#else
+  no_cuda();
+#endif
+}
+
+void run_adjust(const AdjustArgs& args, const Tensor& logits) {
+  if (args.rows == 0) return;
+  if (logits.is_cpu()) {
+    const AdjustFn kernel = MS_BY_ISA(adjust_kernel, Dtype::f32);
+    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
+    torch::stable::parallel_for(0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) {
+      kernel(args, begin, end);
+    });
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  return cuda::adjust(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif

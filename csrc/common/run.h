@@ -11,6 +11,7 @@ enum class Recurrence { linear, mingru, minlstm };
 void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward, const Tensor& like);
 void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 // `logits`: those of the arguments.
+void run_adjust(const AdjustArgs& args, const Tensor& logits);
 void run_draw(const DrawArgs& args, const Tensor& logits);
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 

@@ -5,6 +5,7 @@ shape function and, where there is one, the gradient. Those of the differentiabl
 the number of gates alone and are written once, in scan_train.
 """
 
+from engine.ops.adjust import adjust_
 from engine.ops.conv_scan import conv_scan
 from engine.ops.conv_step import conv_step
 from engine.ops.draw import draw_
@@ -20,6 +21,7 @@ from engine.ops.target_logprobs import target_logprobs
 
 __all__ = [
     "SCAN_CHUNK",
+    "adjust_",
     "conv_scan",
     "conv_step",
     "cpu_isa",

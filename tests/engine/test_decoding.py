@@ -18,11 +18,11 @@ from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.graphs import buckets
-from engine.messages import Failed, Finished, Request, SamplingParams
+from engine.messages import Failed, Finished, Grammar, Request, SamplingParams
 from engine.models.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, StepResult
 from engine.runner import Runner
-from engine.sequence import MOST_STOP_IDS, is_plain
+from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
 
@@ -88,14 +88,22 @@ def various(count: int, seed: int) -> list[Request]:
             "ignore_eos": chance.random() < 0.5,
             "stop_token_ids": tuple(chance.sample(range(VOCAB), chance.choice([0, 0, 1, 7]))),
         }
-        if id % 9 == 8:
+        if id % 3 == 1:
             fields |= chance.choice(
                 [
                     {"repetition_penalty": 1.3},
-                    {"logit_bias": {3: 2.0}},
-                    {"min_tokens": 1},
+                    {"repetition_penalty": 1.5, "presence_penalty": 0.3, "logit_bias": {5: -1.5}},
+                    {"frequency_penalty": 0.9, "temperature": 0.0},
+                    {"logit_bias": dict.fromkeys(range(0, VOCAB, 2), 2.0)},
+                    {"min_tokens": min(30, fields["max_tokens"]), "ignore_eos": False},
+                ]
+            )
+        if id % 9 == 8:
+            fields |= chance.choice(
+                [
                     {"logprobs": 1},
                     {"stop_token_ids": tuple(range(MOST_STOP_IDS))},
+                    {"stop_token_ids": tuple(range(MOST_STOP_IDS)), "presence_penalty": 1.0},
                 ]
             )
         prompt = random_prompt(chance.choice([1, 5, 140]), id)
@@ -441,13 +449,18 @@ def test_an_engine_on_the_gpu_overlaps_its_rounds(folder: Path) -> None:
 def test_sampling_params_of_requests_are_plain_or_not() -> None:
     assert is_plain(SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=4))
     assert is_plain(SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS - 1))))
-    for special in (
+    for adjusted in (
         SamplingParams(repetition_penalty=1.1),
         SamplingParams(presence_penalty=0.1),
-        SamplingParams(frequency_penalty=0.1),
+        SamplingParams(frequency_penalty=-0.1),
         SamplingParams(logit_bias={1: 0.0}),
         SamplingParams(min_tokens=1),
+    ):
+        assert is_plain(adjusted) and is_adjusted(adjusted)
+    assert not is_adjusted(SamplingParams(temperature=0.5, top_k=3, logprobs=1))
+    for special in (
         SamplingParams(logprobs=0),
+        SamplingParams(grammar=Grammar("regex", "a+")),
         SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS))),
     ):
         assert not is_plain(special)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import distribution
-from tests.logits import column, logits_with_ties, order
+from tests.logits import logits_with_ties, order
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -45,40 +45,6 @@ def test_greedy_takes_the_lowest_of_equal_ids(device: str) -> None:
     best, ids = distribution.greedy(logits)
     assert ids.tolist() == [order(row)[0] for row in logits.tolist()]
     assert best.tolist() == [max(row) for row in logits.tolist()]
-
-
-def test_penalties_are_as_their_sources_define_them(device: str) -> None:
-    logits = logits_with_ties(4, 9, device)
-    in_prompt = torch.zeros(4, 9, dtype=torch.bool, device=device)
-    in_prompt[:, [0, 3]] = True
-    counts = torch.zeros(4, 9, dtype=torch.int32, device=device)
-    counts[:, 3], counts[:, 4], counts[:, 5] = 2, 1, 3
-    repetition, presence, frequency = [1.0, 1.5, 0.5, 2.0], [0.0, 0.7, -0.3, 0.0], [0.1, 0, 0.4, 2]
-    out = distribution.penalise(
-        logits,
-        in_prompt,
-        counts,
-        *(column(values, device) for values in (repetition, presence, frequency)),
-    )
-    expected = []
-    for row, penalty, once, each in zip(
-        logits.tolist(), repetition, presence, frequency, strict=True
-    ):
-        new = list(row)
-        for id in (0, 3, 4, 5):
-            new[id] = new[id] / penalty if new[id] > 0 else new[id] * penalty
-        for id, count in ((3, 2), (4, 1), (5, 3)):
-            new[id] -= once + each * count
-        expected.append(new)
-    torch.testing.assert_close(out.cpu(), torch.tensor(expected))
-
-
-def test_bias_adds_to_the_named_tokens_only(device: str) -> None:
-    logits = torch.zeros(2, 4, device=device)
-    index = torch.tensor([[0, 0, 1], [1, 3, 0]], device=device)
-    values = torch.tensor([2.0, -math.inf, 0.5], device=device)
-    out = distribution.add_bias(logits, index[0], index[1], values)
-    assert out.tolist() == [[0, 2, 0, -math.inf], [0.5, 0, 0, 0]]
 
 
 def test_log_probabilities_are_the_log_softmax(device: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine import prompts
+from engine.adjustments import Adjustments
 from engine.checkpoint import load_model, quantize_model, save_model
 from engine.columns import Parameters
 from engine.config import ModelConfig, Quantization
@@ -91,7 +92,11 @@ class Pair:
         vocab, where = model.config.vocab_size, torch.device(device)
         self.states = [model.new_state(ROWS) for _ in range(2)]
         self.parameters = Parameters(ROWS, vocab, None)
-        self.steps = [PromptStep(serving, one, self.parameters, where) for one in self.states]
+        self.adjustments = Adjustments(ROWS, vocab, None, where)
+        self.steps = [
+            PromptStep(serving, one, self.parameters, self.adjustments, where)
+            for one in self.states
+        ]
         pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
         with torch.inference_mode():
             self.steps[1].capture(prompt_buckets(300, ROWS), vocab, pool)
@@ -240,7 +245,9 @@ def test_graphs_pay_while_the_device_does_not_take_much_longer(
     monkeypatch.setattr(prompts, "perf_counter", lambda: now)
     model = build({"cell": "mingru"})
     parameters = Parameters(ROWS, model.config.vocab_size, None)
-    step = PromptStep(PlainModel(model), model.new_state(1), parameters, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    adjustments = Adjustments(ROWS, model.config.vocab_size, None, cpu)
+    step = PromptStep(PlainModel(model), model.new_state(1), parameters, adjustments, cpu)
     assert step.worth_graphs([2, 4, 8]) == largest
     assert step._launch_bound == free
 
@@ -252,7 +259,9 @@ def test_long_prompts_are_filled_up_where_padding_costs_nothing(
     model = build({"cell": "mingru"})
     parameters = Parameters(ROWS, model.config.vocab_size, None)
     state = model.new_state(ROWS)
-    step = PromptStep(PlainModel(model), state, parameters, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    adjustments = Adjustments(ROWS, model.config.vocab_size, None, cpu)
+    step = PromptStep(PlainModel(model), state, parameters, adjustments, cpu)
     step._launch_bound = 2048 if launch_bound else 0
     tokens = list(range(20)) * 90  # 1,800
     with torch.inference_mode():

@@ -38,7 +38,8 @@ def random_request(random: random.Random, hosted: float = 0.1) -> Request:
         sampling=SamplingParams(
             temperature=0,
             max_tokens=random.choice([1, 2, 5, 20, 60, 150]),
-            min_tokens=int(special),
+            min_tokens=random.choice([0, 0, 1]),
+            logprobs=0 if special else None,
             ignore_eos=random.random() < 0.8,
             stop_token_ids=tuple(random.choices(range(VOCAB), k=random.random() < 0.2)),
         ),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.distribution import stream_ids
-from engine.messages import Request, SamplingParams, pack_ids
+from engine.messages import SamplingParams
 from engine.ops import draw_
-from engine.sampler import Draws, Sampler
+from tests.engine.sampling import Sampling
 from tests.ops.torch_draws import uniform
 
 VOCAB = 40
@@ -23,12 +23,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def sampler_with(
     *params: SamplingParams, prompts: list[list[int]] | None = None, device: str = "cpu"
-) -> Sampler:
+) -> Sampling:
     """A sampler that has admitted these, with keys 0, 1, ..."""
-    sampler = Sampler(VOCAB, EOS, torch.device(device))
+    sampler = Sampling(VOCAB, EOS, device, slots=len(params))
     for key, one in enumerate(params):
-        prompt = [0] if prompts is None else prompts[key]
-        sampler.admit(key, Request(id=key, prompt=pack_ids(prompt), sampling=one))
+        sampler.admit(key, one, [0] if prompts is None else prompts[key])
     return sampler
 
 
@@ -263,7 +262,7 @@ def test_log_probabilities_are_of_the_raw_logits_and_of_the_rows_that_ask() -> N
     logits[0, 6] = -1.0
     sampler = sampler_with(*params)
     drawn = sampler.sample([0, 1, 2], [0, 0, 0], logits)
-    assert sampler.logprob_rows([0, 1, 2]) == [(0, 3), (2, 0)]
+    assert sampler.sampler.logprob_rows([0, 1, 2]) == [(0, 3), (2, 0)]
     assert drawn.logprobs is not None
     reference = logits.double().log_softmax(-1)[[0, 2]]
     chosen = reference.gather(-1, drawn.tokens[[0, 2], None]).squeeze(-1)
@@ -280,18 +279,23 @@ def test_without_wishes_there_are_no_log_probabilities() -> None:
 
 
 def test_penalties_begin_anew_with_every_request() -> None:
-    """A table row that one sequence used tells the next one nothing."""
+    """What one sequence has counted in a slot tells the next one there nothing."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6] = 2.0, 1.5
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
-    sampler = Sampler(VOCAB, EOS, torch.device("cpu"))
-    for key in range(40):
-        prompt = [5] if key % 2 else [0]
-        sampler.admit(key, Request(id=key, prompt=pack_ids(prompt), sampling=params))
-        first: Draws = sampler.sample([key], [0], logits)
-        assert int(first.tokens) == (6 if key % 2 else 5)
-        if key % 3:
-            sampler.release([key])  # the others keep their rows, so that the table grows
+    sampler = Sampling(VOCAB, EOS, slots=30)
+    for turn in range(3):
+        for slot in range(30):  # more than have rows of counts at first
+            told = (turn + slot) % 2 == 1
+            sampler.admit(slot, params, [5] if told else [0])
+            first = sampler.sample([slot], [0], logits)
+            assert int(first.tokens) == (6 if told else 5)
+            assert int(sampler.sample([slot], [1], logits).tokens) == (5 if told else 6)
+            if slot % 3 == 0:  # others keep their rows
+                sampler.release([slot])
+                sampler.admit(slot, SamplingParams(temperature=0))
+                for position in range(3):
+                    assert int(sampler.sample([slot], [position], logits).tokens) == 5
 
 
 def test_a_released_key_may_come_back_with_other_parameters() -> None:
@@ -301,7 +305,7 @@ def test_a_released_key_may_come_back_with_other_parameters() -> None:
     sampler.release([0])
     sampler.release([0])
     plain = SamplingParams(temperature=0, logit_bias={9: 100.0})
-    sampler.admit(0, Request(id=1, prompt=pack_ids([0]), sampling=plain))
+    sampler.admit(0, plain)
     assert int(sampler.sample([0], [0], logits).tokens) == 9
 
 
@@ -323,10 +327,9 @@ def test_a_token_is_the_one_that_a_batch_on_the_device_would_draw(device: str) -
             rows.append([small, 0.0] if first[seed] else [0.0, small])
             keys.append(seed)
     logits = torch.tensor(rows, device=device)
-    sampler = Sampler(2, None, torch.device(device))
+    sampler = Sampling(2, None, device, slots=len(keys))
     for key, seed in enumerate(keys):
-        params = SamplingParams(seed=seed, max_tokens=9)
-        sampler.admit(key, Request(id=key, prompt=pack_ids([0]), sampling=params))
+        sampler.admit(key, SamplingParams(seed=seed, max_tokens=9))
     count = len(keys)
     got = sampler.sample(list(range(count)), [0] * count, logits).tokens.tolist()
 

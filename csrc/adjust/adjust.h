@@ -1,0 +1,137 @@
+// What adjust_ does to a row of logits, for host and device. No torch in here.
+//
+// A slot has a record: what its request penalises, and where entries are, of tokens whose logits it
+// changes. Penalties count the tokens of prompt and answer in a row of words: twice the number of
+// times that a token is in the answer, and one more where it is in the prompt.
+#pragma once
+
+#include "../common/types.h"
+
+namespace minserve {
+
+struct AdjustArgs {
+  float* logits = nullptr;  // [rows, vocab], rows row_stride apart
+  std::int64_t row_stride = 0;
+  std::int64_t rows = 0;
+  std::int64_t vocab = 0;
+  const std::int32_t* tokens = nullptr;     // [rows]
+  const std::int32_t* slots = nullptr;      // [rows]
+  const std::int64_t* positions = nullptr;  // [rows]
+  const std::int32_t* records = nullptr;    // [slots, kRecordWords]
+  std::int64_t count = 0;                   // of records
+};
+
+constexpr std::int64_t kRecordWords = 8, kEntryWords = 3;
+constexpr std::int32_t kInAnswer = 2;  // each time
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kMostLogit = 3.402823466e38f;
+// In so small a vocabulary all tokens may be made impossible; then none is.
+constexpr std::int64_t kTinyVocabulary = 16;
+
+// A finite sum; what is not finite stays so, that a draw sees it.
+MS_HD float bounded(float logit, float adjusted) {
+  if (logit == kInfinity) return logit;
+  return adjusted > kMostLogit ? kMostLogit : adjusted;
+}
+
+// As it lies in memory: the addresses of counts and of entries, or 0; three floats; how many
+// entries.
+class Record {
+ public:
+  struct Entry {
+    std::int32_t id;
+    float value;         // is added to the logit
+    std::int32_t until;  // at positions below
+  };
+
+  MS_HD Record(const AdjustArgs& args, std::int32_t slot)
+      : words_(args.records + slot * kRecordWords) {}
+
+  MS_HD std::int32_t* counts() const { return address(0); }  // [vocab], or null
+  MS_HD std::int64_t entries() const { return words_[7]; }
+  MS_HD Entry entry(std::int64_t i) const {
+    const std::int32_t* const at = address(2) + i * kEntryWords;
+    return {at[0], as_float(at + 1), at[2]};
+  }
+
+  // A token's logit, whose count is not 0: repetition (Keskar et al., arXiv 1909.05858) divides a
+  // positive one and multiplies a negative one, for tokens of prompt and answer; presence and
+  // frequency (OpenAI) are subtracted, once and each time, for tokens of the answer.
+  MS_HD float penalised(float logit, std::int32_t count) const {
+    const float repetition = as_float(words_ + 4);
+    const float scaled = logit > 0.0f ? logit / repetition : logit * repetition;
+    const std::int32_t times = count / kInAnswer;
+    if (times == 0) return bounded(logit, scaled);
+    const float once = scaled - as_float(words_ + 5);
+    return bounded(logit, once - as_float(words_ + 6) * static_cast<float>(times));
+  }
+
+ private:
+  MS_HD std::int32_t* address(int at) const {
+    const auto low = static_cast<std::uint32_t>(words_[at]);
+    const auto high = static_cast<std::uint64_t>(static_cast<std::uint32_t>(words_[at + 1]));
+    return reinterpret_cast<std::int32_t*>(high << 32 | low);
+  }
+  MS_HD static float as_float(const std::int32_t* word) {
+    float value;
+    __builtin_memcpy(&value, word, sizeof(value));
+    return value;
+  }
+
+  const std::int32_t* const words_;
+};
+
+// Tokens [begin, end) of a row, by one of `threads` threads; `meet` is a barrier for these. A row
+// may be cut into pieces, each with threads of its own.
+template <class Meet>
+MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t begin,
+                        std::int64_t end, std::int64_t thread, std::int64_t threads, Meet meet) {
+  const std::int32_t slot = args.slots[r];
+  if (slot < 0 || slot >= args.count) return;
+  const Record record(args, slot);
+  std::int32_t* const counts = record.counts();
+  const std::int64_t entries = record.entries(), position = args.positions[r];
+  float* const logits = args.logits + r * args.row_stride;
+  if (counts) {
+    // The one that this step reads was drawn for the answer, but for the prompt's last.
+    const std::int64_t read = position > 0 ? args.tokens[r] : -1;
+    for (std::int64_t id = begin + thread; id < end; id += threads) {
+      std::int32_t count = counts[id];
+      if (id == read) counts[id] = count += kInAnswer;
+      if (count) logits[id] = record.penalised(logits[id], count);
+    }
+  }
+  if (entries <= 0) return;
+  const auto each = [&](bool bans, auto act) {
+    for (std::int64_t i = thread; i < entries; i += threads) {
+      const Record::Entry entry = record.entry(i);
+      const bool is_here = entry.id >= begin && entry.id < end;
+      if (is_here && position < entry.until && (entry.value == -kInfinity) == bans) act(entry);
+    }
+  };
+  meet();
+  each(false, [&](const Record::Entry& entry) {
+    logits[entry.id] = bounded(logits[entry.id], logits[entry.id] + entry.value);
+  });
+  meet();
+  const auto ban = [&](const Record::Entry& entry) { logits[entry.id] = -kInfinity; };
+  if (args.vocab > kTinyVocabulary) {
+    each(true, ban);
+  } else if (thread == 0) {
+    std::uint32_t banned = 0, possible = 0;
+    for (std::int64_t i = 0; i < entries; ++i) {
+      const Record::Entry entry = record.entry(i);
+      const bool bans = entry.value == -kInfinity && position < entry.until;
+      if (bans && entry.id >= 0 && entry.id < end) banned |= 1u << entry.id;
+    }
+    for (std::int64_t id = 0; id < end; ++id) {
+      if (logits[id] != -kInfinity) possible |= 1u << id;
+    }
+    if ((possible & ~banned) == 0) return;
+    for (std::int64_t id = 0; id < end; ++id) {
+      if (banned >> id & 1) logits[id] = -kInfinity;
+    }
+  }
+}
+
+}  // namespace minserve

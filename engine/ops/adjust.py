@@ -1,0 +1,104 @@
+"""adjust_: penalties, biases and bans laid on the logits that a step draws from, on the device.
+
+What a request asks for lies in the record of its slot, int32 words as `record` packs them, so that
+a step in a CUDA graph follows whatever sequences its rows have. A record names the addresses of
+entries, of tokens whose logits change, and of the words in which penalties count tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.ops import library  # noqa: F401  (registers the operators)
+
+RECORD_WORDS = 8
+IN_PROMPT, IN_ANSWER = 1, 2  # what a token adds to its count: once, and each time
+_MOST = torch.finfo(torch.float32).max
+_TINY_VOCABULARY = 16
+
+Entry = tuple[int, float, int]  # a token, what is added to its logit, at positions below this one
+
+
+def pack_entries(entries: Sequence[Entry]) -> bytes:
+    """Three int32 words for each. An infinite value makes a token impossible."""
+    return b"".join([struct.pack("<ifi", *entry) for entry in entries])
+
+
+def record(
+    counts: int, penalties: tuple[float, float, float], entries: int, entry_count: int
+) -> bytes:
+    """RECORD_WORDS words.
+
+    Args:
+        counts: the address of int32 [vocab] on the device of the logits, which has to stay there;
+            0: nothing is penalised.
+        penalties: repetition, presence and frequency, as float32.
+        entries: the address of `entry_count` entries on that device, likewise.
+    """
+    return struct.pack("<qq3fi", counts, entries, *penalties, entry_count)
+
+
+def adjust_(
+    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor
+) -> None:
+    """Adjusts each row whose slot is not negative and has a record that asks for it.
+
+    The row's token, which the step has read, is counted first where it belongs to the answer, i.e.
+    where positions[r] is above 0: once for each step. Then, for the tokens that were counted,
+    repetition (Keskar et al., arXiv 1909.05858) divides a positive logit and multiplies a negative
+    one, for tokens of prompt and answer; presence and frequency (OpenAI) are subtracted, once and
+    for each time, for tokens of the answer. Then finite entries are added, and last the infinite
+    ones; where these would leave no token, in a vocabulary of up to 16, there are none. Finite
+    logits stay so, and others as they are.
+
+    Nothing waits for the device, and a row's result does not depend on the others.
+
+    Args:
+        logits: float32 [rows, vocab], vocab below 2**24; **changed in place**.
+        tokens: int32 [rows].
+        slots: int32 [rows]; those beyond the records have none.
+        positions: int64 [rows]: how many tokens the answer has.
+        records: int32 [slots, RECORD_WORDS], each as `record` packs it; their counts are changed.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit.
+    """
+    torch.ops.minserve.adjust_(logits, tokens, slots, positions, records)
+
+
+def reference(
+    logits: Tensor,
+    counts: Tensor,
+    penalties: tuple[float, float, float],
+    entries: Sequence[Entry],
+    position: int,
+) -> Tensor:
+    """What becomes of a row, logits [vocab] with int32 counts [vocab]: the same in float64."""
+    repetition, presence, frequency = penalties
+    x, times = logits.double(), counts // IN_ANSWER
+    scaled = torch.where(x > 0, x / repetition, x * repetition)
+    x = torch.where(counts > 0, scaled, x) - presence * (times > 0) - frequency * times
+    here = [(id, value) for id, value, until in entries if position < until]
+    banned = torch.zeros(len(x), dtype=torch.bool)
+    for id, value in here:
+        if value == -torch.inf:
+            banned[id] = True
+        else:
+            x[id] += value
+    x = torch.where(logits.isinf(), logits.double(), x.clamp(max=_MOST))
+    if len(x) > _TINY_VOCABULARY or bool((x[~banned] > -torch.inf).any()):
+        x[banned] = -torch.inf
+    return x
+
+
+def _fake(
+    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor
+) -> None:
+    """Returns nothing; what it changes keeps its shape."""
+
+
+torch.library.register_fake("minserve::adjust_", _fake)
