@@ -69,7 +69,7 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // one convolution step for each row of the batch
   m.def(
       "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
-  // penalties, biases and bans of each row's slot, laid on its logits; counts the token that is read
+  // penalties, biases and bans of each row's slot, laid on its logits; the token read is counted
   m.def(
       "adjust_(Tensor(a!) logits, Tensor tokens, Tensor slots, Tensor positions, Tensor records) "
       "-> ()");

@@ -245,7 +245,7 @@ def test_opcheck(device: str) -> None:
         (2, torch.zeros(2, dtype=torch.int64), "slots must be int32"),
         (3, int32(0, 0), "positions must be int64"),
         (4, torch.zeros(3, 7, dtype=torch.int32), "records must be \\[slots, 8\\]"),
-        (4, torch.zeros(3, 16, dtype=torch.int32)[:, :8], "records must be contiguous"),
+        (4, torch.zeros(8, 3, dtype=torch.int32).T, "records must be contiguous"),
     ],
 )
 def test_bad_arguments_are_refused(device: str, index: int, value: Tensor, message: str) -> None:
