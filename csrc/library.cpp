@@ -69,10 +69,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // one convolution step for each row of the batch
   m.def(
       "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
-  // penalties, biases and bans of each row's slot, laid on its logits; the token read is counted
+  // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
+  // row has read is counted
   m.def(
-      "adjust_(Tensor(a!) logits, Tensor tokens, Tensor slots, Tensor positions, Tensor records) "
-      "-> ()");
+      "adjust_(Tensor(a!) logits, Tensor tokens, Tensor slots, Tensor positions, Tensor records, "
+      "Tensor? masks=None, Tensor? mask_of=None) -> ()");
   // draws a token for each row of logits, writes it to out and moves the row on
   m.def(
       "draw_(Tensor logits, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "

@@ -17,7 +17,7 @@ from engine.indices import to_device
 from engine.messages import SamplingParams, unpack_ids
 from engine.ops.adjust import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
 from engine.plan import Admission
-from engine.sequence import has_penalties, is_adjusted
+from engine.sequence import endings, has_penalties, is_adjusted
 
 _MOST_FLOAT = float(torch.finfo(torch.float32).max)
 _ALWAYS = 2**31 - 1  # positions are below
@@ -31,7 +31,7 @@ class Adjustments:
         self, slots: int, vocab_size: int, eos_token_id: int | None, device: torch.device
     ) -> None:
         self._vocab_size = vocab_size
-        self._end_of_text: tuple[int, ...] = () if eos_token_id is None else (eos_token_id,)
+        self._eos_token_id = eos_token_id
         self._device = device
         self._records = torch.zeros(slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self._used: set[int] = set()  # slots whose records are not empty
@@ -59,9 +59,17 @@ class Adjustments:
         """Whether a request of these asked for any."""
         return not self._used.isdisjoint(slots)
 
-    def apply(self, logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def apply(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        masks: Tensor | None = None,
+        mask_of: Tensor | None = None,
+    ) -> None:
         """`ops.adjust_`, once for each token that is read."""
-        ops.adjust_(logits, tokens, slots, positions, self._records)
+        ops.adjust_(logits, tokens, slots, positions, self._records, masks, mask_of)
 
     def _forget(self, slot: int) -> None:
         self._used.discard(slot)
@@ -74,12 +82,10 @@ class Adjustments:
         entries: list[Entry] = [
             (id, _bounded(value), _ALWAYS) for id, value in params.logit_bias.items()
         ]
-        if params.min_tokens:
-            ends = {id for id in params.stop_token_ids if 0 <= id < self._vocab_size}
-            # End-of-text, where it is ignored, too.
-            entries += [
-                (id, -torch.inf, params.min_tokens) for id in sorted(ends.union(self._end_of_text))
-            ]
+        if params.min_tokens and params.grammar is None:  # else its masks see to that
+            ends = endings(params, self._eos_token_id)
+            if len(ends) < self._vocab_size:  # or no token would be left
+                entries += [(id, -torch.inf, params.min_tokens) for id in sorted(ends)]
         there = 0
         if entries:
             self._entries[slot] = self._upload(pack_entries(entries))

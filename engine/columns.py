@@ -18,8 +18,8 @@ from engine import distribution, ops
 from engine.messages import SamplingParams
 from engine.ops.linear_best import draw_best_
 from engine.plan import MOST_STEPS, Admission
-from engine.sampler import bounded_temperature
-from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids
+from engine.sampler import drawn_temperature
+from engine.sequence import MOST_STOP_IDS, is_plain, stop_ids
 
 _WIDE = 3  # columns of 8 bytes, which come first
 _NARROW = 5  # columns of 4 bytes
@@ -191,7 +191,7 @@ class Parameters:
         at.cursor[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
-        temperatures = [0.0 if is_greedy(one) else bounded_temperature(one) for one in params]
+        temperatures = [drawn_temperature(one) for one in params]
         self._temperature[slots] = temperatures
         if any(temperatures):  # else a draw looks at nothing of this
             seeds = np.array([one.seed for one in params], np.int64)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.grammar import reason
 from engine.grammars import Grammars
 from engine.messages import SamplingParams
-from engine.sequence import stop_ids
+from engine.sequence import endings, stop_ids
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -32,6 +32,10 @@ class _Text:
 
     matcher: LLMatcher
     ends: frozenset[int]  # the tokens that end it
+    min_tokens: int
+    lasting: NDArray[
+        np.uint32
+    ]  # [words]: the mask of all tokens but those that min_tokens rules out
     # Those which the latest mask holds because the text may end here, and for nothing else.
     ending: set[int] = field(default_factory=set)
 
@@ -42,6 +46,7 @@ class Constraints:
     def __init__(self, grammars: Grammars, eos_token_id: int | None) -> None:
         self._grammars = grammars
         self._eos_token_id = eos_token_id
+        self._textual: NDArray[np.uint32] | None = None  # the mask of all that may be text
         self._texts: dict[int, _Text] = {}  # by key
         self._rejected: dict[int, str] = {}
 
@@ -57,7 +62,9 @@ class Constraints:
         compiled = self._grammars.ask(params.grammar)
         if compiled is None or isinstance(compiled, Exception):
             raise RuntimeError("a sequence was admitted without its grammar")
-        self._texts[key] = _Text(compiled.deep_copy(), stop_ids(params, self._eos_token_id))
+        lasting = _all_but(endings(params, self._eos_token_id), self.words)
+        ends = stop_ids(params, self._eos_token_id)
+        self._texts[key] = _Text(compiled.deep_copy(), ends, params.min_tokens, lasting)
 
     def release(self, keys: Iterable[int]) -> None:
         """Forgets sequences; unknown keys are ignored."""
@@ -73,18 +80,18 @@ class Constraints:
             return []
         return [row for row, key in enumerate(keys) if key in self._texts]
 
-    def fill(self, keys: Sequence[int], out: NDArray[np.int32]) -> None:
+    def fill(self, keys: Sequence[int], positions: Sequence[int], out: NDArray[np.int32]) -> None:
         """Writes what each of these sequences, all with a grammar, may go on with: bit t of row i,
         counted from the lowest bit of the first word, says that token t is allowed. `out` is
-        [len(keys), words]. A sequence that cannot go on is rejected, and everything allowed."""
+        [len(keys), words]; positions[i] tokens have been drawn for it. Where min_tokens would leave
+        nothing it rules nothing out. A sequence that cannot go on is rejected, and everything
+        allowed."""
         texts = [self._texts[key] for key in keys]
         self._compute(keys, texts, out)
         bits = out.view(np.uint32)
-        may_end = _take_out(bits, self._grammars.tokens.end)
-        if self._eos_token_id is not None:
-            _take_out(bits, self._eos_token_id)  # it is never text
+        may_end = self._take_out_ends(bits)
         goes_on: NDArray[np.bool_] = np.asarray(bits.any(axis=1))
-        for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
+        for row, (key, position, text) in enumerate(zip(keys, positions, texts, strict=True)):
             text.ending.clear()
             if key in self._rejected:
                 bits[row] = 0xFFFFFFFF
@@ -100,6 +107,8 @@ class Constraints:
                     if not bits[row, word] & bit:
                         bits[row, word] |= bit
                         text.ending.add(token)
+            if position < text.min_tokens and (bits[row] & text.lasting).any():
+                bits[row] &= text.lasting
 
     def take(self, key: int, token: int) -> bool:
         """A sequence with a grammar has drawn a token; whether nothing can follow it."""
@@ -121,10 +130,18 @@ class Constraints:
         if tokens.complete or matcher.is_stopped():
             return matcher.is_stopped()
         bits = np.frombuffer(bytearray(matcher.compute_bitmask()), np.uint32).reshape(1, -1)
-        for other in (tokens.end, self._eos_token_id):
-            if other is not None:
-                _take_out(bits, other)
+        self._take_out_ends(bits)
         return not bits.any()
+
+    def _take_out_ends(self, bits: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """What is never text, of every row of [rows, words]; where the end was allowed, [rows]."""
+        if self._textual is None:
+            ends = self._grammars.tokens.end, self._eos_token_id
+            self._textual = _all_but([end for end in ends if end is not None], self.words)
+        word, bit = divmod(self._grammars.tokens.end, 32)
+        may_end: NDArray[np.bool_] = bits[:, word] & np.uint32(1 << bit) != 0
+        bits &= self._textual
+        return may_end
 
     def rejected(self) -> dict[int, str]:
         """The sequences that could not go on since the last call, and why."""
@@ -150,9 +167,9 @@ def _defect(error: BaseException) -> str:
     return f"the matcher failed: {type(error).__name__}"
 
 
-def _take_out(bits: NDArray[np.uint32], token: int) -> NDArray[np.bool_]:
-    """Clears a token's bit in every row of [rows, words]; where it was set, [rows]."""
-    word, bit = token // 32, np.uint32(1 << token % 32)
-    was_set: NDArray[np.bool_] = (bits[:, word] & bit) != 0
-    bits[:, word] &= ~bit
-    return was_set
+def _all_but(tokens: Iterable[int], words: int) -> NDArray[np.uint32]:
+    """The mask [words] that has all other tokens."""
+    bits = np.full(words, 0xFFFFFFFF, np.uint32)
+    for token in tokens:
+        bits[token // 32] &= ~np.uint32(1 << token % 32)
+    return bits

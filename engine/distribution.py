@@ -55,16 +55,6 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, ids
 
 
-def allow(logits: Tensor, bits: Tensor) -> Tensor:
-    """Makes impossible what a mask does not allow: bit t of row i of `bits` int32 [rows, words],
-    counted from the lowest bit of the first word, is token t. Words beyond the vocabulary count
-    nothing."""
-    octets = bits.view(torch.uint8).unsqueeze(-1)  # [rows, 4 * words, 1]
-    each = (octets >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
-    forbidden = each.flatten(1)[:, : logits.shape[-1]] == 0
-    return logits.masked_fill(forbidden, -torch.inf)
-
-
 def stream_ids(seeds: Int64, choices: Int64) -> Int64:
     """One random stream for each (seed, choice): int64 [rows]."""
     return _mix(_mix(seeds) + (choices + 1) * _GOLDEN)

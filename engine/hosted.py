@@ -49,26 +49,27 @@ class HostedDraws:
         self._sampler.release(keys)
         self._constraints.release(keys)
 
-    def draw(self, plan: Plan, prompts: Tensor | None) -> Draws | None:
-        """Decodes, then draws for the chunks that end their prompt, whose logits `prompts` are, and
-        for the decoded rows; None where there are none."""
+    def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> Draws | None:
+        """Decodes, then draws for `rows`, which are the plan's: for the chunks that end their
+        prompt, whose logits `prompts` are, and for the decoded rows; None where there are none."""
         parts = [] if prompts is None else [prompts]
         if plan.decode:
-            rows = plan.decode
-            parts.append(self._step([row.token for row in rows], [row.slot for row in rows]))
+            decode = plan.decode
+            parts.append(self._step([row.token for row in decode], [row.slot for row in decode]))
         if not parts:
             return None
-        logits, drawn = parts[0] if len(parts) == 1 else torch.cat(parts), rows_of(plan)
-        return self._sampler.sample(drawn, logits, self._allowed(drawn.keys))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._sampler.sample(rows, logits, self._allowed(rows))
 
-    def tops(self, plan: Plan) -> list[tuple[int, int]]:
-        """Sampler.logprob_rows of its draws. Whose requests these are may be forgotten before the
-        draws are known."""
-        return self._sampler.logprob_rows(rows_of(plan).keys)
+    def tops(self, rows: Rows) -> list[tuple[int, int]]:
+        """Sampler.logprob_rows. Whose requests these are may be forgotten before the draws are
+        known."""
+        return self._sampler.logprob_rows(rows.keys)
 
-    def sampled(self, plan: Plan, draws: Draws, tops: Sequence[tuple[int, int]]) -> list[Sampled]:
+    def sampled(
+        self, keys: Sequence[int], draws: Draws, tops: Sequence[tuple[int, int]]
+    ) -> list[Sampled]:
         """What was drawn, on the host; the matchers follow it."""
-        keys = rows_of(plan).keys
         logprobs: dict[int, TokenLogprobs] = {}
         if draws.logprobs is not None:
             messages = to_messages(draws.logprobs, [top for _, top in tops])
@@ -88,25 +89,31 @@ class HostedDraws:
         """Constraints.rejected."""
         return self._constraints.rejected()
 
-    def _allowed(self, keys: Sequence[int]) -> Allowed | None:
+    def _allowed(self, rows: Rows) -> Allowed | None:
         """A GPU may still be busy with the logits while the masks are computed."""
-        rows = self._constraints.rows(keys)
-        if not rows:
+        masked = self._constraints.rows(rows.keys)
+        if not masked:
             return None
-        shape, on_gpu = (len(rows), self._constraints.words), self._device.type == "cuda"
+        shape, on_gpu = (len(masked), self._constraints.words), self._device.type == "cuda"
         bits = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._constraints.fill([keys[row] for row in rows], bits.numpy())
+        keys = [rows.keys[row] for row in masked]
+        self._constraints.fill(keys, [rows.positions[row] for row in masked], bits.numpy())
+        mask_of = [-1] * len(rows.keys)
+        for which, row in enumerate(masked):
+            mask_of[row] = which
         return Allowed(
-            upload(rows, torch.int64, self._device), bits.to(self._device, non_blocking=True)
+            bits.to(self._device, non_blocking=True), upload(mask_of, torch.int32, self._device)
         )
 
 
 def rows_of(plan: Plan) -> Rows:
     """Whom a plan draws for, but for the batch of a plain one."""
-    rows = Rows([], [], [], [])
-    for chunk in plan.prefill:
-        if chunk.sample:
-            rows.add(chunk.key, chunk.slot, 0, 0)
-    for row in [] if plan.plain else plan.decode:
-        rows.add(row.key, row.slot, row.token, row.position)
-    return rows
+    chunks = [chunk for chunk in plan.prefill if chunk.sample]
+    decode = [] if plan.plain else plan.decode
+    nothing = [0] * len(chunks)
+    return Rows(
+        [*(chunk.key for chunk in chunks), *(row.key for row in decode)],
+        [*(chunk.slot for chunk in chunks), *(row.slot for row in decode)],
+        [*nothing, *(row.token for row in decode)],
+        [*nothing, *(row.position for row in decode)],
+    )

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from engine import checkpoint, device, distribution
+from engine import checkpoint, device
 from engine.adjustments import Adjustments
 from engine.columns import Drawing, Parameters
 from engine.config import DtypeName, EngineConfig, host_rows
@@ -70,7 +70,8 @@ class Pending(NamedTuple):
 
     plan: Plan
     results: _Results  # on the host, once the device is done
-    tops: list[tuple[int, int]]  # Sampler.logprob_rows of its draws
+    keys: list[int]  # whom it draws for, but for its batch
+    tops: list[tuple[int, int]]  # Sampler.logprob_rows of these
     round: Round | None  # of a plain plan
     host_seconds: float  # that it took to begin
     begin: Mark
@@ -213,9 +214,6 @@ class Runner:
                 self.run(Plan(decode=[row], at=[0], plain=True, adjusted=changes))
                 self.run(again)
             self.run(Plan(release=[-1]))
-        mask = torch.full((1, -(-self.model_config.vocab_size // 32)), -1, dtype=torch.int32)
-        logits = torch.zeros(1, self.model_config.vocab_size, device=self._device)
-        distribution.allow(logits, mask.to(self._device))
 
     def run(self, plan: Plan) -> StepResult:
         """Carries out one round. An exception leaves the rows of its sequences undefined."""
@@ -256,18 +254,21 @@ class Runner:
             first = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
             logits = None  # they have served their purpose
         draws = round = None
+        rows = rows_of(plan)
         if plan.plain:
             middle = Mark(self._device)
             round = self._decoding.start(plan, drawings)
         else:
             middle = Mark(self._device)
-            draws = self._hosted.draw(plan, logits)
+            draws = self._hosted.draw(plan, rows, logits)
         end = Mark(self._device)
         exports = self._places.export(plan.exports)
         results = self._fetch(_Results(draws, first, scores, exports))
         # Whose requests these are may be forgotten before the round is finished.
-        tops = [] if draws is None else self._hosted.tops(plan)
-        return Pending(plan, results, tops, round, 0.0, begin, middle, end, Mark(self._device))
+        tops = [] if draws is None else self._hosted.tops(rows)
+        return Pending(
+            plan, results, rows.keys, tops, round, 0.0, begin, middle, end, Mark(self._device)
+        )
 
     def is_done(self, pending: Pending) -> bool:
         """Whether `finish` need not wait for it."""
@@ -275,13 +276,13 @@ class Runner:
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
-        plan, results, tops, round, host_seconds, begin, middle, end, done = pending
+        plan, results, keys, tops, round, host_seconds, begin, middle, end, done = pending
         draws, first, scores, exports = results
         done.wait()
         arrived = perf_counter()
         if first is not None:
             draws = Draws(first, first >= 0, None)
-        sampled = [] if draws is None else self._hosted.sampled(plan, draws, tops)
+        sampled = [] if draws is None else self._hosted.sampled(keys, draws, tops)
         rejected = {} if results.draws is None else self._hosted.rejected()
         scored = [] if scores is None else to_scored(plan.prefill, scores)
         drawn, spoiled = (None, []) if round is None else to_drawn(round)
@@ -292,7 +293,7 @@ class Runner:
             rejected=rejected,
             drawn=drawn,
             scored=scored,
-            non_finite=_non_finite(plan, draws, scored) + spoiled,
+            non_finite=_non_finite(keys, draws, scored) + spoiled,
             exports=exported(exports),
             prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
             decode_seconds=middle.seconds_until(end) if plan.decodes else 0.0,
@@ -355,13 +356,13 @@ def _rows_by_key(plan: Plan) -> dict[int, int]:
     return {key: row for row, key in enumerate(keys)}
 
 
-def _non_finite(plan: Plan, draws: Draws | None, scored: Sequence[Scored]) -> list[int]:
+def _non_finite(drawn: Sequence[int], draws: Draws | None, scored: Sequence[Scored]) -> list[int]:
     """Keys whose logits were not finite: of the draws, and of the scores, where a NaN or infinity
     anywhere in the logits makes every log-probability one."""
     keys: set[int] = set()
     if draws is not None:
         finite = draws.finite.tolist()
-        keys.update(key for key, ok in zip(rows_of(plan).keys, finite, strict=True) if not ok)
+        keys.update(key for key, ok in zip(drawn, finite, strict=True) if not ok)
     for one in scored:
         if not all(math.isfinite(token.logprob) for token in one.tokens):
             keys.add(one.key)

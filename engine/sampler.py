@@ -22,6 +22,7 @@ from engine.adjustments import Adjustments
 from engine.device import upload
 from engine.distribution import Logprobs
 from engine.messages import SamplingParams
+from engine.sequence import is_greedy
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
@@ -35,45 +36,35 @@ class Rows(NamedTuple):
     tokens: list[int]  # that the step has read
     positions: list[int]  # how many tokens have been drawn before
 
-    def add(self, key: int, slot: int, token: int, position: int) -> None:
-        self.keys.append(key)
-        self.slots.append(slot)
-        self.tokens.append(token)
-        self.positions.append(position)
-
 
 class Draws(NamedTuple):
     """One drawn token per row, on the device."""
 
-    tokens: Tensor  # [rows] int64 or int32; meaningless where not finite
+    tokens: Tensor  # [rows] int32; meaningless where not finite
     finite: Tensor  # [rows] bool: the row's logits held no NaN and no +infinity
     logprobs: Logprobs | None  # of the rows that `Sampler.logprob_rows` names
 
 
 class Allowed(NamedTuple):
-    """What grammars allow in one step, on the device."""
+    """What grammars allow in one step, on the device, as `ops.adjust_` takes it."""
 
-    rows: Tensor  # [g] of the batch
-    bits: Tensor  # [g, words] int32, as `distribution.allow` reads them
-
-
-class _Drawn(NamedTuple):
-    rows: Tensor  # [d] of the batch
-    temperature: Tensor  # [d]
-    top_k: Tensor  # [d]
-    top_p: Tensor  # [d]
-    min_p: Tensor  # [d]
-    streams: Tensor  # [d]
+    masks: Tensor  # [masked, words] int32
+    mask_of: Tensor  # [rows] int32
 
 
 @dataclass(slots=True)
 class _Batch:
-    """The parameters of one set of rows; a part that no row uses is None."""
+    """The parameters of one set of rows, as `ops.draw_` takes them."""
 
-    keys: Sequence[int]
-    slots: Tensor | None  # [rows], where requests change logits
-    drawn: _Drawn | None
-    logprob_index: Tensor | None  # [l] of the batch
+    keys: list[int]
+    slots: Tensor
+    adjusted: bool  # requests change logits
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    streams: Tensor
+    logprob_index: Tensor | None  # [l] of the rows; None where nobody asks for any
     logprob_top: int
 
 
@@ -106,91 +97,67 @@ class Sampler:
 
     def sample(self, rows: Rows, logits: Tensor, allowed: Allowed | None = None) -> Draws:
         """Draws a token for each of `rows` from `logits` [rows, vocab] fp32, which it may change.
-
-        Where no token is possible (all are banned), the most likely one of those that the grammar
-        allows is taken.
-        """
+        Some token has to be allowed for each."""
         if self._batch is None or self._batch.keys != rows.keys:
             self._batch = self._build(rows)
-        batch = self._batch
-        raw_best, tokens = distribution.greedy(logits)
-        possible, best = logits, raw_best
-        if allowed is not None:
-            masked = distribution.allow(logits[allowed.rows], allowed.bits)
-            possible = logits.index_copy(0, allowed.rows, masked)
-            best, tokens = distribution.greedy(possible)
-        at = None
-        if batch.drawn or batch.slots is not None:
-            at = self._tensor(rows.positions, torch.int64)
-        if batch.slots is not None:
-            assert at is not None
-            fallback = tokens
-            if possible is logits and batch.logprob_index is not None:
-                possible = logits.clone()
+        batch, index = self._batch, self._batch.logprob_index
+        raw = None if index is None else logits[index]
+        positions = self._tensor(rows.positions, torch.int64)
+        if batch.adjusted or allowed is not None:
             read = self._tensor(rows.tokens, torch.int32)
-            self._adjustments.apply(possible, read, batch.slots, at)
-            best, tokens = distribution.greedy(possible)
-        if batch.drawn is not None:
-            assert at is not None
-            tokens = tokens.index_copy(0, batch.drawn.rows, _draw(batch.drawn, possible, at))
-        if batch.slots is not None:
-            tokens = torch.where(best.isneginf(), fallback, tokens)
+            masks, mask_of = (None, None) if allowed is None else allowed
+            self._adjustments.apply(logits, read, batch.slots, positions, masks, mask_of)
+        tokens = _draw(batch, logits, positions)
         logprobs = None
-        if batch.logprob_index is not None:
-            index = batch.logprob_index
-            logprobs = distribution.token_logprobs(logits[index], tokens[index], batch.logprob_top)
-        return Draws(tokens, raw_best.isfinite(), logprobs)
+        if raw is not None and index is not None:
+            drawn = tokens[index].clamp(min=0).long()
+            logprobs = distribution.token_logprobs(raw, drawn, batch.logprob_top)
+        return Draws(tokens, tokens >= 0, logprobs)
 
     def _build(self, rows: Rows) -> _Batch:
         params = [self._params[key] for key in rows.keys]
         logprobs = self.logprob_rows(rows.keys)
-        drawn = [row for row, one in enumerate(params) if one.temperature > 0]
-        adjusted = self._adjustments.concern(rows.slots)
+        top_k = [one.top_k if one.top_k < self.vocab_size else 0 for one in params]
+        streams = distribution.stream_ids(
+            self._tensor([one.seed for one in params], torch.int64),
+            self._tensor([one.choice for one in params], torch.int64),
+        )
         return _Batch(
             keys=rows.keys.copy(),
-            slots=self._tensor(rows.slots, torch.int32) if adjusted else None,
-            drawn=self._build_drawn(drawn, [params[row] for row in drawn]),
+            slots=self._tensor(rows.slots, torch.int32),
+            adjusted=self._adjustments.concern(rows.slots),
+            temperature=self._tensor([drawn_temperature(one) for one in params], torch.float32),
+            top_k=self._tensor(top_k, torch.int32),
+            top_p=self._tensor([one.top_p for one in params], torch.float64),
+            min_p=self._tensor([one.min_p for one in params], torch.float32),
+            streams=streams,
             logprob_index=(
                 self._tensor([row for row, _ in logprobs], torch.int64) if logprobs else None
             ),
             logprob_top=max((top for _, top in logprobs), default=0),
         )
 
-    def _build_drawn(self, rows: list[int], params: list[SamplingParams]) -> _Drawn | None:
-        if not rows:
-            return None
-        streams = distribution.stream_ids(
-            self._tensor([one.seed for one in params], torch.int64),
-            self._tensor([one.choice for one in params], torch.int64),
-        )
-        top_k = [one.top_k if one.top_k < self.vocab_size else 0 for one in params]
-        return _Drawn(
-            self._tensor(rows, torch.int64),
-            self._tensor([bounded_temperature(one) for one in params], torch.float32),
-            self._tensor(top_k, torch.int32),
-            self._tensor([one.top_p for one in params], torch.float64),
-            self._tensor([one.min_p for one in params], torch.float32),
-            streams,
-        )
-
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return upload(values, dtype, self.device)
 
 
-def _draw(drawn: _Drawn, logits: Tensor, at: Tensor) -> Tensor:
-    """The tokens [d] of the rows that are drawn, of logits [rows, vocab] at positions at [rows], by
-    the operator that draws for a batch without the host: who draws changes no token."""
-    rows, device = len(drawn.rows), logits.device
+def drawn_temperature(params: SamplingParams) -> float:
+    """As `ops.draw_` takes it: 0 where the best token is drawn; else what float32 cannot hold
+    becomes its nearest positive value."""
+    if is_greedy(params):
+        return 0.0
+    return min(max(params.temperature, MIN_TEMPERATURE), FLOAT_MAX)
+
+
+def _draw(batch: _Batch, logits: Tensor, positions: Tensor) -> Tensor:
+    """The tokens [rows] int32, -1 where logits are not finite, by the operator that draws for a
+    batch without the host."""
+    rows, device = len(logits), logits.device
     tokens, slots, remaining, cursor = torch.zeros(4, rows, dtype=torch.int32, device=device)
     out = torch.zeros(1, rows, dtype=torch.int32, device=device)
     stop_ids = torch.zeros(rows, 0, dtype=torch.int32, device=device)
     ops.draw_(
-        logits[drawn.rows], tokens, slots, at[drawn.rows], remaining, cursor, out,
-        drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, drawn.streams, stop_ids,
+        logits, tokens, slots, positions, remaining, cursor, out,
+        batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.streams, stop_ids,
     )  # fmt: skip
-    return out[0].long().clamp(min=0)  # -1 where the logits are not finite
-
-
-def bounded_temperature(params: SamplingParams) -> float:
-    """What float32 cannot hold becomes its nearest positive value."""
-    return min(max(params.temperature, MIN_TEMPERATURE), FLOAT_MAX)
+    return out[0]

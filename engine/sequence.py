@@ -36,6 +36,11 @@ def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]
     return frozenset((*params.stop_token_ids, eos_token_id))
 
 
+def endings(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
+    """The tokens that min_tokens rules out: end-of-text, where it is ignored, too."""
+    return stop_ids(params, eos_token_id).union([] if eos_token_id is None else [eos_token_id])
+
+
 def is_plain(params: SamplingParams) -> bool:
     """Whether the device can draw for the request, token after token, without the host."""
     return (

@@ -162,7 +162,7 @@ def _batch(folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], stre
     for step in range(len(ids) + streams - 1):
         alive = [key for key in keys if 0 <= step - key < len(ids)]  # each at another place
         began = time.perf_counter()
-        constraints.fill(alive, masks[: len(alive)])
+        constraints.fill(alive, [step - key for key in alive], masks[: len(alive)])
         for key in alive:
             constraints.take(key, ids[step - key])
         seconds.append((time.perf_counter() - began) / len(alive))

@@ -1,8 +1,9 @@
 // What adjust_ does to a row of logits, for host and device. No torch in here.
 //
-// A slot has a record: what its request penalises, and where entries are, of tokens whose logits it
-// changes. Penalties count the tokens of prompt and answer in a row of words: twice the number of
-// times that a token is in the answer, and one more where it is in the prompt.
+// A row may have a mask: tokens whose bit is 0 become impossible. A slot has a record: what its
+// request penalises, and where entries are, of tokens whose logits it changes. Penalties count the
+// tokens of prompt and answer in a row of words: twice the number of times that a token is in the
+// answer, and one more where it is in the prompt.
 #pragma once
 
 #include "../common/types.h"
@@ -19,19 +20,26 @@ struct AdjustArgs {
   const std::int64_t* positions = nullptr;  // [rows]
   const std::int32_t* records = nullptr;    // [slots, kRecordWords]
   std::int64_t count = 0;                   // of records
+  // Bit t of a row of masks, from the lowest of the first word, is token t; null where there are
+  // none.
+  const std::int32_t* masks = nullptr;    // [masked, mask_words]
+  const std::int32_t* mask_of = nullptr;  // [rows]: of each row, or negative
+  std::int64_t masked = 0, mask_words = 0;
 };
 
 constexpr std::int64_t kRecordWords = 8, kEntryWords = 3;
 constexpr std::int32_t kInAnswer = 2;  // each time
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kMostLogit = 3.402823466e38f;
-// In so small a vocabulary all tokens may be made impossible; then none is.
-constexpr std::int64_t kTinyVocabulary = 16;
 
-// A finite sum; what is not finite stays so, that a draw sees it.
+// What is not finite stays as it is, that a draw sees it; what was finite stays so, upwards.
 MS_HD float bounded(float logit, float adjusted) {
-  if (logit == kInfinity) return logit;
+  if (logit - logit != 0.0f) return logit;
   return adjusted > kMostLogit ? kMostLogit : adjusted;
+}
+// Of an impossible token.
+MS_HD float banned(float logit) {
+  return logit <= kMostLogit ? -kInfinity : logit;
 }
 
 // As it lies in memory: the addresses of counts and of entries, or 0; three floats; how many
@@ -81,6 +89,13 @@ class Record {
   const std::int32_t* const words_;
 };
 
+// The words of a row's mask, or null.
+MS_HD const std::int32_t* mask_of(const AdjustArgs& args, std::int64_t r) {
+  if (!args.masks) return nullptr;
+  const std::int32_t which = args.mask_of[r];
+  return which < 0 || which >= args.masked ? nullptr : args.masks + which * args.mask_words;
+}
+
 // Tokens [begin, end) of a row, by one of `threads` threads; `meet` is a barrier for these. A row
 // may be cut into pieces, each with threads of its own.
 template <class Meet>
@@ -89,16 +104,21 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
   const std::int32_t slot = args.slots[r];
   if (slot < 0 || slot >= args.count) return;
   const Record record(args, slot);
+  const std::int32_t* const mask = mask_of(args, r);
   std::int32_t* const counts = record.counts();
   const std::int64_t entries = record.entries(), position = args.positions[r];
   float* const logits = args.logits + r * args.row_stride;
-  if (counts) {
+  if (mask || counts) {
     // The one that this step reads was drawn for the answer, but for the prompt's last.
     const std::int64_t read = position > 0 ? args.tokens[r] : -1;
     for (std::int64_t id = begin + thread; id < end; id += threads) {
-      std::int32_t count = counts[id];
-      if (id == read) counts[id] = count += kInAnswer;
-      if (count) logits[id] = record.penalised(logits[id], count);
+      std::int32_t count = counts ? counts[id] : 0;
+      if (counts && id == read) counts[id] = count += kInAnswer;
+      if (mask && !(static_cast<std::uint32_t>(mask[id / 32]) >> id % 32 & 1)) {
+        logits[id] = banned(logits[id]);
+      } else if (count) {
+        logits[id] = record.penalised(logits[id], count);
+      }
     }
   }
   if (entries <= 0) return;
@@ -106,32 +126,15 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
     for (std::int64_t i = thread; i < entries; i += threads) {
       const Record::Entry entry = record.entry(i);
       const bool is_here = entry.id >= begin && entry.id < end;
-      if (is_here && position < entry.until && (entry.value == -kInfinity) == bans) act(entry);
+      if (is_here && position < entry.until && (entry.value == -kInfinity) == bans) {
+        act(logits[entry.id], entry.value);
+      }
     }
   };
   meet();
-  each(false, [&](const Record::Entry& entry) {
-    logits[entry.id] = bounded(logits[entry.id], logits[entry.id] + entry.value);
-  });
+  each(false, [](float& logit, float value) { logit = bounded(logit, logit + value); });
   meet();
-  const auto ban = [&](const Record::Entry& entry) { logits[entry.id] = -kInfinity; };
-  if (args.vocab > kTinyVocabulary) {
-    each(true, ban);
-  } else if (thread == 0) {
-    std::uint32_t banned = 0, possible = 0;
-    for (std::int64_t i = 0; i < entries; ++i) {
-      const Record::Entry entry = record.entry(i);
-      const bool bans = entry.value == -kInfinity && position < entry.until;
-      if (bans && entry.id >= 0 && entry.id < end) banned |= 1u << entry.id;
-    }
-    for (std::int64_t id = 0; id < end; ++id) {
-      if (logits[id] != -kInfinity) possible |= 1u << id;
-    }
-    if ((possible & ~banned) == 0) return;
-    for (std::int64_t id = 0; id < end; ++id) {
-      if (banned >> id & 1) logits[id] = -kInfinity;
-    }
-  }
+  each(true, [](float& logit, float) { logit = banned(logit); });
 }
 
 }  // namespace minserve

@@ -9,8 +9,7 @@ namespace cuda {
 namespace {
 
 constexpr int kAdjustThreads = 256;
-constexpr std::int64_t kPiece = 8192;  // tokens, no fewer than a tiny vocabulary has
-static_assert(kPiece >= kTinyVocabulary, "which one block looks at as a whole");
+constexpr std::int64_t kPiece = 8192;  // tokens
 
 __global__ void __launch_bounds__(kAdjustThreads)
     adjust_kernel(const __grid_constant__ AdjustArgs args) {

@@ -5,7 +5,8 @@
 namespace minserve {
 
 void adjust_(const Tensor& logits, const Tensor& tokens_given, const Tensor& slots_given,
-             const Tensor& positions_given, const Tensor& records) {
+             const Tensor& positions_given, const Tensor& records, const MaybeTensor& masks_given,
+             const MaybeTensor& mask_of_given) {
   const Check check("adjust_", logits, "logits");
   check.tensor(logits, "logits", ScalarType::Float, {-1, -1}, "[rows, vocab]");
   const std::int64_t rows = logits.size(0), vocab = logits.size(1);
@@ -35,6 +36,22 @@ void adjust_(const Tensor& logits, const Tensor& tokens_given, const Tensor& slo
   args.positions = positions.const_data_ptr<std::int64_t>();
   args.records = records.const_data_ptr<std::int32_t>();
   args.count = records.size(0);
+  check.require(masks_given.has_value() == mask_of_given.has_value(),
+                "masks and mask_of come together");
+  Tensor masks = records, mask_of = records;  // kept until the launch
+  if (masks_given) {
+    const std::int64_t words = (vocab + 31) / 32;
+    check.tensor(*masks_given, "masks", ScalarType::Int, {-1, -1}, "[masked, words]");
+    check.require(masks_given->size(1) >= words, "masks must have a bit for each of ", vocab,
+                  " tokens, got ", describe(*masks_given));
+    check.tensor(*mask_of_given, "mask_of", ScalarType::Int, {rows}, "[rows]");
+    masks = torch::stable::contiguous(*masks_given);
+    mask_of = torch::stable::contiguous(*mask_of_given);
+    args.masks = masks.const_data_ptr<std::int32_t>();
+    args.mask_of = mask_of.const_data_ptr<std::int32_t>();
+    args.masked = masks.size(0);
+    args.mask_words = masks.size(1);
+  }
   run_adjust(args, logits);
 }
 

@@ -39,7 +39,8 @@ Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                  const Tensor& state, const Tensor& slots);
 
 void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
-             const Tensor& positions, const Tensor& records);
+             const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
+             const MaybeTensor& mask_of);
 void draw_(const Tensor& logits, const Tensor& tokens, const Tensor& slots, const Tensor& positions,
            const Tensor& remaining, const Tensor& cursor, const Tensor& out,
            const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,

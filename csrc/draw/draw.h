@@ -53,7 +53,7 @@ constexpr float kLeastTemperature = 1e-30f;        // keeps the quotient defined
 constexpr double kExactDouble = 9007199254740992;  // 2**53: integers up to here are exact doubles
 constexpr std::int32_t kExactTokens = 32768;       // whose weights sum to no more than that
 
-// For each unit of a logit. As engine/distribution.py has it: one division, of log2(e).
+// For each unit of a logit: one division, of log2(e).
 MS_HD float octaves_of(float temperature) {
   return 1.44269504f / (temperature > kLeastTemperature ? temperature : kLeastTemperature);
 }
@@ -70,7 +70,7 @@ struct Cut {
   MS_HD std::uint64_t key() const { return static_cast<std::uint64_t>(distance) << 32 | id; }
 };
 
-// splitmix64 (Steele, Lea, Flood, 2014), as engine/distribution.py has it.
+// splitmix64 (Steele, Lea, Flood, 2014), of which engine/distribution.py makes the streams.
 MS_HD double uniform_number(std::int64_t stream, std::int64_t position) {
   std::uint64_t x = static_cast<std::uint64_t>(stream) +
                     (static_cast<std::uint64_t>(position) + 1) * 0x9e3779b97f4a7c15u;

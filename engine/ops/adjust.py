@@ -18,7 +18,6 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 RECORD_WORDS = 8
 IN_PROMPT, IN_ANSWER = 1, 2  # what a token adds to its count: once, and each time
 _MOST = torch.finfo(torch.float32).max
-_TINY_VOCABULARY = 16
 
 Entry = tuple[int, float, int]  # a token, what is added to its logit, at positions below this one
 
@@ -43,31 +42,40 @@ def record(
 
 
 def adjust_(
-    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor
+    logits: Tensor,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    records: Tensor,
+    masks: Tensor | None = None,
+    mask_of: Tensor | None = None,
 ) -> None:
-    """Adjusts each row whose slot is not negative and has a record that asks for it.
+    """Adjusts each row whose slot is not negative and has a record.
 
     The row's token, which the step has read, is counted first where it belongs to the answer, i.e.
-    where positions[r] is above 0: once for each step. Then, for the tokens that were counted,
-    repetition (Keskar et al., arXiv 1909.05858) divides a positive logit and multiplies a negative
-    one, for tokens of prompt and answer; presence and frequency (OpenAI) are subtracted, once and
-    for each time, for tokens of the answer. Then finite entries are added, and last the infinite
-    ones; where these would leave no token, in a vocabulary of up to 16, there are none. Finite
-    logits stay so, and others as they are.
+    where positions[r] is above 0: once for each step. Tokens that the row's mask does not have
+    become impossible. Then, of those that were counted, repetition (Keskar et al., arXiv
+    1909.05858) divides a positive logit and multiplies a negative one, for tokens of prompt and
+    answer; presence and frequency (OpenAI) are subtracted, once and for each time, for tokens of
+    the answer. Then finite entries are added, and last the infinite ones. No finite logit becomes
+    NaN or +infinity by that, and those that are one stay so.
 
     Nothing waits for the device, and a row's result does not depend on the others.
 
     Args:
         logits: float32 [rows, vocab], vocab below 2**24; **changed in place**.
         tokens: int32 [rows].
-        slots: int32 [rows]; those beyond the records have none.
+        slots: int32 [rows]; rows with one beyond the records are left as they are.
         positions: int64 [rows]: how many tokens the answer has.
         records: int32 [slots, RECORD_WORDS], each as `record` packs it; their counts are changed.
+        masks: int32 [masked, words], words at least vocab / 32: bit t of a mask, counted from the
+            lowest bit of the first word, says that token t is possible.
+        mask_of: int32 [rows]: which of the masks is the row's; negative: none.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit.
     """
-    torch.ops.minserve.adjust_(logits, tokens, slots, positions, records)
+    torch.ops.minserve.adjust_(logits, tokens, slots, positions, records, masks, mask_of)
 
 
 def reference(
@@ -76,27 +84,33 @@ def reference(
     penalties: tuple[float, float, float],
     entries: Sequence[Entry],
     position: int,
+    possible: Tensor | None = None,
 ) -> Tensor:
-    """What becomes of a row, logits [vocab] with int32 counts [vocab]: the same in float64."""
+    """What becomes of a row, logits [vocab] with int32 counts [vocab] and a mask that has bool
+    [vocab]: the same in float64."""
     repetition, presence, frequency = penalties
     x, times = logits.double(), counts // IN_ANSWER
     scaled = torch.where(x > 0, x / repetition, x * repetition)
     x = torch.where(counts > 0, scaled, x) - presence * (times > 0) - frequency * times
-    here = [(id, value) for id, value, until in entries if position < until]
-    banned = torch.zeros(len(x), dtype=torch.bool)
-    for id, value in here:
-        if value == -torch.inf:
+    banned = torch.zeros(len(x), dtype=torch.bool) if possible is None else ~possible
+    for id, value, until in entries:
+        if position < until and value == -torch.inf:
             banned[id] = True
-        else:
+        elif position < until:
             x[id] += value
-    x = torch.where(logits.isinf(), logits.double(), x.clamp(max=_MOST))
-    if len(x) > _TINY_VOCABULARY or bool((x[~banned] > -torch.inf).any()):
-        x[banned] = -torch.inf
-    return x
+    x = torch.where(logits.isfinite(), x.clamp(max=_MOST), logits.double())
+    broken = logits.isnan() | logits.isposinf()
+    return x.masked_fill(banned & ~broken, -torch.inf)
 
 
 def _fake(
-    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor
+    logits: Tensor,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    records: Tensor,
+    masks: Tensor | None = None,
+    mask_of: Tensor | None = None,
 ) -> None:
     """Returns nothing; what it changes keeps its shape."""
 

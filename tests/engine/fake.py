@@ -393,10 +393,10 @@ class FakeRunner:
         constrained = bool(self.constraints.rows([key]))
         if constrained:
             mask = np.zeros((1, self.constraints.words), np.int32)
-            self.constraints.fill([key], mask)
+            self.constraints.fill([key], [position], mask)
             allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
             logits = [value if allowed[token] else -math.inf for token, value in enumerate(logits)]
-        if position < params.min_tokens:
+        if position < params.min_tokens and not constrained:
             for token in params.stop_token_ids:
                 logits[token] = -math.inf
             if self.info.eos_token_id is not None and not params.ignore_eos:

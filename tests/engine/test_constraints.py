@@ -35,9 +35,9 @@ def admit(tmp_path: Path) -> Admit:
     return admit
 
 
-def allowed(constraints: Constraints, *keys: int) -> list[set[int]]:
+def allowed(constraints: Constraints, *keys: int, position: int = 0) -> list[set[int]]:
     bits = np.full((len(keys), constraints.words), 0x55555555, np.int32)
-    constraints.fill(keys, bits)
+    constraints.fill(keys, [position] * len(keys), bits)
     each = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
     return [{int(token) for token in np.flatnonzero(row)} for row in each]
 
@@ -158,6 +158,16 @@ def test_masks_do_not_depend_on_who_else_has_one(admit: Admit) -> None:
         assert masks == [allowed(constraints, key)[0] for key in keys]
         for key in keys:
             constraints.take(key, max(masks[key] - {EOS}))
+
+
+def test_min_tokens_rules_ends_out_while_something_else_is_left(admit: Admit) -> None:
+    constraints = admit("ab*", min_tokens=3, max_tokens=9, stop_token_ids=(98,))
+    write(constraints, 0, "a")
+    assert allowed(constraints, 0, position=1) == [ids("b") | {EOS}], "these are all ends"
+    constraints = admit("a[bc]*", min_tokens=3, max_tokens=9, stop_token_ids=(98,))
+    write(constraints, 0, "a")
+    assert allowed(constraints, 0, position=2) == [ids("c")]
+    assert allowed(constraints, 0, position=3) == [ids("bc") | {EOS}]
 
 
 def test_samples_of_one_grammar_go_their_own_ways(admit: Admit) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import distribution
+from engine.adjustments import Adjustments
 from engine.messages import SamplingParams
 from engine.sampler import Allowed
 from tests.engine.test_sampler import DEVICES, EOS, VOCAB, random_logits, sampler_with
@@ -24,7 +24,7 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def mask_of(*rows: set[int]) -> Tensor:
+def masks_of(*rows: set[int]) -> Tensor:
     """The bits of these tokens; those of the last word's rest are set, and mean nothing."""
     each = np.zeros((len(rows), 64), np.uint8)
     each[:, VOCAB:] = 1
@@ -33,11 +33,23 @@ def mask_of(*rows: set[int]) -> Tensor:
     return torch.from_numpy(np.packbits(each, axis=1, bitorder="little").view(np.int32))
 
 
+def allow(rows: int, masks: dict[int, set[int]], device: str = "cpu") -> Allowed:
+    """Of so many rows, some have a mask."""
+    mask_of = torch.full((rows,), -1, dtype=torch.int32)
+    for which, row in enumerate(masks):
+        mask_of[row] = which
+    return Allowed(masks_of(*masks.values()).to(device), mask_of.to(device))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_bits_are_tokens(device: str) -> None:
     rows = [{0, 7, 8, 31, 32, 39}, set(), set(range(VOCAB))]
     logits = random_logits(3, device=device)
-    masked = distribution.allow(logits, mask_of(*rows).to(device))
+    masked = logits.clone()
+    where = torch.device(device)
+    slots = torch.zeros(3, dtype=torch.int32, device=where)
+    allowed = allow(3, dict(enumerate(rows)), device)
+    Adjustments(1, VOCAB, EOS, where).apply(masked, slots, slots, slots.long(), *allowed)
     for row, tokens in enumerate(rows):
         finite = {int(token) for token in masked[row].isfinite().nonzero()}
         assert finite == tokens
@@ -50,7 +62,7 @@ def test_bits_are_tokens(device: str) -> None:
 def test_only_what_is_allowed_is_drawn(fields: dict[str, Any], device: str) -> None:
     tokens = {3, 11, 12, 30, EOS}
     sampler = sampler_with(SamplingParams(**fields), device=device)
-    allowed = Allowed(torch.tensor([0], device=device), mask_of(tokens).to(device))
+    allowed = allow(1, {0: tokens}, device)
     drawn = set()
     for position in range(60):
         logits = random_logits(1, position, device)
@@ -67,7 +79,7 @@ def test_only_what_is_allowed_is_drawn(fields: dict[str, Any], device: str) -> N
 def test_a_mask_of_everything_changes_nothing(fields: dict[str, Any], device: str) -> None:
     params = SamplingParams(**fields)
     free, masked = sampler_with(params, device=device), sampler_with(params, device=device)
-    allowed = Allowed(torch.tensor([0], device=device), mask_of(set(range(VOCAB))).to(device))
+    allowed = allow(1, {0: set(range(VOCAB))}, device)
     for position in range(20):
         logits = random_logits(1, position, device)
         expected = free.sample([0], [position], logits)
@@ -79,7 +91,7 @@ def test_neighbours_without_a_grammar_draw_what_they_drew(device: str) -> None:
     params = [SamplingParams(**{**fields, "logprobs": 2}) for fields in PARAMS]
     free, masked = sampler_with(*params, device=device), sampler_with(*params, device=device)
     rows, keys = [1, 3], list(range(len(params)))
-    allowed = Allowed(torch.tensor(rows, device=device), mask_of({1}, {2}).to(device))
+    allowed = allow(len(params), {1: {1}, 3: {2}}, device)
     for position in range(12):
         logits = random_logits(len(params), position, device)
         positions = [position] * len(params)
@@ -93,7 +105,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     sampler = sampler_with(SamplingParams(temperature=0.0, logprobs=2))
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 9] = 3.0, 1.0
-    draws = sampler.sample([0], [0], logits, Allowed(torch.tensor([0]), mask_of({9, 10})))
+    draws = sampler.sample([0], [0], logits, allow(1, {0: {9, 10}}))
     assert draws.tokens.tolist() == [9] and draws.logprobs is not None
     total = math.log(VOCAB - 2 + math.exp(3) + math.exp(1))
     assert draws.logprobs.chosen.item() == pytest.approx(1 - total, abs=1e-6)
@@ -103,23 +115,15 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_top_k_counts_what_is_allowed() -> None:
     logits = torch.arange(VOCAB, dtype=torch.float32).unsqueeze(0)
-    allowed = Allowed(torch.tensor([0]), mask_of({0, 1, 2}))
+    allowed = allow(1, {0: {0, 1, 2}})
     sampler = sampler_with(SamplingParams(temperature=50.0, top_k=2, seed=1))
     drawn = {int(sampler.sample([0], [at], logits, allowed).tokens) for at in range(50)}
     assert drawn == {1, 2}
-
-
-def test_where_all_that_is_allowed_is_banned_the_best_of_it_is_taken() -> None:
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, min_tokens=9, stop_token_ids=(4,))
-        sampler = sampler_with(params)
-        draws = sampler.sample([0], [0], random_logits(1), Allowed(torch.tensor([0]), mask_of({4})))
-        assert draws.tokens.tolist() == [4]
 
 
 def test_logits_that_are_not_finite_are_told_under_a_mask_too() -> None:
     sampler = sampler_with(SamplingParams(temperature=1.0))
     logits = random_logits(1)
     logits[0, 20] = math.nan
-    draws = sampler.sample([0], [0], logits, Allowed(torch.tensor([0]), mask_of({4})))
+    draws = sampler.sample([0], [0], logits, allow(1, {0: {4}}))
     assert draws.finite.tolist() == [False]

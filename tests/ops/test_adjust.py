@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,6 +82,22 @@ def random_asked(chance: random.Random, vocab: int) -> Asked:
     return asked
 
 
+def random_masks(chance: random.Random, rows: int, vocab: int) -> tuple[list[Tensor], list[int]]:
+    """Some masks, bool [vocab] each, with a word more than there has to be; whose each row's is."""
+    masks = []
+    for _ in range(3):
+        few = torch.rand(vocab, generator=torch.Generator().manual_seed(chance.randrange(10**6)))
+        masks.append(few < chance.choice([0.01, 0.5, 0.99]))
+    return masks, [chance.choice([-1, 0, 1, 2, 3]) for _ in range(rows)]
+
+
+def packed(masks: list[Tensor]) -> Tensor:
+    vocab = len(masks[0])
+    each = np.ones((len(masks), (vocab + 31) // 32 * 32 + 32), np.uint8)
+    each[:, :vocab] = torch.stack(masks).numpy()
+    return torch.from_numpy(np.packbits(each, axis=1, bitorder="little").view(np.int32))
+
+
 def logits_of(rows: int, vocab: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocab, generator=generator) * 3
@@ -95,6 +112,7 @@ def test_every_row_follows_the_record_of_its_slot(device: str, vocab: int) -> No
     of_rows = chance.sample(range(slots), slots)
     positions = [chance.choice([0, 1, 9, 10, 5000]) for _ in of_rows]
     tokens = [chance.randrange(vocab) for _ in of_rows]
+    masks, mask_of = random_masks(chance, slots, vocab)
     logits = logits_of(slots, vocab, vocab)
     given = logits.clone().to(device)
     ops.adjust_(
@@ -103,6 +121,8 @@ def test_every_row_follows_the_record_of_its_slot(device: str, vocab: int) -> No
         int32(*of_rows).to(device),
         torch.tensor(positions, device=device),
         records.words,
+        packed(masks).to(device),
+        int32(*mask_of).to(device),
     )
     changed = 0
     for row, slot in enumerate(of_rows):
@@ -110,7 +130,8 @@ def test_every_row_follows_the_record_of_its_slot(device: str, vocab: int) -> No
         counts = torch.tensor(one.counts or [0] * vocab, dtype=torch.int32)
         if positions[row] > 0 and one.counts is not None:
             counts[tokens[row]] += IN_ANSWER
-        wanted = reference(before, counts, one.penalties, one.entries, positions[row])
+        possible = masks[mask_of[row]] if 0 <= mask_of[row] < len(masks) else None
+        wanted = reference(before, counts, one.penalties, one.entries, positions[row], possible)
         got = given[row].cpu()
         torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-6)
         untouched = wanted == before.double()
@@ -128,12 +149,15 @@ def test_a_gpu_has_the_bits_of_a_cpu(vocab: int) -> None:
     asked = [random_asked(chance, vocab) for _ in range(40)]
     logits, tokens = logits_of(40, vocab, 1), int32(*(chance.randrange(vocab) for _ in asked))
     slots, positions = int32(*range(40)), torch.tensor([i % 13 for i in range(40)])
+    masks, mask_of = random_masks(chance, 40, vocab)
     both = []
     for device in ("cpu", "cuda"):
         records, given = Records(asked, device), logits.clone().to(device)
         places = (tokens.to(device), slots.to(device), positions.to(device))
         for _ in range(3):
-            ops.adjust_(given, *places, records.words)
+            ops.adjust_(
+                given, *places, records.words, packed(masks).to(device), int32(*mask_of).to(device)
+            )
         both.append(given.cpu())
     same_bits(*both)
 
@@ -174,34 +198,33 @@ def test_finite_logits_stay_so_and_others_as_they_are(device: str) -> None:
     """So that a draw sees which rows are broken, and none is broken here."""
     most = torch.finfo(torch.float32).max
     counts = [IN_PROMPT] * 6
-    records = Records([Asked((1e-30, -most, 0.0), counts, [(5, most, ALWAYS)])], device)
-    row = [math.inf, -math.inf, math.nan, most, 1e38, 2.0]
-    given = torch.tensor([row], device=device)
-    ops.adjust_(
-        given, int32(0).to(device), int32(0).to(device),
-        torch.zeros(1, dtype=torch.int64, device=device), records.words,
-    )  # fmt: skip
-    got = given[0].tolist()
-    assert got[:2] == [math.inf, -math.inf] and math.isnan(got[2])
-    assert got[3:] == [most, most, most]
+    entries: list[Entry] = [(5, most, ALWAYS), (0, -math.inf, ALWAYS), (6, -math.inf, ALWAYS)]
+    records = Records([Asked((1e-30, -most, 0.0), [*counts, 0], entries)], device)
+    row = [math.inf, -math.inf, math.nan, most, 1e38, 2.0, 1.0]
+    mask = torch.tensor([False, False, False, True, True, True, True])
+    for masked in (False, True):
+        given = torch.tensor([row], device=device)
+        masks = (packed([mask]).to(device), int32(0).to(device)) if masked else ()
+        ops.adjust_(
+            given, int32(0).to(device), int32(0).to(device),
+            torch.zeros(1, dtype=torch.int64, device=device), records.words, *masks,
+        )  # fmt: skip
+        got = given[0].tolist()
+        assert got[:2] == [math.inf, -math.inf] and math.isnan(got[2])
+        assert got[3:] == [most, most, most, -math.inf]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("vocab", "stays"), [(2, True), (16, True), (17, False)])
-def test_a_tiny_vocabulary_is_never_banned_as_a_whole(device: str, vocab: int, stays: bool) -> None:
-    bans: list[Entry] = [(id, -math.inf, 3) for id in range(vocab)]
-    records = Records([Asked(entries=bans), Asked(entries=bans[1:])], device)
-    logits = logits_of(2, vocab, 4)
-    given = logits.clone().to(device)
+def test_no_penalty_makes_nan_of_an_impossible_token(device: str) -> None:
+    """One of 1e-300 is 0 as float32."""
+    records = Records([Asked((0.0, 0.0, 0.0), [IN_PROMPT] * 3)], device)
+    given = torch.tensor([[1.0, -1.0, 2.0]], device=device)
     ops.adjust_(
-        given, int32(0, 0).to(device), int32(0, 1).to(device),
-        torch.zeros(2, dtype=torch.int64, device=device), records.words,
+        given, int32(0).to(device), int32(0).to(device),
+        torch.zeros(1, dtype=torch.int64, device=device), records.words,
+        packed([torch.tensor([False, True, True])]).to(device), int32(0).to(device),
     )  # fmt: skip
-    assert given[1].isfinite().sum() == 1
-    if stays:
-        same_bits(given[0].cpu(), logits[0])
-    else:
-        assert given[0].isneginf().all()
+    assert given[0].tolist() == [-math.inf, 0.0, torch.finfo(torch.float32).max]
 
 
 @pytest.mark.gpu
@@ -246,13 +269,20 @@ def test_opcheck(device: str) -> None:
         (3, int32(0, 0), "positions must be int64"),
         (4, torch.zeros(3, 7, dtype=torch.int32), "records must be \\[slots, 8\\]"),
         (4, torch.zeros(8, 3, dtype=torch.int32).T, "records must be contiguous"),
+        (5, None, "masks and mask_of come together"),
+        (5, torch.zeros(1, 1), "masks must be int32"),
+        (5, torch.zeros(1, 0, dtype=torch.int32), "a bit for each of 5 tokens"),
+        (6, int32(0), "mask_of must be \\[rows\\]"),
     ],
 )
-def test_bad_arguments_are_refused(device: str, index: int, value: Tensor, message: str) -> None:
-    arguments = [
+def test_bad_arguments_are_refused(
+    device: str, index: int, value: Tensor | None, message: str
+) -> None:
+    arguments: list[Tensor | None] = [
         torch.zeros(2, 5), int32(0, 0), int32(0, 0), torch.zeros(2, dtype=torch.int64),
-        torch.zeros(3, RECORD_WORDS, dtype=torch.int32),
+        torch.zeros(3, RECORD_WORDS, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32),
+        int32(0, 0),
     ]  # fmt: skip
     arguments[index] = value
     with pytest.raises(RuntimeError, match=message):
-        ops.adjust_(*(one.to(device) for one in arguments))
+        ops.adjust_(*(None if one is None else one.to(device) for one in arguments))
