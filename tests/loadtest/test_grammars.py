@@ -15,12 +15,18 @@ def test_the_whole_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "RUNS", 1)
+    monkeypatch.setattr(grammars, "BESIDE_SECONDS", 0.05)
     size = save_bytes(tmp_path)
     options = ["--tokenizer", tmp_path, "--vocab-size", size, "--streams", 3, "--tokens", 4]
     assert grammars.main([str(one) for one in (*options, "--json", tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert [one["grammar"] for one in figures["masks"]] == list(grammars.TEXTS)
-    assert len(figures["engine"]) == 4
+    assert [one["requests"] for one in figures["engine"]] == list(grammars.KINDS)
+    alone, *mixed = figures["beside"]
+    assert (alone["others"], alone["streams"], alone["of_others"]) == ("nothing", 0, 0.0)
+    assert len(mixed) == 2 * (len(grammars.KINDS) - 1)
+    assert all(one["plain"] > 0 for one in figures["beside"])
+    assert all(one["of_others"] > 0 for one in mixed)
     assert all(value > 0 for row in figures["masks"] for value in list(row.values())[1:])
     printed = capsys.readouterr().out
     assert all(one["requests"] in printed for one in figures["engine"])
@@ -32,4 +38,4 @@ def test_a_text_that_does_not_match_is_no_measurement(
     grammar, text = grammars.TEXTS["a schema"]
     monkeypatch.setattr(grammars, "TEXTS", {"wrong": (grammar, text.replace("age", "agf"))})
     with pytest.raises(RuntimeError, match="wrong"):
-        grammars.measure_masks(tmp_path, save_bytes(tmp_path), 2, 1)
+        grammars.measure_masks(tmp_path, save_bytes(tmp_path), 2)
