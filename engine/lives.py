@@ -88,9 +88,10 @@ class Lives:
         self._prefilling[heir.key] = heir
         self._rebuilding.append(heir)
 
-    def _readmit(self, plan: Plan) -> None:
-        """Those who rebuild a state have their slots already."""
-        rebuilding, self._rebuilding = self._rebuilding, []
+    def _readmit(self, plan: Plan, turn: Turn) -> None:
+        """Those who rebuild a state have their slots already; the plan has to read for them."""
+        rebuilding = [one for one in self._rebuilding if turn.has(one)]
+        self._rebuilding = [one for one in self._rebuilding if not turn.has(one)]
         for heir in rebuilding:
             if heir.over:
                 continue

@@ -175,7 +175,7 @@ class Scheduler(Lives):
         """`due`: whose slots may be handed over, where the plan follows a round unseen."""
         plan = Plan()
         self._keeper.tiers.begin_plan()
-        self._readmit(plan)
+        self._readmit(plan, turn)
         free = self._slots.free + len(due or ())
         most, waiting = self._intake.most(free), min(self._waiting.ready, free)
         if waiting >= most or self._reading(turn) or not self._rounds.is_patient(turn):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.client import EngineClient
 from engine.engine import Engine
-from engine.errors import StateNotFound
+from engine.errors import StateNotFound, StepFailed
 from engine.messages import (
     AskState,
     Failed,
@@ -21,6 +21,7 @@ from engine.messages import (
     StateReply,
     pack_ids,
 )
+from engine.sequence import Sequence
 from engine.shelf import Shelf
 from engine.transport import InlineTransport
 from tests.engine.fake import FakeRunner
@@ -127,6 +128,33 @@ def test_a_cut_answer_is_rebuilt(options: dict[str, Any]) -> None:
     end = talk.ends[id]
     assert isinstance(end, Finished) and end.reason == "stop" and end.state is not None
     assert end.completion_tokens > 2 and (end.state.tokens, bytes(end.state.recent)) == (5, b"bcde")
+    assert text(talk.run(b"", 2, state="s")) == b"fg"
+
+
+def test_a_rebuild_is_not_lost_with_a_plan_that_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One for the sake of a prompt after which the host draws, whose state is lost by then."""
+    talk = Talk(most_steps=4, overlaps=True)
+    id = talk.submit(b"abc", 50, keep=Keep(id="s"))
+    for _ in range(6):
+        talk.step()
+    keeper = talk.engine._keeper
+    find = keeper.find
+
+    def losing(sequence: Sequence) -> Any:
+        if sequence.needs_host:
+            raise StepFailed("lost")
+        return find(sequence)
+
+    monkeypatch.setattr(keeper, "find", losing)
+    hosted = SamplingParams(max_tokens=3, temperature=0, logprobs=0)
+    other = talk.submit(b"k", sampling=hosted)
+    talk.engine.abort("c", [id], "stop", [2])
+    talk.finish()
+    end = talk.ends[id]
+    assert isinstance(end, Finished) and end.state is not None
+    assert bytes(end.state.recent) == b"bcde" and code(talk.ends[other]) == "step_failed"
     assert text(talk.run(b"", 2, state="s")) == b"fg"
 
 
