@@ -8,6 +8,7 @@ made as requests with penalties come, and never moved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ _ALWAYS = 2**31 - 1  # positions are below
 _ROWS = 8  # of counts that are made together
 
 
+class _Asked(NamedTuple):
+    """What the record of a slot names, which lives as long as that does."""
+
+    record: bytes
+    counts: Tensor | None  # [vocab]
+    entries: Tensor | None
+
+
 class Adjustments:
     """Of `slots` slots."""
 
@@ -34,30 +43,35 @@ class Adjustments:
         self._eos_token_id = eos_token_id
         self._device = device
         self._records = torch.zeros(slots, RECORD_WORDS, dtype=torch.int32, device=device)
-        self._used: set[int] = set()  # slots whose records are not empty
-        self._counts: dict[int, Tensor] = {}  # by slot, [vocab]
-        self._free: list[Tensor] = []  # such rows
-        self._entries: dict[int, Tensor] = {}  # by slot
+        self._asked: dict[int, _Asked] = {}  # by slot; other slots' records are empty
+        self._free: list[Tensor] = []  # rows of counts
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Notes what these requests ask for; the device goes on with who had their slots before."""
-        changed: dict[int, bytes] = {}
+        changed: dict[int, _Asked | None] = {}
         for admission in admissions:
             slot, params = admission.slot, admission.request.sampling
-            wanted = params.max_tokens > 0 and is_adjusted(params)
-            if slot in self._used:
-                self._forget(slot)
-                changed[slot] = bytes(4 * RECORD_WORDS)
-            if wanted:
-                changed[slot] = self._record(slot, params, admission.request.prompt)
-                self._used.add(slot)
-        if changed:
-            records = self._upload(b"".join(changed.values())).view(-1, RECORD_WORDS)
-            self._records.index_copy_(0, to_device(list(changed), self._device), records)
+            if params.max_tokens > 0 and is_adjusted(params):
+                changed[slot] = self._ask(params, admission.request.prompt)
+            elif slot in self._asked:
+                changed[slot] = None
+        if not changed:
+            return
+        nothing = bytes(4 * RECORD_WORDS)
+        records = [nothing if one is None else one.record for one in changed.values()]
+        there = self._upload(b"".join(records)).view(-1, RECORD_WORDS)
+        self._records.index_copy_(0, to_device(list(changed), self._device), there)
+        # Only now does no record name what was there before.
+        for slot, asked in changed.items():
+            before = self._asked.pop(slot, None)
+            if before is not None and before.counts is not None:
+                self._free.append(before.counts)
+            if asked is not None:
+                self._asked[slot] = asked
 
     def concern(self, slots: Iterable[int]) -> bool:
         """Whether a request of these asked for any."""
-        return not self._used.isdisjoint(slots)
+        return not self._asked.keys().isdisjoint(slots)
 
     def apply(
         self,
@@ -71,40 +85,34 @@ class Adjustments:
         """`ops.adjust_`, once for each token that is read."""
         ops.adjust_(logits, tokens, slots, positions, self._records, masks, mask_of)
 
-    def _forget(self, slot: int) -> None:
-        self._used.discard(slot)
-        self._entries.pop(slot, None)
-        counts = self._counts.pop(slot, None)
-        if counts is not None:
-            self._free.append(counts)
-
-    def _record(self, slot: int, params: SamplingParams, prompt: bytes) -> bytes:
+    def _ask(self, params: SamplingParams, prompt: bytes) -> _Asked:
         entries: list[Entry] = [
             (id, _bounded(value), _ALWAYS) for id, value in params.logit_bias.items()
         ]
         if params.min_tokens and params.grammar is None:  # else its masks see to that
-            ends = endings(params, self._eos_token_id)
-            if len(ends) < self._vocab_size:  # or no token would be left
-                entries += [(id, -torch.inf, params.min_tokens) for id in sorted(ends)]
-        there = 0
-        if entries:
-            self._entries[slot] = self._upload(pack_entries(entries))
-            there = self._entries[slot].data_ptr()
-        counts = self._count(slot, prompt) if has_penalties(params) else 0
+            ends = sorted(endings(params, self._eos_token_id))
+            entries += [(id, -torch.inf, params.min_tokens) for id in ends]
+        there = self._upload(pack_entries(entries)) if entries else None
+        counts = self._count(prompt) if has_penalties(params) else None
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         repetition, presence, frequency = map(_bounded, penalties)
-        return record(counts, (repetition, presence, frequency), there, len(entries))
+        packed = record(
+            0 if counts is None else counts.data_ptr(),
+            (repetition, presence, frequency),
+            0 if there is None else there.data_ptr(),
+            len(entries),
+        )
+        return _Asked(packed, counts, there)
 
-    def _count(self, slot: int, prompt: bytes) -> int:
-        """Counts a prompt (messages.pack_ids), and returns where."""
+    def _count(self, prompt: bytes) -> Tensor:
+        """Counts a prompt (messages.pack_ids)."""
         if not self._free:
             shape = _ROWS, self._vocab_size
             self._free += torch.zeros(shape, dtype=torch.int32, device=self._device).unbind()
-        counts = self._counts[slot] = self._free.pop()
-        ids = sorted(set(unpack_ids(prompt)))
+        counts = self._free.pop()
         counts.zero_()
-        counts.index_fill_(0, to_device(ids, self._device), IN_PROMPT)
-        return counts.data_ptr()
+        counts.index_fill_(0, to_device(sorted(set(unpack_ids(prompt))), self._device), IN_PROMPT)
+        return counts
 
     def _upload(self, packed: bytes) -> Tensor:
         """int32 words, on the device."""

@@ -75,8 +75,11 @@ class Rounds:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
         if turn is Turn.HOSTED:
             return False
+        decoding = len(self.sequences)
+        if self._apart:
+            decoding -= len(self._hosted)
         rounds = int(PATIENCE_SECONDS / max(self._round_seconds, self._aim))
-        return self._since_prompts < min(len(self.sequences) // PATIENT_ROWS, rounds)
+        return self._since_prompts < min(decoding // PATIENT_ROWS, rounds)
 
     def turn(self, prompts: Collection[Sequence]) -> Turn:
         """Of the next plan, where none is under way; there are these prompts to read."""

@@ -77,7 +77,7 @@ class Scheduler(Lives):
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
-        self._budget = PromptBudget(max_step_tokens)
+        self._budgets = {hosted: PromptBudget(max_step_tokens) for hosted in (False, True)}
         self._state_bytes = state_bytes
         self._grammars = grammars or Grammars(None)
         keeper = keeper or Keeper(share_slots, slots, with_whole_chunks=with_whole_chunks)
@@ -148,7 +148,7 @@ class Scheduler(Lives):
     def _check(self, request: Request, now: float) -> None:
         if self._refusal is not None:
             raise self._refusal
-        check_request(request, self._vocab_size)
+        check_request(request, self._vocab_size, self._eos_token_id)
         refusal = self._waiting.refusal(request.owner, request.prompt_tokens, self._slots.free, now)
         if refusal is not None:
             raise refusal
@@ -183,7 +183,7 @@ class Scheduler(Lives):
                 self._hand_over(due[: max(min(waiting, most) - self._slots.free, 0)])
             self._admit(plan, now, turn, most)
         reading = [one for one in self._reading(turn) if one.remaining]
-        for sequence, length in self._budget.share(reading):
+        for sequence, length in self._budgets[turn is Turn.HOSTED].share(reading):
             self._read(plan, sequence, length, now)
         beginning = [self._prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
         self._rounds.plan(plan, turn, beginning)

@@ -64,3 +64,25 @@ def test_who_draws_nothing_asks_for_nothing() -> None:
     adjustments = Adjustments(1, VOCAB, EOS, torch.device("cpu"))
     admit(adjustments, 0, [1], logit_bias={1: 1.0}, max_tokens=0)
     assert not adjustments.concern([0]) and laid_on(adjustments, 0, "cpu") == {}
+
+
+def test_a_request_that_fails_leaves_the_slot_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its record names is in use until that is another's."""
+    adjustments = Adjustments(2, VOCAB, EOS, torch.device("cpu"))
+    admit(adjustments, 0, [1], logit_bias={3: 1.5})
+    kept = adjustments._asked[0]
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            admit(adjustments, 0, [1], repetition_penalty=2.0)
+    assert adjustments._asked[0] is kept and laid_on(adjustments, 0, "cpu") == {3: 2.5}
+    admit(adjustments, 0, [1])
+    assert not adjustments.concern([0]) and laid_on(adjustments, 0, "cpu") == {}
+    admit(adjustments, 0, [7], repetition_penalty=2.0)
+    assert laid_on(adjustments, 0, "cpu") == {7: 0.5}

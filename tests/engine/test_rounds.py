@@ -297,6 +297,33 @@ def test_a_prompt_that_waits_for_its_turn_does_not_hold_the_others_up() -> None:
     assert {2, 4} in [{*one} for one in told_in(engine, 4)]
 
 
+def test_many_for_whom_the_host_draws_do_not_make_a_plain_prompt_wait() -> None:
+    """Not for the sake of a batch that there is none of."""
+    runner = FakeRunner(slots=200, max_waiting=200, most_steps=32, overlaps=True)
+    engine = Engine(runner)
+    for id in range(150):
+        engine.add("c", ask(id, HOSTED))
+    told_in(engine, 10)
+    engine.add("c", ask(200))
+    assert any(200 in told for told in told_in(engine, 4))
+
+
+def test_prompts_share_the_budget_whatever_the_host_does_in_between() -> None:
+    """A short one waits no longer for a long one beside somebody whom the host draws for."""
+    waited = []
+    for sampling in (LONG, HOSTED):
+        runner = FakeRunner(slots=8, most_steps=32, overlaps=True, max_step_tokens=128)
+        engine = Engine(runner)
+        engine.add("c", ask(0, sampling))
+        told_in(engine, 5)
+        long = Request(id=1, prompt=pack_ids([5] * 12_800), sampling=LONG)
+        engine.add("c", long)
+        told_in(engine, 3)
+        engine.add("c", ask(2))
+        waited.append(next(step for step, told in enumerate(told_in(engine, 100)) if 2 in told))
+    assert waited[0] <= 4 and waited[1] <= 2 * waited[0] + 2
+
+
 def test_what_was_drawn_for_one_that_was_aborted_meanwhile_is_nobodys() -> None:
     """Also where a plan of the others has forgotten it before its round is over."""
     engine = Engine(FakeRunner(slots=2, most_steps=4, overlaps=True))

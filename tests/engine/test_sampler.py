@@ -6,7 +6,6 @@ import math
 import random
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -204,18 +203,6 @@ def test_min_tokens_rules_out_every_end_until_then() -> None:
     sampler = sampler_with(params)
     tokens = [int(sampler.sample([0], [position], logits).tokens) for position in range(4)]
     assert tokens == [3, 3, 12, 12]
-
-
-def test_min_tokens_rules_nothing_out_where_every_token_ends_the_text() -> None:
-    ends = tuple(range(VOCAB))
-    kinds = [(0.0, {}), (1.0, {}), (1.0, {"top_k": 3, "min_p": 0.1})]
-    params = [SamplingParams(temperature=t, seed=5, **filters) for t, filters in kinds]
-    bound = [msgspec.structs.replace(one, min_tokens=5, stop_token_ids=ends) for one in params]
-    logits = random_logits(3)
-    drawn = sampler_with(*bound).sample([0, 1, 2], [0, 0, 0], logits)
-    expected = sampler_with(*params).sample([0, 1, 2], [0, 0, 0], logits)
-    assert drawn.tokens.tolist() == expected.tokens.tolist()
-    assert drawn.finite.all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
