@@ -32,10 +32,12 @@ constexpr std::int32_t kInAnswer = 2;  // each time
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kMostLogit = 3.402823466e38f;
 
-// What is not finite stays as it is, that a draw sees it; what was finite stays so, upwards.
-MS_HD float bounded(float logit, float adjusted) {
-  if (logit - logit != 0.0f) return logit;
-  return adjusted > kMostLogit ? kMostLogit : adjusted;
+MS_HD float bounded(float x) {
+  return x > kMostLogit ? kMostLogit : x < -kMostLogit ? -kMostLogit : x;
+}
+// What is not finite stays as it is, that a draw sees it; what is, stays so.
+MS_HD float unless_broken(float logit, float adjusted) {
+  return logit - logit != 0.0f ? logit : bounded(adjusted);
 }
 // Of an impossible token.
 MS_HD float banned(float logit) {
@@ -67,11 +69,12 @@ class Record {
   // frequency (OpenAI) are subtracted, once and each time, for tokens of the answer.
   MS_HD float penalised(float logit, std::int32_t count) const {
     const float repetition = as_float(words_ + 4);
-    const float scaled = logit > 0.0f ? logit / repetition : logit * repetition;
+    const float scaled = bounded(logit > 0.0f ? logit / repetition : logit * repetition);
     const std::int32_t times = count / kInAnswer;
-    if (times == 0) return bounded(logit, scaled);
-    const float once = scaled - as_float(words_ + 5);
-    return bounded(logit, once - as_float(words_ + 6) * static_cast<float>(times));
+    if (times == 0) return unless_broken(logit, scaled);
+    const float once = bounded(scaled - as_float(words_ + 5));
+    const float each = bounded(as_float(words_ + 6) * static_cast<float>(times));
+    return unless_broken(logit, once - each);
   }
 
  private:
@@ -132,7 +135,7 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
     }
   };
   meet();
-  each(false, [](float& logit, float value) { logit = bounded(logit, logit + value); });
+  each(false, [](float& logit, float value) { logit = unless_broken(logit, logit + value); });
   meet();
   each(true, [](float& logit, float) { logit = banned(logit); });
 }

@@ -57,8 +57,8 @@ def adjust_(
     become impossible. Then, of those that were counted, repetition (Keskar et al., arXiv
     1909.05858) divides a positive logit and multiplies a negative one, for tokens of prompt and
     answer; presence and frequency (OpenAI) are subtracted, once and for each time, for tokens of
-    the answer. Then finite entries are added, and last the infinite ones. No finite logit becomes
-    NaN or +infinity by that, and those that are one stay so.
+    the answer. Then finite entries are added, and last the infinite ones. Finite logits stay
+    finite, but for the impossible, and those that are not stay as they are.
 
     Nothing waits for the device, and a row's result does not depend on the others.
 
@@ -98,7 +98,7 @@ def reference(
             banned[id] = True
         elif position < until:
             x[id] += value
-    x = torch.where(logits.isfinite(), x.clamp(max=_MOST), logits.double())
+    x = torch.where(logits.isfinite(), x.clamp(-_MOST, _MOST), logits.double())
     broken = logits.isnan() | logits.isposinf()
     return x.masked_fill(banned & ~broken, -torch.inf)
 

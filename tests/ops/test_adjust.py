@@ -215,6 +215,21 @@ def test_finite_logits_stay_so_and_others_as_they_are(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_extreme_penalties_rule_nothing_out(device: str) -> None:
+    """However far each goes: it is a draw's to find none possible, or infinity minus itself."""
+    most = torch.finfo(torch.float32).max
+    for penalties in ((0.0, most, most), (most, -most, -most), (1.0, most, most)):
+        counts = [IN_PROMPT + 4 * IN_ANSWER, IN_ANSWER, IN_PROMPT]
+        records = Records([Asked(penalties, counts, [(0, -most, ALWAYS)])], device)
+        given = torch.tensor([[5.0, -5.0, 3e38]], device=device)
+        ops.adjust_(
+            given, int32(0).to(device), int32(0).to(device),
+            torch.zeros(1, dtype=torch.int64, device=device), records.words,
+        )  # fmt: skip
+        assert given.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_no_penalty_makes_nan_of_an_impossible_token(device: str) -> None:
     """One of 1e-300 is 0 as float32."""
     records = Records([Asked((0.0, 0.0, 0.0), [IN_PROMPT] * 3)], device)
