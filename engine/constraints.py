@@ -33,9 +33,8 @@ class _Text:
     matcher: LLMatcher
     ends: frozenset[int]  # the tokens that end it
     min_tokens: int
-    lasting: NDArray[
-        np.uint32
-    ]  # [words]: the mask of all tokens but those that min_tokens rules out
+    # The mask [words] of all but those that min_tokens rules out.
+    lasting: NDArray[np.uint32] | None
     # Those which the latest mask holds because the text may end here, and for nothing else.
     ending: set[int] = field(default_factory=set)
 
@@ -62,7 +61,9 @@ class Constraints:
         compiled = self._grammars.ask(params.grammar)
         if compiled is None or isinstance(compiled, Exception):
             raise RuntimeError("a sequence was admitted without its grammar")
-        lasting = _all_but(endings(params, self._eos_token_id), self.words)
+        lasting = None
+        if params.min_tokens:
+            lasting = _all_but(endings(params, self._eos_token_id), self.words)
         ends = stop_ids(params, self._eos_token_id)
         self._texts[key] = _Text(compiled.deep_copy(), ends, params.min_tokens, lasting)
 
@@ -107,8 +108,10 @@ class Constraints:
                     if not bits[row, word] & bit:
                         bits[row, word] |= bit
                         text.ending.add(token)
-            if position < text.min_tokens and (bits[row] & text.lasting).any():
-                bits[row] &= text.lasting
+            if position < text.min_tokens and text.lasting is not None:
+                left = bits[row] & text.lasting
+                if left.any():
+                    bits[row] = left
 
     def take(self, key: int, token: int) -> bool:
         """A sequence with a grammar has drawn a token; whether nothing can follow it."""

@@ -1,4 +1,5 @@
-"""HostedDraws: steps in whose draws the host has a part, for grammars and log-probabilities.
+"""HostedDraws: steps in whose draws the host has a part, for grammars and log-probabilities (and
+for more stop ids than the device looks for).
 
 The device computes logits, while the host asks the matchers of grammars for their masks; then the
 sampler draws, and the host takes in what was drawn before it can go on.

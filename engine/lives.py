@@ -7,7 +7,7 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
@@ -104,12 +104,11 @@ class Lives:
         """Whose slots may go to others in the plan that follows the round under way."""
         return [one for one in self._rounds.due() if one.keeping is None and not one.over]
 
-    def _hand_over(self, due: Iterable[Sequence]) -> None:
-        """They do, and what the round brings to those who had them is delivered all the same."""
-        for sequence in due:
-            self._keeper.hand_over(sequence)
-            self._rounds.hand_over(sequence)
-            self._slots.give_back(sequence.slot)
+    def _hand_over(self, due: Sequence) -> None:
+        """Its slot does, and what the round brings to whom it was is delivered all the same."""
+        self._keeper.hand_over(due)
+        self._rounds.hand_over(due)
+        self._slots.give_back(due.slot)
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._rounds.bring_up(sequence)

@@ -53,9 +53,9 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How the tokens of one request are drawn.
 
-    Applied in this order: grammar, penalties, logit_bias, temperature, top_k, top_p, min_p. A draw
-    depends on (seed, choice, position) and the logits alone; `position` counts generated tokens
-    from 0.
+    Applied in this order: grammar, penalties, logit_bias, min_tokens, temperature, top_k, top_p,
+    min_p. A draw depends on (seed, choice, position) and the logits alone; `position` counts
+    generated tokens from 0.
 
     With a `grammar` the tokens that end an answer are possible where the text matches, and only
     there (those of stop_token_ids that are text also as text). Where nothing can follow, the

@@ -21,7 +21,8 @@ from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
-# Likewise, of a large batch of which no token is told before the end. A row whose answer has ended
+# Likewise, of a large batch of which no token is told before the end, and of one beside sequences
+# that the host takes longer for. A row whose answer has ended
 # is idle for the rest of its round, and if a stop id ended it for one more, so rounds are a small
 # part of an answer's time. But within one the host takes leave of all who ended together and begins
 # others, and the device waits for it where that takes longer. Where many end together, so does the
@@ -61,8 +62,7 @@ class Rounds:
         self._hosted: dict[int, Sequence] = {}  # of them, that are not plain
         self._outside: dict[int, Sequence] = {}  # of the others, that are in no batch
         self._batch: DecodeBatch | None = None
-        self._through_host = False  # what the latest plan draws passes there
-        self._latest = Turn.PLAIN
+        self._latest_apart = False  # the latest plan was
         self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
         self._round_seconds = 0.0  # that the latest round decoded for
         self._host_seconds = 0.0  # that the host took for the latest one apart
@@ -81,28 +81,23 @@ class Rounds:
         rounds = int(PATIENCE_SECONDS / max(self._round_seconds, self._aim))
         return self._since_prompts < min(decoding // PATIENT_ROWS, rounds)
 
-    def turn(self, prompts: Collection[Sequence]) -> Turn:
-        """Of the next plan, where none is under way; there are these prompts to read."""
+    def turns(self) -> tuple[Turn, ...]:
+        """Of the next plan, where none is under way: the first of which it has something to do."""
         if not self._apart:
-            return Turn.ALL
-        plain = len(self.sequences) > len(self._hosted)
-        plain = plain or any(not one.needs_host for one in prompts)
-        if self._has_hosted(prompts) and not (plain and self._latest is Turn.HOSTED):
-            return Turn.HOSTED
-        return Turn.PLAIN
+            return (Turn.ALL,)
+        return (Turn.PLAIN, Turn.HOSTED) if self._latest_apart else (Turn.HOSTED, Turn.PLAIN)
 
-    def turn_ahead(self, prompts: Collection[Sequence], coming: int) -> Turn | None:
-        """Of a plan that follows the one under way unseen; None where none may. There are these
-        prompts to read; about `coming` more plain sequences will decode soon, in slots of those
-        that are `due` too."""
-        if len(self._under_way) != 1 or self._most_steps == 1:
-            return None
-        if self._apart and self._under_way[0][0].apart:
-            return Turn.PLAIN
-        if self._has_hosted(prompts):
-            return Turn.HOSTED if self._apart else None
-        thin = self._through_host or self._is_thin(coming - len(self.due()))
-        return None if thin else Turn.PLAIN
+    def turns_ahead(self, prompts: Collection[Sequence], coming: int) -> list[Turn]:
+        """Likewise, of a plan that follows the one under way unseen. There are these prompts to
+        read; about `coming` more sequences will decode soon, in slots of those that are `due`
+        too."""
+        if len(self._under_way) != 1 or not self._apart:
+            return []
+        if self._under_way[0][0].apart:
+            return [Turn.PLAIN]
+        turns = [Turn.HOSTED] if self._has_hosted(prompts) else []
+        thin = self._is_thin(coming - len(self.due()))
+        return turns if thin else [*turns, Turn.PLAIN]
 
     def due(self) -> list[Sequence]:
         """Whose answers end with the round under way, whatever it brings."""
@@ -130,6 +125,8 @@ class Rounds:
             return
         if not sequence.plain:
             del self._hosted[sequence.key]
+            if not self._hosted:
+                self._host_seconds = 0.0  # of these, nothing is known of others
         elif sequence.row < 0:
             del self._outside[sequence.key]
         elif self._batch is not None:
@@ -145,19 +142,16 @@ class Rounds:
         has all. Those of these that have a `row` afterwards decode from this plan on; for the
         others, `add` is called when their first tokens are here.
 
-        Where another round is under way, `turn_ahead` has been asked.
+        Where another round is under way, `turns_ahead` has been asked.
         """
-        self._latest = turn
         if turn is Turn.HOSTED:
             plan.apart = True
             self._decode_through_host(plan, self._hosted.values())
             return
         if self._most_steps == 1 or (turn is Turn.ALL and self._has_hosted(beginning)):
             self._dissolve()
-            self._through_host = bool(self.sequences or beginning)
             self._decode_through_host(plan, self.sequences.values())
             return
-        self._through_host = False
         if not self._is_under_way() and self._is_thin(len(beginning)):
             self._dissolve()
         lasting = [one for one in beginning if one.max_tokens > 1]
@@ -222,12 +216,13 @@ class Rounds:
     def start(self, plan: Plan) -> None:
         """The plan is under way."""
         self._under_way.append((plan, self._batch if plan.plain else None))
+        self._latest_apart = plan.apart
         if not plan.apart:
             self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
 
     def fail(self, plan: Plan) -> list[Sequence]:
         """The plan could not be carried out: the sequences of the batch that took part in it."""
-        if self._batch is not None:
+        if self._batch is not None and plan.plain:
             self._batch.spoiled = True
         if self.land(plan) is None:
             return []
@@ -245,7 +240,8 @@ class Rounds:
         """Learns how long a step takes, and counts. Tells what the round did, which decoded
         `decoding` sequences, of which `left` are left, and brought `tokens` tokens."""
         if plan.apart:
-            self._host_seconds = result.host_seconds
+            if plan.decode and self._hosted:
+                self._host_seconds = result.host_seconds
         elif plan.decodes:
             self._round_seconds = result.decode_seconds
         # A round that reads prompts takes in those who join, too; one of which nobody is left may

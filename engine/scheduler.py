@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 
 import msgspec
 
@@ -156,9 +156,9 @@ class Scheduler(Lives):
     # A step.
 
     def plan(self, now: float) -> Plan:
-        """The next round; empty only when nothing is in flight. None may be under way."""
+        """The next round; empty only when there is nothing to do yet. None may be under way."""
         self._look_around(now)
-        return self._plan(now, self._rounds.turn(self._prompts(self._slots.free)))
+        return self._first_of(self._rounds.turns(), now, [])
 
     def plan_ahead(self, now: float) -> Plan:
         """What follows the one round under way, whatever that brings. Empty when nothing does, or
@@ -168,39 +168,37 @@ class Scheduler(Lives):
         free = self._slots.free + len(due)
         coming = sum(one.max_tokens > 1 for one in self._reading(Turn.PLAIN))
         coming += min(self._waiting.lasting, free)
-        turn = self._rounds.turn_ahead(self._prompts(free), coming)
-        return Plan() if turn is None else self._plan(now, turn, due)
+        first = self._next() if free else None
+        prompts = [*self._prefilling.values(), *([first] if first else [])]
+        return self._first_of(self._rounds.turns_ahead(prompts, coming), now, due)
 
-    def _plan(self, now: float, turn: Turn, due: list[Sequence] | None = None) -> Plan:
-        """`due`: whose slots may be handed over, where the plan follows a round unseen."""
+    def _first_of(self, turns: Collection[Turn], now: float, due: list[Sequence]) -> Plan:
+        """That of the first turn with something to do; slots of those `due` may go to others."""
+        if turns:
+            self._keeper.tiers.begin_plan()
+        plans = (self._plan(now, turn, due) for turn in turns)
+        return next((plan for plan in plans if not plan.empty), Plan())
+
+    def _plan(self, now: float, turn: Turn, due: list[Sequence]) -> Plan:
         plan = Plan()
-        self._keeper.tiers.begin_plan()
         self._readmit(plan, turn)
-        free = self._slots.free + len(due or ())
+        free = self._slots.free + len(due)
         most, waiting = self._intake.most(free), min(self._waiting.ready, free)
         if waiting >= most or self._reading(turn) or not self._rounds.is_patient(turn):
-            if due:
-                self._hand_over(due[: max(min(waiting, most) - self._slots.free, 0)])
-            self._admit(plan, now, turn, most)
+            self._admit(plan, now, turn, most, due)
         reading = [one for one in self._reading(turn) if one.remaining]
         for sequence, length in self._budgets[turn is Turn.HOSTED].share(reading):
             self._read(plan, sequence, length, now)
         beginning = [self._prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
         self._rounds.plan(plan, turn, beginning)
-        for sequence in beginning:
-            if sequence.row >= 0:
-                del self._prefilling[sequence.key]
+        for sequence in (one for one in beginning if one.row >= 0):
+            del self._prefilling[sequence.key]
         if not plan.empty or self._keeper.traffic.fetching:
             self._keeper.traffic.take_moves(plan)
         if not plan.empty:
             plan.release, self._released = self._released, []
             self._rounds.start(plan)
         return plan
-
-    def _prompts(self, free: int) -> list[Sequence]:
-        """Whose are read, or may be next."""
-        sequence = self._next() if free else None
-        return [*self._prefilling.values(), *([] if sequence is None else [sequence])]
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
@@ -289,11 +287,13 @@ class Scheduler(Lives):
         for sequence in self._deadlines.overdue(now):
             self._finish(sequence, "timeout", now)
 
-    def _admit(self, plan: Plan, now: float, turn: Turn, most: int) -> None:
+    def _admit(self, plan: Plan, now: float, turn: Turn, most: int, due: list[Sequence]) -> None:
         admitted = 0
-        while (sequence := self._next()) is not None and self._slots.free:
+        while (sequence := self._next()) is not None and (self._slots.free or due):
             if admitted == most or not turn.has(sequence):
                 break
+            if not self._slots.free:
+                self._hand_over(due.pop(0))
             try:
                 found = self._keeper.find(sequence)
             except EngineError as error:

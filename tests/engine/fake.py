@@ -42,7 +42,7 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.sequence import is_greedy, is_plain, stop_ids
+from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids
 
 
 def successor(token: int, vocab_size: int = 257, eos: int | None = 256) -> int:
@@ -167,6 +167,7 @@ class FakeRunner:
         self.steps = 0  # rounds that were begun
         self.begun: list[StepResult | Exception] = []  # and are not finished
         self.batch: list[FakeRow] = []  # of the latest plain plan
+        self._latest = Plan()
         # What has been read to the state at each place, and at those with logits, of which text.
         self.rows: dict[int, list[int]] = {}
         self.logits: dict[int, list[int]] = {}
@@ -186,6 +187,10 @@ class FakeRunner:
         if self.start_failures:
             raise self.start_failures.pop(0)
         assert len(self.begun) <= self.overlaps, "too many rounds are under way"
+        if self.begun:
+            assert not (self._latest.apart and plan.apart), "the host cannot know what to draw"
+            assert plan.again or not (self._latest.plain and plan.plain), "two batches"
+        self._latest = plan
         result = self._carry_out(plan)
         self.begun.append(self.failures.pop(0) if self.failures else result)
         return self.begun[-1]
@@ -312,6 +317,7 @@ class FakeRunner:
         assert 1 <= plan.steps <= self.most_steps and self.most_steps > 1
         drawing = [self.requests[row.key].sampling for row in self.batch if row.slot >= 0]
         assert not plan.greedy or all(is_greedy(params) for params in drawing)
+        assert plan.adjusted or not any(is_adjusted(params) for params in drawing)
         tokens, counts = array("i"), []
         for device_row in self.batch:
             drawn: list[int] = []

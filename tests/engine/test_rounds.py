@@ -324,6 +324,67 @@ def test_prompts_share_the_budget_whatever_the_host_does_in_between() -> None:
     assert waited[0] <= 4 and waited[1] <= 2 * waited[0] + 2
 
 
+def test_while_one_kind_of_prompts_is_held_the_other_decodes_without_a_gap() -> None:
+    """Of those who wait for a prompt that another one reads, nobody can be admitted."""
+    runner = FakeRunner(slots=40, max_waiting=60, most_steps=8, overlaps=True, max_step_tokens=128)
+    engine = Engine(runner)
+    for id in range(4):
+        engine.add("c", ask(id))
+    told_in(engine, 6)
+    long = pack_ids([7] * 1280)
+    engine.add("c", Request(id=10, prompt=long, sampling=LONG))
+    told_in(engine, 2)
+    for id in range(8):
+        engine.add("c", Request(id=20 + id, prompt=long, sampling=HOSTED))
+        engine.add("c", ask(40 + id))
+    for told in told_in(engine, 12):
+        assert told and len(runner.begun) == 1
+    assert all(40 + id in told for id in range(8))
+
+
+def test_a_plan_of_those_the_host_draws_for_that_cannot_start_leaves_the_batch_alone() -> None:
+    runner = FakeRunner(most_steps=4, overlaps=True)
+    engine = Engine(runner)
+    engine.add("c", ask(1))
+    engine.add("c", ask(2, HOSTED))
+    told_in(engine, 5)
+    begun = []
+    start = runner.start
+
+    def failing(plan: Plan) -> StepResult | Exception:
+        begun.append((plan.apart, plan.again))
+        if plan.apart:
+            raise RuntimeError("boom")
+        return start(plan)
+
+    runner.start = failing  # type: ignore[method-assign]
+    told_in(engine, 4)
+    assert begun.count((True, False)) == 1 and (False, False) not in begun
+    assert (False, True) in begun
+
+
+def test_slots_are_handed_over_to_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a plan that has nobody for them."""
+    handed: list[int] = []
+    hand_over = DecodeBatch.hand_over
+
+    def noting(batch: DecodeBatch, sequence: Sequence) -> None:
+        handed.append(sequence.request.id)
+        hand_over(batch, sequence)
+
+    monkeypatch.setattr(DecodeBatch, "hand_over", noting)
+    engine = Engine(FakeRunner(slots=3, max_waiting=60, most_steps=4, overlaps=True))
+    engine.add("c", ask(0, HOSTED))
+    short = msgspec.structs.replace(LONG, max_tokens=9)
+    for id in range(1, 30):
+        engine.add("c", ask(id, short))
+    started: list[int] = []
+    for _ in range(60):
+        before = len(handed)
+        started = engine.step()["c"].started
+        assert len(handed) - before <= len(started) + 1
+
+
 def test_what_was_drawn_for_one_that_was_aborted_meanwhile_is_nobodys() -> None:
     """Also where a plan of the others has forgotten it before its round is over."""
     engine = Engine(FakeRunner(slots=2, most_steps=4, overlaps=True))
@@ -396,6 +457,7 @@ def plain_scheduler(slots: int) -> Scheduler:
         max_waiting=10,
         state_bytes=1,
         most_steps=32,
+        overlaps=True,
     )
 
 

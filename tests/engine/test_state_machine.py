@@ -626,6 +626,14 @@ def test_long_lives(seed: int, deterministic: bool) -> None:
     assert machine.seen["device"] and machine.seen["host"], "states left both tiers"
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_long_lives_whose_rounds_overlap(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a GPU do; on a CPU a round is over when it has been started."""
+    monkeypatch.setattr(Runner, "overlaps", True)
+    machine = drive(random.Random(seed), STEPS if STEPS != 60 else 400, True)
+    assert machine.seen["hits"] and machine.seen["rebuilds"] and machine.seen["exact"]
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_long_lives_with_files(
     deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
