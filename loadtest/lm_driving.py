@@ -22,12 +22,14 @@ from engine.messages import Request, SamplingParams, StepEvents, pack_ids, unpac
 from engine.plan import MOST_STEPS, Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.rounds import ROUND_SECONDS
 from engine.runner import Runner
-from engine.sequence import is_greedy
+from engine.sequence import is_adjusted, is_greedy
 
 #: Sequences begin with tokens this far apart.
 FIRST_TOKENS_APART = 7
 GREEDY = SamplingParams(temperature=0, max_tokens=1 << 30, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=1 << 30, ignore_eos=True)
+#: Likewise, with what is laid on the logits of all tokens that were there before.
+PENALISED = msgspec.structs.replace(SAMPLED, repetition_penalty=1.1, presence_penalty=0.1)
 
 _CLIENT = "loadtest"
 
@@ -54,7 +56,7 @@ class Decoding:
 
     def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
         self._runner = runner
-        self._greedy = is_greedy(sampling)
+        self._greedy, self._adjusted = is_greedy(sampling), is_adjusted(sampling)
         self._drawn = 0  # tokens of each sequence
         vocab = runner.info.vocab_size
         #: Of every sequence, the last token, which is read next.
@@ -99,14 +101,19 @@ class Decoding:
 
     def _plan(self, steps: int) -> Plan:
         if self._begun:
-            return Plan(plain=True, greedy=self._greedy, again=True, steps=steps)
+            return self._round(Plan(again=True), steps)
         self._begun = True
         rows = [
             DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
             for row, token in enumerate(self.tokens)
         ]
         at = list(range(len(rows)))
-        return Plan(decode=rows, at=at, plain=True, greedy=self._greedy, steps=steps)
+        return self._round(Plan(decode=rows, at=at), steps)
+
+    def _round(self, plan: Plan, steps: int) -> Plan:
+        plan.plain, plan.steps = True, steps
+        plan.greedy, plan.adjusted = self._greedy, self._adjusted
+        return plan
 
     def _take(self, result: StepResult, steps: int) -> None:
         batch = len(self.tokens)

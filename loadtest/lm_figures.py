@@ -20,6 +20,7 @@ class Decode:
     steps: int = 1  # of a round of the runner
     greedy: float | None = None  # the runner, from a plan to the ids on the host
     sampled: float | None = None  # likewise, temperature 0.8 and top_p 0.9
+    penalised: float | None = None  # likewise, with penalties
     engine: float | None = None  # the whole engine, greedy
     peer: float | None = None  # the same model in plain PyTorch, greedy
     gemm: float | None = None  # the bare matrix products

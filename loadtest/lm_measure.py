@@ -13,11 +13,13 @@ from time import perf_counter
 
 import torch
 
+from engine.messages import SamplingParams
 from engine.models.lm import LM
 from engine.runner import Runner
 from loadtest.layers_timing import Budget
 from loadtest.lm_driving import (
     GREEDY,
+    PENALISED,
     SAMPLED,
     decoding,
     engine_seconds,
@@ -32,7 +34,7 @@ from loadtest.peers.torch_lm import Decoder, Mode
 from loadtest.report import median
 from loadtest.timing import release_memory
 
-PARTS = ("decode", "sampled", "engine", "prefill", "gemm", "peer")
+PARTS = ("decode", "sampled", "penalised", "engine", "prefill", "gemm", "peer")
 #: The gap that rounding explains, in deviations of a row's logits.
 TOLERANCES = {"float32": 2e-3, "float16": 0.02, "bfloat16": 0.1, "int8": 0.3, "fp8": 1.0}
 #: minGRU-pytorch keeps the logits of all tokens, and its scans all layers' logarithms.
@@ -116,7 +118,7 @@ def measure(
     figures.prefill = [Prefill(tokens) for tokens in asked.prompts]
     if "prefill" not in asked.parts:
         figures.prefill = []
-    if not {"decode", "sampled", "engine", "peer", "gemm"} & set(asked.parts):
+    if not {"decode", "sampled", "penalised", "engine", "peer", "gemm"} & set(asked.parts):
         figures.decode = []
     for row in figures.decode:
         _runner_and_engine(rows, row, runner, asked)
@@ -137,15 +139,17 @@ def measure(
 
 def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -> None:
     if {"decode", "engine"} & set(asked.parts):
-        rows.fill(row, "greedy", lambda: _runner_step(runner, row, asked, sampled=False))
+        rows.fill(row, "greedy", lambda: _runner_step(runner, row, asked, GREEDY))
     if "sampled" in asked.parts:
-        rows.fill(row, "sampled", lambda: _runner_step(runner, row, asked, sampled=True))
+        rows.fill(row, "sampled", lambda: _runner_step(runner, row, asked, SAMPLED))
+    if "penalised" in asked.parts:
+        rows.fill(row, "penalised", lambda: _runner_step(runner, row, asked, PENALISED))
     if "engine" in asked.parts and row.greedy is not None:
         rows.fill(row, "engine", lambda: _engine_step(runner, row, asked))
 
 
-def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) -> float:
-    with decoding(runner, row.batch, SAMPLED if sampled else GREEDY) as running:
+def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingParams) -> float:
+    with decoding(runner, row.batch, sampling) as running:
         running.run(1)
         step = running.run(1)
         if step > asked.seconds:
@@ -154,7 +158,7 @@ def _runner_step(runner: Runner, row: Decode, asked: Asked, *, sampled: bool) ->
         step = running.run(2, steps)  # by now everything is loaded
         steps = round_steps(step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
-        row.steps = steps if not sampled else row.steps
+        row.steps = steps if sampling is GREEDY else row.steps
         return typical(lambda: running.run(rounds, steps), asked.seconds)
 
 

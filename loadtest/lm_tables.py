@@ -51,6 +51,8 @@ def print_decode(figures: ModelFigures) -> None:
             "of them": [_share(row.gemm, row.greedy) for row in rows],
             "sampled, ms": [_number(row.sampled, ".4f", 1000) for row in rows],
             "over greedy": [_times(row.sampled, row.greedy) for row in rows],
+            "with penalties, ms": [_number(row.penalised, ".4f", 1000) for row in rows],
+            "over sampled": [_times(row.penalised, row.sampled) for row in rows],
             "engine, tokens/s": [_per_second(row.batch, row.engine) for row in rows],
             "of runner": [_share(row.greedy, row.engine) for row in rows],
             "PyTorch, tokens/s": [_per_second(row.batch, row.peer) for row in rows],
