@@ -29,6 +29,7 @@ struct AdjustArgs {
 
 constexpr std::int64_t kRecordWords = 8, kEntryWords = 3;
 constexpr std::int32_t kInAnswer = 2;  // each time
+constexpr int kAhead = 8;              // tokens that a thread looks at together
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kMostLogit = 3.402823466e38f;
 
@@ -114,13 +115,25 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
   if (mask || counts) {
     // The one that this step reads was drawn for the answer, but for the prompt's last.
     const std::int64_t read = position > 0 ? args.tokens[r] : -1;
-    for (std::int64_t id = begin + thread; id < end; id += threads) {
-      std::int32_t count = counts ? counts[id] : 0;
-      if (counts && id == read) counts[id] = count += kInAnswer;
-      if (mask && !(static_cast<std::uint32_t>(mask[id / 32]) >> id % 32 & 1)) {
-        logits[id] = banned(logits[id]);
-      } else if (count) {
-        logits[id] = record.penalised(logits[id], count);
+    for (std::int64_t first = begin + thread; first < end; first += kAhead * threads) {
+      // All are asked for before anything is written.
+      std::int32_t ahead[kAhead];
+      float logit[kAhead];
+      for (int k = 0; k < kAhead; ++k) {
+        const std::int64_t id = first + k * threads;
+        ahead[k] = counts && id < end ? counts[id] : 0;
+        logit[k] = mask && id < end ? logits[id] : 0.0f;
+      }
+      for (int k = 0; k < kAhead; ++k) {
+        const std::int64_t id = first + k * threads;
+        if (id >= end) break;
+        std::int32_t count = ahead[k];
+        if (counts && id == read) counts[id] = count += kInAnswer;
+        if (mask && !(static_cast<std::uint32_t>(mask[id / 32]) >> id % 32 & 1)) {
+          logits[id] = banned(logit[k]);
+        } else if (count) {
+          logits[id] = record.penalised(mask ? logit[k] : logits[id], count);
+        }
       }
     }
   }

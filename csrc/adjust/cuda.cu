@@ -9,7 +9,7 @@ namespace cuda {
 namespace {
 
 constexpr int kAdjustThreads = 256;
-constexpr std::int64_t kPiece = 8192;  // tokens
+constexpr std::int64_t kPiece = 4096;  // tokens
 
 __global__ void __launch_bounds__(kAdjustThreads)
     adjust_kernel(const __grid_constant__ AdjustArgs args) {
