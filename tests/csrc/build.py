@@ -46,6 +46,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "rows": ("rows_driver.cpp", []),
     "draw": ("draw_driver.cpp", []),
     "target": ("target_driver.cpp", []),
+    "adjust": ("adjust_driver.cpp", []),
     "normed": ("normed_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }

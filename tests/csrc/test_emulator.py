@@ -142,6 +142,14 @@ DRAWS = [
 
 TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]
 
+# One piece of a row and several, whole turns of the threads and not.
+ADJUSTED = [
+    "--vocab 66 --entries 5",
+    "--vocab 9001 --entries 300 --seeds 2,3",
+    "--vocab 8192 --seeds 4",
+    "--vocab 1 --entries 2 --seeds 5",
+]
+
 # One turn of the threads and several, of either row; fewer rows of state than slots name.
 NORMED = [
     "--width 8 --channels 8",
@@ -208,6 +216,12 @@ def test_draw(programs: Path, case: str) -> None:
 @pytest.mark.parametrize("case", TARGETS)
 def test_target_logprobs(programs: Path, case: str) -> None:
     result = run(programs / "target", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", ADJUSTED)
+def test_adjust(programs: Path, case: str) -> None:
+    result = run(programs / "adjust", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
