@@ -37,6 +37,12 @@ class Lives:
         self._next_key = 0
         self._outbox = Outbox()
 
+    def abort_all(self, now: float) -> None:
+        """Ends every request as aborted."""
+        for sequence in self._in_flight():
+            self._finish(sequence, "abort", now)
+        self._keeper.states.claims.tell_all()
+
     def _running(self, key: int) -> Sequence | None:
         return self._rounds.sequences.get(key) or self._prefilling.get(key)
 

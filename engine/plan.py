@@ -138,7 +138,7 @@ class Plan:
     @property
     def empty(self) -> bool:
         """Nothing to do; bookkeeping (`release`) may still be there."""
-        return not (self.prefill or self.decodes or self.before or self.exports)
+        return not (self.admit or self.prefill or self.decodes or self.before or self.exports)
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):

@@ -22,11 +22,10 @@ from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
 # Likewise, of a large batch of which no token is told before the end, and of one beside sequences
-# that the host takes longer for. A row whose answer has ended
-# is idle for the rest of its round, and if a stop id ended it for one more, so rounds are a small
-# part of an answer's time. But within one the host takes leave of all who ended together and begins
-# others, and the device waits for it where that takes longer. Where many end together, so does the
-# round.
+# that the host takes longer for. A row whose answer has ended is idle for the rest of its round,
+# and if a stop id ended it for one more, so rounds are a small part of an answer's time. But within
+# one the host takes leave of all who ended together and begins others, and the device waits for it
+# where that takes longer. Where many end together, so does the round.
 QUIET_ROUND_SECONDS = 0.004
 LONG_ROUND_SECONDS = 0.008  # at most
 PART_OF_ANSWER = 0.02
@@ -98,6 +97,12 @@ class Rounds:
         turns = [Turn.HOSTED] if self._has_hosted(prompts) else []
         thin = self._is_thin(coming - len(self.due()))
         return turns if thin else [*turns, Turn.PLAIN]
+
+    def decodes(self, turn: Turn) -> bool:
+        """Whether somebody takes steps in such a plan."""
+        if turn is Turn.HOSTED:
+            return bool(self._hosted)
+        return bool(self._outside) or (self._batch is not None and self._batch.left() > 0)
 
     def due(self) -> list[Sequence]:
         """Whose answers end with the round under way, whatever it brings."""

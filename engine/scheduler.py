@@ -135,12 +135,6 @@ class Scheduler(Lives):
             if sequence is not None and self._keeper.may_end(sequence, reason, length):
                 self._finish(sequence, reason, now)
 
-    def abort_all(self, now: float) -> None:
-        """Ends every request as aborted."""
-        for sequence in self._in_flight():
-            self._finish(sequence, "abort", now)
-        self._keeper.states.claims.tell_all()
-
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""
         self._refusal = error
@@ -168,7 +162,7 @@ class Scheduler(Lives):
         free = self._slots.free + len(due)
         coming = sum(one.max_tokens > 1 for one in self._reading(Turn.PLAIN))
         coming += min(self._waiting.lasting, free)
-        first = self._next() if free else None
+        first = self._next(free) if free else None
         prompts = [*self._prefilling.values(), *([first] if first else [])]
         return self._first_of(self._rounds.turns_ahead(prompts, coming), now, due)
 
@@ -289,11 +283,14 @@ class Scheduler(Lives):
 
     def _admit(self, plan: Plan, now: float, turn: Turn, most: int, due: list[Sequence]) -> None:
         admitted = 0
-        while (sequence := self._next()) is not None and (self._slots.free or due):
-            if admitted == most or not turn.has(sequence):
+        # Others than its own, who are read in the next plan, come along where this has some to do.
+        goes = self._rounds.decodes(turn) or bool(self._reading(turn))
+        while (sequence := self._next(free := self._slots.free + len(due))) is not None and free:
+            own = turn.has(sequence)
+            if admitted == most or not (own or goes):
                 break
             if not self._slots.free:
-                self._hand_over(due.pop(0))
+                self._hand_over(due.pop(0))  # which may cost the state that would be found
             try:
                 found = self._keeper.find(sequence)
             except EngineError as error:
@@ -303,11 +300,13 @@ class Scheduler(Lives):
             if awaited is not None:
                 self._waiting.hold(sequence, awaited)
                 continue
+            if not own and found.length == sequence.prompt_tokens:
+                break  # its first token is drawn in the plan that admits it
             self._waiting.depart(sequence, sequence.unspent - found.length)
             self._outbox.started(sequence.client, sequence.request.id)
             sequence.slot = self._slots.take()
             self._keeper.admit(plan, sequence, found)
-            admitted += 1
+            admitted, goes = admitted + 1, True
             if sequence.begins_drawn:
                 sequence.started_at, sequence.position = now, sequence.prompt_tokens
                 sequence.is_read = True
@@ -321,10 +320,9 @@ class Scheduler(Lives):
         if admitted:
             self._intake.note(self._slots.free)
 
-    def _next(self) -> Sequence | None:
+    def _next(self, free: int) -> Sequence | None:
         """The first that waits and whose grammar is compiled; has those before it compiled, while
-        there is no slot one at a time: what is kept for long unused may be forgotten again."""
-        free = self._slots.free
+        no slot is free one at a time: what is kept for long unused may be forgotten again."""
         while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
             sampling = sequence.request.sampling
             lacking = None if sampling.grammar is None else self._grammars.lacking(sampling)
