@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.config import EngineConfig
@@ -32,6 +33,7 @@ from engine.engine import Engine
 from engine.grammar import compile_grammar, load_tokens
 from engine.grammars import Grammars
 from engine.messages import Grammar, Request, SamplingParams, pack_ids
+from loadtest.lm_models import SIZES, subject
 from loadtest.report import print_environment, print_table, save_json
 
 PERSON = {
@@ -62,6 +64,7 @@ TEXTS = {
 }  # fmt: skip
 RUNS = 5
 BESIDE_SECONDS = 2.0
+PROMPT = pack_ids(range(14))  # of any model's vocabulary
 
 
 @dataclass(frozen=True)
@@ -182,12 +185,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure_engine(engine: Engine, streams: int, tokens: int) -> list[Served]:
+def kinds_for(folder: Path) -> list[str]:
+    """Those of KINDS that a model's folder can serve: without a tokenizer.json none with a
+    grammar."""
+    has_text = (folder / "tokenizer.json").exists()
+    return [name for name, fields in KINDS.items() if has_text or "grammar" not in fields]
+
+
+def measure_engine(engine: Engine, kinds: Sequence[str], streams: int, tokens: int) -> list[Served]:
     """Of streams of so many tokens each, the quickest of RUNS in turns."""
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for _ in range(RUNS):
-        for name, fields in KINDS.items():
-            runs[name].append(_serve(engine, streams, tokens, fields))
+        for name in kinds:
+            runs[name].append(_serve(engine, streams, tokens, KINDS[name]))
     rows = []
     for name, seconds in runs.items():
         wall, processor = map(min, zip(*seconds, strict=True))
@@ -214,12 +224,12 @@ def _serve(
 
 def _request(id: int, tokens: int, fields: dict[str, Any]) -> Request:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=id, **fields)
-    return Request(id=id, prompt=pack_ids(b"KING RICHARD:\n"), sampling=params, stream=True)
+    return Request(id=id, prompt=PROMPT, sampling=params, stream=True)
 
 
-def measure_beside(engine: Engine, streams: int) -> list[Beside]:
-    """So many streams, of which none, one and half are of each other kind."""
-    none, *others = KINDS
+def measure_beside(engine: Engine, kinds: Sequence[str], streams: int) -> list[Beside]:
+    """So many streams, at least two, of which none, one and half are of each other kind."""
+    none, *others = kinds
     cases = [(none, 0), *((name, count) for name in others for count in (1, streams // 2))]
     return [Beside(name, count, *_beside(engine, streams, name, count)) for name, count in cases]
 
@@ -257,7 +267,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
     parser.add_argument("--threads", type=int, default=2, help="of the engine")
-    parser.add_argument("--model", default="shakespeare-mingru")
+    parser.add_argument(
+        "--model",
+        default="shakespeare-mingru",
+        help=f"a bundled one, a folder, or one of {', '.join(SIZES)}: random weights in bfloat16, "
+        "and no grammars",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--tokenizer", type=Path, help="a folder with a tokenizer.json of that size"
@@ -278,9 +293,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in masks
         ],
     )
-    config = EngineConfig(model=options.model, device=options.device, threads=options.threads)
-    engine = Engine.load(config)
-    served = measure_engine(engine, options.streams, options.tokens)
+    device = torch.device(options.device)
+    with subject(options.model, "mingru", device, "bfloat16") as one:
+        config = EngineConfig(model=str(one.folder), device=options.device, threads=options.threads)
+        engine, kinds = Engine.load(config), kinds_for(one.folder)
+    served = measure_engine(engine, kinds, options.streams, options.tokens)
     print_table(
         f"{options.model}, {options.device}, {options.streams} streams of {options.tokens} tokens",
         ["requests", "tokens/s", "per processor second"],
@@ -289,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for one in served
         ],
     )
-    beside = measure_beside(engine, options.streams)
+    beside = measure_beside(engine, kinds, options.streams) if options.streams > 1 else []
     print_table(
         f"{options.streams} streams in company",
         ["others", "streams", "tokens/s of those who ask for nothing", "of the others"],

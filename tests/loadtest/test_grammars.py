@@ -32,6 +32,21 @@ def test_the_whole_table(
     assert all(one["requests"] in printed for one in figures["engine"])
 
 
+def test_random_weights_of_a_size_have_no_grammars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream alone has no company."""
+    monkeypatch.setattr(grammars, "RUNS", 1)
+    size, saved = save_bytes(tmp_path), tmp_path / "figures.json"
+    options = ["--tokenizer", tmp_path, "--vocab-size", size, "--streams", 1, "--tokens", 4]
+    options += ["--model", "6.3m", "--json", saved]
+    assert grammars.main([str(one) for one in options]) == 0
+    figures = json.loads(saved.read_text(encoding="utf-8"))
+    kinds = [name for name, fields in grammars.KINDS.items() if "grammar" not in fields]
+    assert [one["requests"] for one in figures["engine"]] == kinds
+    assert figures["beside"] == []
+
+
 def test_a_text_that_does_not_match_is_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,18 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.distribution import ranked
+from engine.distribution import _GOLDEN, _mix, _shift_right, ranked
 
 # The most likely token weighs 2**38, so a vocabulary of 2**24 sums to less than 2**63. Tokens less
 # than 2**-38 times as likely as the best are never drawn.
 _WEIGHT_ONE = 2.0**38
 _LOG2_E = 1.44269504  # as float32
-
-# splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014); int64
-# tensors wrap around as its arithmetic asks.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def octaves(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
@@ -66,7 +60,8 @@ def keep_min_p(octaves: Tensor, min_p: Tensor) -> Tensor:
 def uniform(streams: Tensor, positions: Tensor) -> Tensor:
     """Number `positions[i]` of stream `streams[i]`, uniform in [0, 1): float64 [rows].
 
-    Random access into splitmix64: its state after n steps is known without taking them.
+    Random access into splitmix64, as `engine.distribution` has it: its state after n steps is known
+    without taking them.
     """
     bits = _mix(streams + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
@@ -87,15 +82,3 @@ def _weights(octaves: Tensor) -> Tensor:
     """Probabilities times a constant of the row, in fixed point: int64, best = 2**38."""
     best = octaves.amax(dim=-1, keepdim=True)
     return ((octaves - best).exp2() * _WEIGHT_ONE).long()
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifts int64 as if it were unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser: a bijection of 64 bits that spreads every input bit over all."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
