@@ -34,6 +34,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
+  m.impl("report_logprobs_", TORCH_BOX(&minserve::report_logprobs_));
 }
 
 }  // namespace
@@ -79,8 +80,12 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "draw_(Tensor logits, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "
       "Tensor(d!) remaining, Tensor(e!) cursor, Tensor(f!) out, Tensor temperature, Tensor top_k, "
       "Tensor top_p, Tensor min_p, Tensor streams, Tensor stop_ids) -> ()");
-  // log-softmax at one given token of each row, and whether it is the most likely one
-  m.def("target_logprobs(Tensor logits, Tensor targets) -> (Tensor logprobs, Tensor is_greedy)");
+  // log-softmax at one given token of each row and at the best ones -> reports [rows, words]
+  m.def("target_logprobs(Tensor logits, Tensor targets, int top=0) -> Tensor");
+  // the same of the tokens that draw_ has just written to out, for rows that ask for it
+  m.def(
+      "report_logprobs_(Tensor logits, Tensor tops, Tensor cursor, Tensor out, Tensor(a!) told, "
+      "Tensor(b!) reports) -> ()");
   // minGRU over packed sequences, functional and differentiable
   m.def(
       "mingru_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "

@@ -14,14 +14,17 @@ from __future__ import annotations
 import heapq
 import sys
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 from engine.history import TURN_STEPS, History
 from engine.messages import ID_BYTES, Run, unpack_ids
 from engine.outbox import Outbox
 from engine.plan import DecodeRow, Drawn, Plan
+from engine.reports import Reports
 from engine.sequence import Sequence, is_adjusted, is_greedy
+
+_Listener = tuple[Hashable, int]  # a client, and how many best tokens it is told of
 
 
 class DecodeBatch:
@@ -38,6 +41,7 @@ class DecodeBatch:
         self.known = 0  # of them, whose answers end with max_tokens
         self._sampled = 0  # of them, who draw others than the best token
         self._adjusted = 0  # of them, whose requests change logits
+        self._tops: Counter[int] = Counter()  # of them, by Sequence.top
         self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._ending: dict[int, dict[int, Sequence]] = {}  # the alive by their last step, by row
@@ -47,8 +51,9 @@ class DecodeBatch:
         self._members: dict[int, Sequence] = {}  # by row
         self._coming: deque[Sequence] = deque()  # joined by plans whose results are not here
         self._over: set[int] = set()  # rows of members that the device has ended
-        self._streams: dict[Hashable, dict[int, int]] = {}  # requests by row, by client
-        self._listed: dict[Hashable, tuple[list[int], list[int]]] = {}  # the same: rows, requests
+        self._streams: dict[_Listener, dict[int, int]] = {}  # requests by row
+        self._listed: dict[_Listener, tuple[list[int], list[int]]] = {}  # the same: rows, requests
+        self._gathering: dict[int, Sequence] = {}  # members that gather reports, by row
         self._arrived: list[Sequence] = []  # members since the result that was noted last
         self._history = History()
         self._turn = 0  # the row that is brought up to date next
@@ -89,6 +94,7 @@ class DecodeBatch:
         self.known += not sequence.stop_ids
         self._sampled += not is_greedy(sequence.request.sampling)
         self._adjusted += is_adjusted(sequence.request.sampling)
+        self._tops[sequence.top] += 1
         self._asked += sequence.max_tokens
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
@@ -101,8 +107,7 @@ class DecodeBatch:
             del self._members[row]
             over = row in self._over
             self._over.discard(row)
-            if sequence.request.stream:
-                self._stop_telling(sequence)
+            self._stop_telling(sequence)
         else:
             self._coming.remove(sequence)
         if not sequence.handed_over:
@@ -122,6 +127,7 @@ class DecodeBatch:
         self.known -= not sequence.stop_ids
         self._sampled -= not is_greedy(sequence.request.sampling)
         self._adjusted -= is_adjusted(sequence.request.sampling)
+        self._tops -= Counter([sequence.top])
         self._asked -= sequence.max_tokens
         heapq.heappush(self._free, row)
 
@@ -142,11 +148,14 @@ class DecodeBatch:
         return {step: len(ending[planned + step]) for step in coming if planned + step in ending}
 
     def _stop_telling(self, sequence: Sequence) -> None:
-        self._listed.pop(sequence.client, None)
-        streams = self._streams.get(sequence.client, {})
-        streams.pop(sequence.row, None)
+        self._gathering.pop(sequence.row, None)
+        listener = sequence.client, sequence.top
+        if (streams := self._streams.get(listener)) is None:
+            return
+        if streams.pop(sequence.row, None) is not None:
+            self._listed.pop(listener, None)
         if not streams:
-            self._streams.pop(sequence.client, None)
+            del self._streams[listener]
 
     def left(self) -> int:
         """How many steps there is still somebody for at most, beyond what is planned."""
@@ -159,6 +168,7 @@ class DecodeBatch:
         """The plan is this batch's next round."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
         plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
+        plan.top = max(self._tops, default=-1)
         if self.started:
             plan.leave, self._ended = self._ended, []
         self.started = True
@@ -175,9 +185,11 @@ class DecodeBatch:
             self._arrived.append(sequence)
             self._members[sequence.row] = sequence
             if sequence.request.stream:
-                streams = self._streams.setdefault(sequence.client, {})
-                streams[sequence.row] = sequence.request.id
-                self._listed.pop(sequence.client, None)
+                listener = sequence.client, sequence.top
+                self._streams.setdefault(listener, {})[sequence.row] = sequence.request.id
+                self._listed.pop(listener, None)
+            elif sequence.gathers:
+                self._gathering[sequence.row] = sequence
         self._over.update(row for row in drawn.ended if row in self._members)
 
     def take_in(
@@ -185,14 +197,15 @@ class DecodeBatch:
         drawn: Drawn,
         steps: int,
         outbox: Outbox,
-        end: Callable[[Sequence, array[int]], int],
+        end: Callable[[Sequence, array[int], Reports | None, float], int],
         now: float,
     ) -> int:
         """Delivers what the round of which `note` was told brought, `steps` steps; returns how many
         tokens that was.
 
-        `end` takes the tokens of a sequence which the device has ended, the stop id included, and
-        returns how many it delivered. If the sequence does not end by them, the batch is spoiled.
+        `end` takes the tokens of a sequence which the device has ended, the stop id included, with
+        their reports if it asked for any, and returns how many it delivered. If the sequence does
+        not end by them, the batch is spoiled.
         """
         delivered, width = 0, steps * ID_BYTES
         for row in sorted(self._over):
@@ -200,7 +213,11 @@ class DecodeBatch:
             self.bring_up(sequence)
             first = row * width
             ids = unpack_ids(drawn.tokens[first : first + drawn.ended[row] * ID_BYTES])
-            delivered += end(sequence, ids)
+            reports = None
+            if sequence.top >= 0:
+                reports = drawn.reports_of([row], len(ids), sequence.top)
+            self._gathering.pop(row, None)
+            delivered += end(sequence, ids, reports, now)
             if not sequence.over:
                 assert not sequence.handed_over, "it has no slot to go on in"
                 self.spoiled = True
@@ -209,11 +226,15 @@ class DecodeBatch:
         for sequence in self._arrived:
             if not sequence.over and sequence.first_token_at is None:
                 sequence.first_token_at = now
-        for client, streams in self._streams.items():
-            if client not in self._listed:
-                self._listed[client] = list(streams), list(streams.values())
-            rows, requests = self._listed[client]
-            outbox.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width)))
+        for row, sequence in self._gathering.items():
+            sequence.note(drawn.reports_of([row], steps, sequence.top))
+        for listener, streams in self._streams.items():
+            if listener not in self._listed:
+                self._listed[listener] = list(streams), list(streams.values())
+            rows, requests = self._listed[listener]
+            client, top = listener
+            reports = None if top < 0 else drawn.reports_of(rows, steps, top)
+            outbox.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width), reports))
         delivered += steps * (len(self._members) - len(self._over))
         self._history.put(drawn.tokens, steps)
         self._now = now

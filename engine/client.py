@@ -307,24 +307,17 @@ class EngineClient:
         self.rounds += 1
         deliveries = self._deliveries
         find = deliveries.get
-        if events.logprobs:
-            reports = zip(events.requests, events.tokens, events.logprobs, strict=False)
-            for request, token, report in reports:
-                if (delivery := find(request)) is not None:
-                    delivery.add_token(token, report)
-        else:
-            # The one loop that every streamed token goes through.
-            for request, token in zip(events.requests, events.tokens, strict=False):
-                if (delivery := find(request)) is not None:
-                    delivery.tokens.append(token)
-                    if not delivery.told:
-                        delivery.tell()
-        for request, tokens in events.in_runs():
+        for request, token in zip(events.requests, events.tokens, strict=False):
             if (delivery := find(request)) is not None:
-                delivery.add_tokens(tokens)
+                delivery.tokens.append(token)
+                if not delivery.told:
+                    delivery.tell()
+        for request, tokens, logprobs in events.in_runs():
+            if (delivery := find(request)) is not None:
+                delivery.add_tokens(tokens, logprobs)
         for scores in events.scores:
             if (delivery := find(scores.request)) is not None:
-                delivery.add_scores(scores.tokens)
+                delivery.add_scores(scores.reports.unpack())
         for request in events.started:
             self.queued.discard(request)
         for finished in events.finished:

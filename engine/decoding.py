@@ -5,26 +5,27 @@ the columns of engine/columns.py. It is uploaded at once when the batch is made,
 while rounds follow one another: a step reads it, and the draw moves it on. A sequence that joins
 later is copied in from where its first token was drawn, so that the host need not know that.
 What a round brings (which rows are left, how many tokens each drew, and these) lies at the end of
-the same memory and is fetched at once.
+the same memory and is fetched at once; log-probabilities, where rows ask for any, lie elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine import ops
 from engine.adjustments import Adjustments
 from engine.columns import (
     FILLED_WORDS,
     RESULT_WORD,
     Columns,
-    Drawing,
     HostColumns,
-    Parameters,
     columns,
     draw_bests,
     draw_rows,
@@ -35,7 +36,9 @@ from engine.device import upload
 from engine.graphs import BucketGraphs
 from engine.indices import to_device
 from engine.models.cell import ModelState
+from engine.parameters import Parameters
 from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
+from engine.sampler import Drawing
 from engine.serving import ServingModel
 from engine.step_graphs import StepGraphs
 
@@ -47,6 +50,19 @@ class Round(NamedTuple):
 
     keys: list[int]
     results: Tensor  # [2 + steps, size] int32: slots, cursor, out; once the device is done
+    reports: Tensor | None  # [steps, size, words] int32, likewise
+
+
+class _Kind(NamedTuple):
+    """What the rows of a step ask for."""
+
+    greedy: bool = False  # the best tokens, and nothing else
+    adjusted: bool = False  # changes of logits before the draw
+    reported: bool = False  # log-probabilities
+
+
+_GREEDY, _SAMPLED = _Kind(greedy=True), _Kind()
+_KINDS = (_GREEDY, *(_Kind(False, *asked) for asked in product((False, True), repeat=2)))
 
 
 class DecodeState:
@@ -58,6 +74,7 @@ class DecodeState:
         model: ServingModel,
         state: ModelState,
         max_batch: int,
+        vocab_size: int,
         parameters: Parameters,
         adjustments: Adjustments,
         device: torch.device,
@@ -76,41 +93,46 @@ class DecodeState:
             torch.zeros((2 + MOST_STEPS) * max_batch, dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(2)
         ]
+        self._told = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._report_words = ops.words_of_report(min(ops.MOST_TOP, vocab_size))
+        reports = MOST_STEPS * max_batch * self._report_words
+        self._reports = torch.zeros(reports, dtype=torch.int32, device=device)
         self._views: dict[int, Columns] = {}  # by size
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
-        self._graphs: StepGraphs | None = None
-        self._greedy_graphs: StepGraphs | None = None
-        self._adjusted_graphs: StepGraphs | None = None
+        self._graphs: dict[_Kind, StepGraphs] = {}
 
     def capture(self, sizes: list[int], pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
-        self._graphs = StepGraphs(self._run_step, self._clear, sizes)
-        greedy = [size for size in sizes if self._model.step_to_bests(size)]
-        self._greedy_graphs = StepGraphs(self._run_greedy_step, self._clear, greedy)
-        self._adjusted_graphs = StepGraphs(self._run_adjusted_step, self._clear, sizes)
-        for graphs in (self._graphs, self._greedy_graphs, self._adjusted_graphs):
+        for kind in _KINDS:
+            fitting = sizes
+            if kind.greedy:
+                fitting = [size for size in sizes if self._model.step_to_bests(size)]
+            graphs = StepGraphs(partial(self._run, kind), self._clear, fitting)
             graphs.capture(pool)
+            self._graphs[kind] = graphs
 
     def _clear(self, size: int) -> None:
         self._memory.zero_()
         self._at(size).slots.fill_(-1)
 
-    def _run_step(self, size: int) -> None:
+    def _run(self, kind: _Kind, size: int) -> None:
         at = self._at(size)
-        draw_rows(self._model.step(at.tokens, self._state, at.slots), at)
-
-    def _run_greedy_step(self, size: int) -> None:
-        """The same where all rows draw the best token."""
-        at, step = self._at(size), self._model.step_to_bests(size)
-        assert step is not None
-        draw_bests(step(at.tokens, self._state, at.slots), at)
-
-    def _run_adjusted_step(self, size: int) -> None:
-        at = self._at(size)
+        if kind.greedy:
+            step = self._model.step_to_bests(size)
+            assert step is not None
+            draw_bests(step(at.tokens, self._state, at.slots), at)
+            return
         logits = self._model.step(at.tokens, self._state, at.slots)
-        self._adjustments.apply(logits, at.tokens, at.slots, at.positions)
-        draw_rows(logits, at)
+        adjusted = logits
+        if kind.adjusted:
+            if kind.reported:
+                adjusted = logits.clone()
+            self._adjustments.apply(adjusted, at.tokens, at.slots, at.positions)
+        draw_rows(adjusted, at)
+        if kind.reported:
+            reports = self._reports_at(size)
+            ops.report_logprobs_(logits, at.tops, at.cursor, at.out, self._told[:size], reports)
 
     def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
         """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
@@ -120,27 +142,37 @@ class DecodeState:
             self._upload(plan.decode)
         self._join(plan, drawings)
         self._at(self._size).cursor.zero_()  # who was here, or joins, has drawn already
+        if plan.top >= 0:
+            self._told.zero_()
         return self._go(plan)
 
     def _go(self, plan: Plan) -> Round:
         size, steps = self._size, plan.steps
-        run, graphs = self._run_step, self._graphs
-        if plan.adjusted:
-            run, graphs = self._run_adjusted_step, self._adjusted_graphs
-        elif plan.greedy and self._model.step_to_bests(size) is not None:
-            run, graphs = self._run_greedy_step, self._greedy_graphs
+        kind = _Kind(adjusted=plan.adjusted, reported=plan.top >= 0)
+        if plan.greedy and kind == _SAMPLED and self._model.step_to_bests(size) is not None:
+            kind = _GREEDY
+        graphs = self._graphs.get(kind)
         if graphs is not None and graphs.size_of(size) is not None:
             graphs.replay(size, steps)
         else:
             for _ in range(steps):
-                run(size)
+                self._run(kind, size)
                 if self._device.type == "cpu" and not bool((self._at(size).slots >= 0).any()):
                     break
         first = RESULT_WORD * size
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
         results.copy_(self._memory[first : first + len(results)], non_blocking=True)
-        return Round(self._keys, results.view(-1, size))
+        reports = None
+        if kind.reported:
+            words = self._reports_at(size)[:steps, :, : ops.words_of_report(plan.top)]
+            reports = words.clone(memory_format=torch.contiguous_format)
+            reports = reports.to("cpu", non_blocking=True)
+        return Round(self._keys, results.view(-1, size), reports)
+
+    def _reports_at(self, size: int) -> Tensor:
+        words = MOST_STEPS * size * self._report_words
+        return self._reports[:words].view(MOST_STEPS, size, self._report_words)
 
     def _at(self, size: int) -> Columns:
         view = self._views.get(size)
@@ -149,7 +181,8 @@ class DecodeState:
         return view
 
     def _size_for(self, rows: int) -> int:
-        return (self._graphs and self._graphs.size_of(rows)) or rows
+        graphs = self._graphs.get(_SAMPLED)
+        return (graphs and graphs.size_of(rows)) or rows
 
     def _upload(self, rows: Sequence[DecodeRow]) -> None:
         """A new batch."""
@@ -222,7 +255,9 @@ class DecodeState:
 
 def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
     """What the device drew, once it is done, and the keys whose logits were not finite."""
-    keys = round.keys
+    keys, reports = round.keys, None
+    if round.reports is not None:
+        reports = round.reports.numpy()[:, : len(keys)].transpose(1, 0, 2)
     host = round.results.numpy()[:, : len(keys)]
     slots, counts, tokens = host[0], host[1], np.ascontiguousarray(host[2:].T)  # [rows, steps]
     ended = np.flatnonzero(slots < 0).tolist()
@@ -232,7 +267,7 @@ def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
         for row, length in zip(ended, lengths, strict=True)
         if length and tokens[row, length - 1] < 0
     ]
-    return Drawn(tokens.tobytes(), dict(zip(ended, lengths, strict=True))), spoiled
+    return Drawn(tokens.tobytes(), dict(zip(ended, lengths, strict=True)), reports), spoiled
 
 
 class LogitsStep:

@@ -9,13 +9,14 @@ from which one task reads all that have news in one go.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
 from engine.errors import EngineError
 from engine.holding import Holding
-from engine.messages import Finished, Request, TokenLogprobs, unpack_ids
+from engine.messages import Finished, Request, unpack_ids
+from engine.reports import TokenLogprobs
 
 MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update of a stream
 
@@ -28,7 +29,7 @@ class Update(msgspec.Struct):
 
     tokens: list[int] = []
     # Runs in parallel to `tokens`; empty when the request asks for none.
-    logprobs: list[TokenLogprobs | None] = []
+    logprobs: list[TokenLogprobs] = []
     scores: list[TokenLogprobs] = []
     finished: Finished | None = None
 
@@ -139,7 +140,7 @@ class Delivery:
 
     __slots__ = (
         "_holding", "_inbox", "_most", "_over", "_released", "_reports", "_rest", "_waiter",
-        "_wants_logprobs", "error", "id", "interval", "on_finish", "only_tokens", "tokens", "told",
+        "error", "id", "interval", "on_finish", "only_tokens", "tokens", "told",
         "which",
     )  # fmt: skip
 
@@ -164,7 +165,6 @@ class Delivery:
         self._rest = Update()  # what else has
         self.only_tokens = True  # nothing else has
         self.told = False  # the reader knows that there is news, which it has not taken
-        self._wants_logprobs = request.sampling.logprobs is not None
         self._reports = 1 + (request.sampling.logprobs or 0)  # of a token
         # An answer that is not streamed is read as a whole.
         self._most = max(1, MOST_TAKEN // self._reports) if request.stream else None
@@ -245,17 +245,12 @@ class Delivery:
 
     # Filled by EngineClient. The reader runs after the whole message has been handled.
 
-    def add_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self.tokens.append(token)
-        if self._wants_logprobs:
-            self._rest.logprobs.append(logprobs)
-            self.only_tokens = False
-        if not self.told:
-            self.tell()
-
-    def add_tokens(self, tokens: list[int]) -> None:
-        """Tokens of a request that asked for no log-probabilities."""
+    def add_tokens(self, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """`logprobs`: of each of them, where the request asked for them."""
         self.tokens.extend(tokens)
+        if logprobs:
+            self._rest.logprobs.extend(logprobs)
+            self.only_tokens = False
         if not self.told:
             self.tell()
 

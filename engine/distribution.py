@@ -7,7 +7,7 @@ alone, bit for bit: every step is element by element, or a sum in an order of it
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +25,6 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 Int64 = TypeVar("Int64", Tensor, NDArray[np.int64])
 
 
-class Logprobs(NamedTuple):
-    """Of one token per row, from the log-softmax of raw logits."""
-
-    chosen: Tensor  # [rows] fp32
-    is_greedy: Tensor  # [rows] bool: the token is the most likely one
-    top_ids: Tensor  # [rows, k], best first
-    top_logprobs: Tensor  # [rows, k]
-
-
 def ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The `width` best logits of each row, best first, equal ones by lowest id: (values, ids).
 
@@ -49,30 +40,21 @@ def ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return logits.gather(-1, ids), ids
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best logit of each row and its lowest id: ([rows], [rows]). NaN, if any, is the best."""
-    best, ids = logits.max(dim=-1)
-    return best, ids
-
-
 def stream_ids(seeds: Int64, choices: Int64) -> Int64:
     """One random stream for each (seed, choice): int64 [rows]."""
     return _mix(_mix(seeds) + (choices + 1) * _GOLDEN)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
-    """Natural log-probabilities of tokens [rows] int64, and of the `top` best of each row."""
-    best, best_ids = greedy(logits)
-    # The best token's own is minus the logarithm of the sum of all exp(logit - best): summed by one
-    # operator wherever a log-probability is asked for, since torch's order may depend on the rows.
-    minus_log, _ = ops.target_logprobs(logits, best_ids)
-    chosen = (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - best) + minus_log
-    top_ids = tokens.new_empty(len(tokens), 0)
-    top_logits = logits.new_empty(len(tokens), 0)
-    if top:
-        top_logits, top_ids = ranked(logits, top)
-    top_logprobs = (top_logits - best.unsqueeze(-1)) + minus_log.unsqueeze(-1)
-    return Logprobs(chosen, best_ids == tokens, top_ids, top_logprobs)
+def token_reports(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+    """`ops.target_logprobs`, with any number of best tokens."""
+    if top <= ops.MOST_TOP:
+        return ops.target_logprobs(logits, tokens, top)
+    values, ids = ranked(logits, top)
+    # The best token's own is minus the logarithm of the sum of all exp(logit - best).
+    minus_log = ops.read_reports(ops.target_logprobs(logits, ids[:, 0])).chosen
+    logprobs = (values - values[:, :1]) + minus_log.unsqueeze(-1)
+    best = torch.stack([ids.int(), logprobs.view(torch.int32)], dim=-1)
+    return torch.cat([ops.target_logprobs(logits, tokens), best.flatten(1)], dim=-1)
 
 
 def _shift_right(x: Int64, bits: int) -> Int64:

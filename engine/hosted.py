@@ -1,5 +1,5 @@
-"""HostedDraws: steps in whose draws the host has a part, for grammars and log-probabilities (and
-for more stop ids than the device looks for).
+"""HostedDraws: steps in whose draws the host has a part, for grammars (and for more stop ids, or
+more best tokens, than the device sees to).
 
 The device computes logits, while the host asks the matchers of grammars for their masks; then the
 sampler draws, and the host takes in what was drawn before it can go on.
@@ -16,10 +16,8 @@ from torch import Tensor
 from engine.constraints import Constraints
 from engine.decoding import LogitsStep
 from engine.device import upload
-from engine.messages import TokenLogprobs
-from engine.plan import Admission, Plan, Sampled
-from engine.sampler import Allowed, Draws, Rows, Sampler
-from engine.scoring import to_messages
+from engine.plan import Admission, Plan
+from engine.sampler import Allowed, Drawing, Rows, Sampler
 
 
 class HostedDraws:
@@ -38,19 +36,17 @@ class HostedDraws:
         self._step.capture(sizes, vocab_size, pool)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Notes how tokens are to be drawn, for whoever draws any."""
+        """Notes what grammars answers have to match."""
         for admission in admissions:
             sampling = admission.request.sampling
             if sampling.max_tokens > 0:
-                self._sampler.admit(admission.key, sampling)
                 self._constraints.admit(admission.key, sampling)
 
     def release(self, keys: Sequence[int]) -> None:
         """Forgets sequences; unknown keys are ignored."""
-        self._sampler.release(keys)
         self._constraints.release(keys)
 
-    def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> Draws | None:
+    def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> Drawing | None:
         """Decodes, then draws for `rows`, which are the plan's: for the chunks that end their
         prompt, whose logits `prompts` are, and for the decoded rows; None where there are none."""
         parts = [] if prompts is None else [prompts]
@@ -62,29 +58,14 @@ class HostedDraws:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._sampler.sample(rows, logits, self._allowed(rows))
 
-    def tops(self, rows: Rows) -> list[tuple[int, int]]:
-        """Sampler.logprob_rows. Whose requests these are may be forgotten before the draws are
-        known."""
-        return self._sampler.logprob_rows(rows.keys)
-
-    def sampled(
-        self, keys: Sequence[int], draws: Draws, tops: Sequence[tuple[int, int]]
-    ) -> list[Sampled]:
-        """What was drawn, on the host; the matchers follow it."""
-        logprobs: dict[int, TokenLogprobs] = {}
-        if draws.logprobs is not None:
-            messages = to_messages(draws.logprobs, [top for _, top in tops])
-            logprobs = dict(zip((row for row, _ in tops), messages, strict=True))
-        tokens, finite = draws.tokens.tolist(), draws.finite.tolist()
-        complete = {
-            row: self._constraints.take(keys[row], tokens[row])
+    def take(self, keys: Sequence[int], tokens: Sequence[int]) -> set[int]:
+        """The matchers follow what was drawn, of which negative tokens are none. Returns whose
+        grammars let nothing follow."""
+        return {
+            keys[row]
             for row in self._constraints.rows(keys)
-            if finite[row]
+            if tokens[row] >= 0 and self._constraints.take(keys[row], tokens[row])
         }
-        return [
-            Sampled(key, token, logprobs.get(row), complete.get(row, False))
-            for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
-        ]
 
     def rejected(self) -> dict[int, str]:
         """Constraints.rejected."""

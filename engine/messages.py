@@ -16,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.reports import Reports, TokenLogprobs
+
 FinishReason = Literal["stop", "length", "abort", "timeout"]
 
 ID_BYTES = 4  # of one packed token id
@@ -200,21 +202,12 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     busy: bool = False  # a request is under way that will take its place
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural log-probabilities of one token, from the log-softmax of the raw fp32 logits."""
-
-    logprob: float  # of the token that was drawn or scored
-    top_ids: list[int] = []  # the k best, best first
-    top_logprobs: list[float] = []
-    is_greedy: bool = False  # the token is the most likely one
-
-
 class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of a run of prompt tokens; runs arrive in order and without gaps."""
 
     request: int
     start: int  # index in the prompt of the first token of this run
-    tokens: list[TokenLogprobs]
+    reports: Reports
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -235,7 +228,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     completion_tokens: int
     timing: Timing = Timing()
     answer: bytes = b""  # its tokens, packed (pack_ids), when the request was not streamed
-    logprobs: list[TokenLogprobs] = []  # likewise, where asked for
+    reports: Reports | None = None  # likewise, where asked for
     state: StateInfo | None = None  # as it was kept
     snapshot: bytes = b""  # as a file, where asked for
 
@@ -243,6 +236,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def tokens(self) -> list[int]:
         """The answer's, when the request was not streamed."""
         return unpack_ids(self.answer).tolist()
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of these tokens, where asked for."""
+        return [] if self.reports is None else self.reports.unpack()
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -267,14 +265,17 @@ class StateReply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next `length` tokens of each of `requests`, which several decode steps brought at once.
+    """The next `length` tokens of each of `requests`, which several decode steps brought at once,
+    or one of them with its log-probabilities.
 
-    `tokens` holds them packed (`pack_ids`), one request's after the other's.
+    `tokens` holds them packed (`pack_ids`), one request's after the other's; so does `reports`,
+    where the requests asked for log-probabilities.
     """
 
     requests: list[int]
     length: int
     tokens: bytes
+    reports: Reports | None = None
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -323,13 +324,12 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All that one round has to say to one API process. `requests`, `tokens` run in parallel, and
-    so does `logprobs` unless it is empty (no request of the round asked for any). A request's
-    tokens in `runs` come after those in `tokens`."""
+    """All that one round has to say to one API process. `requests`, `tokens` run in parallel: of
+    those who asked for no log-probabilities. A request's tokens in `runs` come after those in
+    `tokens`."""
 
     requests: list[int] = []
     tokens: list[int] = []
-    logprobs: list[TokenLogprobs | None] = []
     runs: list[Run] = []
     started: list[int] = []  # requests that have left the queue for a slot
     scores: list[Scores] = []
@@ -337,12 +337,15 @@ class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     failed: list[Failed] = []
     stats: Stats = Stats()
 
-    def in_runs(self) -> Iterator[tuple[int, list[int]]]:
-        """Every request of `runs` with its tokens, in order."""
+    def in_runs(self) -> Iterator[tuple[int, list[int], list[TokenLogprobs]]]:
+        """Every request of `runs` with its tokens and, where it asked for them, their
+        log-probabilities, in order."""
         for run in self.runs:
             ids, length = unpack_ids(run.tokens).tolist(), run.length
+            logprobs = [] if run.reports is None else run.reports.unpack()
             for index, request in enumerate(run.requests):
-                yield request, ids[index * length : (index + 1) * length]
+                mine = slice(index * length, (index + 1) * length)
+                yield request, ids[mine], logprobs[mine]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,17 +13,15 @@ from engine.messages import (
     Scores,
     Stats,
     StepEvents,
-    TokenLogprobs,
     pack_ids,
 )
+from engine.reports import Reports
 
 
 @dataclass(slots=True)
 class _Events:
     requests: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    has_logprobs: bool = False
     runs: list[Run] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -46,22 +44,17 @@ class Outbox:
             events = self._events[client] = _Events()
         return events
 
-    def token(
-        self, client: Hashable, request: int, token: int, logprobs: TokenLogprobs | None
-    ) -> None:
+    def token(self, client: Hashable, request: int, token: int, report: Reports | None) -> None:
         """One token of a streamed request."""
         events = self._of(client)
-        if events.runs and logprobs is None:  # it may follow tokens of a run
-            events.runs.append(Run([request], 1, pack_ids([token])))
+        if events.runs or report is not None:  # it may follow tokens of a run
+            events.runs.append(Run([request], 1, pack_ids([token]), report))
             return
         events.requests.append(request)
         events.tokens.append(token)
-        events.logprobs.append(logprobs)
-        if logprobs is not None:
-            events.has_logprobs = True
 
     def run(self, client: Hashable, run: Run) -> None:
-        """Tokens of streamed requests that asked for no log-probabilities."""
+        """Tokens of streamed requests, by several steps."""
         self._of(client).runs.append(run)
 
     def started(self, client: Hashable, request: int) -> None:
@@ -91,7 +84,6 @@ class Outbox:
             client: StepEvents(
                 requests=events.requests,
                 tokens=events.tokens,
-                logprobs=events.logprobs if events.has_logprobs else [],
                 runs=events.runs,
                 started=events.started,
                 scores=events.scores,

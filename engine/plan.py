@@ -11,13 +11,16 @@ sequence is a msgspec.Struct, which is made several times faster than a frozen d
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import EngineError, InvalidRequest, StepFailed
-from engine.messages import Request, TokenLogprobs
+from engine.messages import Request
+from engine.reports import WORDS, Reports
 
 MOST_STEPS = 32  # of a round
 
@@ -120,6 +123,7 @@ class Plan:
     plain: bool = False
     greedy: bool = False  # `plain`, and every row draws the best token
     adjusted: bool = False  # `plain`, and requests change the logits before (Adjustments)
+    top: int = -1  # `plain`: the most best tokens that are reported of one; -1: nothing is
     again: bool = False
     apart: bool = False
     steps: int = 1  # of those that decode; more than one only where `plain`
@@ -146,7 +150,7 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
     key: int
     token: int
-    logprobs: TokenLogprobs | None
+    report: Reports | None
     complete: bool = False  # its request's grammar lets nothing follow
 
 
@@ -159,6 +163,15 @@ class Drawn:
     # The rows that have ended, now or before, and how many of the tokens are theirs. The last of
     # these may be a stop id.
     ended: dict[int, int]
+    # int32 [rows, steps, words], of `Plan.top` best tokens each; rubbish where a row asked for less
+    # or has ended.
+    reports: NDArray[np.int32] | None = None
+
+    def reports_of(self, rows: Sequence[int], tokens: int, top: int) -> Reports:
+        """Of the first `tokens` tokens of each of some rows, which asked for `top` best tokens."""
+        assert self.reports is not None
+        words = self.reports[rows, :tokens, : WORDS * (1 + top)]
+        return Reports(top, words.tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +180,7 @@ class Scored:
 
     key: int
     start: int  # index in the prompt of the first scored token
-    tokens: list[TokenLogprobs]
+    reports: Reports
 
 
 @dataclass(slots=True)

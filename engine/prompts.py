@@ -23,22 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adjustments import Adjustments
-from engine.columns import (
-    FILLED_WORDS,
-    Columns,
-    Drawing,
-    HostColumns,
-    Parameters,
-    columns,
-    draw_rows,
-    host_columns,
-)
+from engine.columns import Columns, HostColumns, columns, draw_rows, host_columns
 from engine.graphs import MOST_PADDING, BucketGraphs
 from engine.models.cell import ModelState
+from engine.parameters import Parameters
 from engine.plan import PrefillChunk
+from engine.reported import report
+from engine.sampler import ROW_WORDS, Drawing, Rows, Sampler
 from engine.serving import ServingModel
-
-_ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is drawn for
 
 # How many times as long as its launches a long prompt may take for a graph to pay: a round has more
 # for the host to do than to launch. And for the launches to be what takes the time.
@@ -63,7 +55,7 @@ class _Shape(NamedTuple):
     def sizes(self) -> list[int]:
         """Words of each part of the inputs."""
         return [
-            self.rows * _ROW_WORDS, self.rows, self.sequences, self.sequences + 1, self.tokens
+            self.rows * ROW_WORDS, self.rows, self.sequences, self.sequences + 1, self.tokens
         ]  # fmt: skip
 
 
@@ -127,6 +119,7 @@ class PromptStep:
         self._state = state
         self._parameters = parameters
         self._adjustments = adjustments
+        self._sampler = Sampler(parameters, adjustments, device)
         self._device = device
         self._graphs: dict[int, BucketGraphs] = {}  # by sequences, rising
         self._places: dict[_Shape, _Graphed] = {}
@@ -229,26 +222,19 @@ class PromptStep:
             hidden, logits = self._run(inputs, draw)
         drawing = None
         if draw and rows:
-            assert inputs.drawing is not None
-            keys = [chunk.key for chunk in chunks if chunk.sample]
+            assert inputs.drawing is not None and logits is not None
             drawn = inputs.drawing.out[0, :rows]
-            drawing = Drawing(keys, inputs.words, len(inputs.last), drawn)
+            asked = self._parameters.asked([chunk.slot for chunk in sampled])
+            keys, reported = [chunk.key for chunk in sampled], report(logits, drawn, asked)
+            drawing = Drawing(keys, inputs.words, len(inputs.last), drawn, reported)
         return Read(hidden if scored else None, logits if rows else None, drawing)
 
     def draw(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> Drawing:
         """Draws from known logits [rows, vocab] fp32, a row for each of the chunks, whose requests
         must be plain."""
-        size = len(chunks)
-        on_gpu = self._device.type == "cuda"
-        host = torch.empty(size * _ROW_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        self._fill_drawing(host_columns(host, size), [chunk.slot for chunk in chunks])
-        words = host.to(self._device, non_blocking=True)
-        at = columns(words, size)
-        if self._adjustments.concern(chunk.slot for chunk in chunks):
-            logits = logits.clone()  # they may be kept, or told of
-            self._adjustments.apply(logits, at.tokens, at.slots, at.positions)
-        draw_rows(logits, at)
-        return Drawing([chunk.key for chunk in chunks], words, size, at.out[0])
+        nothing = [0] * len(chunks)
+        keys, slots = [chunk.key for chunk in chunks], [chunk.slot for chunk in chunks]
+        return self._sampler.sample(Rows(keys, slots, nothing, nothing), logits)
 
     def _graph_of(self, tokens: int, chunks: int) -> _Shape | None:
         for sequences, graphs in self._graphs.items():

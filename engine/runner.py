@@ -6,10 +6,10 @@ waits for these, which is a round's one wait. On the CPU all of the work is done
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple, cast
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from engine import checkpoint, device
 from engine.adjustments import Adjustments
-from engine.columns import Drawing, Parameters
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
 from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
-from engine.distribution import Logprobs
 from engine.grammars import Grammars
 from engine.graphs import buckets, long_prompts, prompt_buckets
 from engine.hosted import HostedDraws, rows_of
 from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, pack_ids
+from engine.parameters import Parameters
 from engine.places import Places, exported
 from engine.plan import (
     MOST_STEPS,
@@ -36,24 +35,33 @@ from engine.plan import (
     DecodeRow,
     Plan,
     PrefillChunk,
+    Sampled,
     Scored,
     StepResult,
 )
 from engine.prompts import PromptStep
-from engine.sampler import Draws, Sampler
+from engine.reported import Reported
+from engine.reports import Reports
+from engine.sampler import Drawing, Sampler
 from engine.scoring import score, to_scored
-from engine.sequence import is_adjusted, is_plain
+from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.serving import serving_model
 from engine.state import StatePool
 
 
-class _Results(NamedTuple):
-    """What a round computes beside what its batch draws, on the device or, after `_fetch`, on the
-    host."""
+class _Draws(NamedTuple):
+    """Of a Drawing, in host memory once the device is done."""
 
-    draws: Draws | None  # by the sampler
-    first: Tensor | None  # tokens that the device drew for the chunks with `sample`, [rows] int32
-    scores: Logprobs | None
+    tokens: Tensor  # [rows] int32
+    reported: Reported | None
+
+
+class _Results(NamedTuple):
+    """What a round computes beside what its batch draws, in host memory once the device is
+    done."""
+
+    draws: list[_Draws]  # of all rows, in order
+    scores: Tensor | None  # reports of all targets
     exports: dict[int, Tensor]  # by ticket
 
 
@@ -69,9 +77,9 @@ class Pending(NamedTuple):
     """A round under way."""
 
     plan: Plan
-    results: _Results  # on the host, once the device is done
+    results: _Results
     keys: list[int]  # whom it draws for, but for its batch
-    tops: list[tuple[int, int]]  # Sampler.logprob_rows of these
+    hosted: bool  # the host has a part in these draws
     round: Round | None  # of a plain plan
     host_seconds: float  # that it took to begin
     begin: Mark
@@ -130,6 +138,7 @@ class Runner:
             self._model,
             self._pool.state,
             slots,
+            vocab_size,
             self._parameters,
             self._adjustments,
             self._device,
@@ -140,7 +149,7 @@ class Runner:
         self.grammars = Grammars(folder, vocab_size)
         self._hosted = HostedDraws(
             LogitsStep(self._model, self._pool.state, self._device),
-            Sampler(vocab_size, self._adjustments, self._device),
+            Sampler(self._parameters, self._adjustments, self._device),
             Constraints(self.grammars, eos_token_id),
             self._device,
         )
@@ -192,11 +201,13 @@ class Runner:
             self._prompts.capture(by_chunks, vocab_size, pool)
             self._decoding.capture(steps, pool)
             self._hosted.capture(steps, vocab_size, pool)
-        everything = SamplingParams(
-            top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
+        plain = (
+            SamplingParams(temperature=0),
+            SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}),
+            SamplingParams(logprobs=0),
+            SamplingParams(top_k=2, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=1),
         )
-        adjusted = SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0})
-        for sampling in (SamplingParams(temperature=0), adjusted, everything):
+        for sampling in (*plain, SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS)))):
             request = Request(id=0, prompt=pack_ids([0]), sampling=sampling, score=True)
             tokens, targets = array("i", [0]), array("i", [0])
             self.run(
@@ -208,11 +219,10 @@ class Runner:
             row = DecodeRow(-1, 0, token=0, position=1)
             self.run(Plan(decode=[row]))
             if is_plain(sampling):
-                changes = is_adjusted(sampling)
-                again = Plan(decode=[row], at=[0], leave=[0], plain=True, again=True, steps=2)
-                again.adjusted = changes
-                self.run(Plan(decode=[row], at=[0], plain=True, adjusted=changes))
-                self.run(again)
+                batch = Plan(decode=[row], at=[0], plain=True, adjusted=is_adjusted(sampling))
+                batch.top = -1 if sampling.logprobs is None else sampling.logprobs
+                self.run(batch)
+                self.run(replace(batch, leave=[0], again=True, steps=2))
             self.run(Plan(release=[-1]))
 
     def run(self, plan: Plan) -> StepResult:
@@ -243,31 +253,22 @@ class Runner:
         begin = Mark(self._device)
         hidden, logits, drawings = self._read(plan)
         if plan.after:
-            # The sampler may change the logits.
             self._places.keep(plan.after, _rows_by_key(plan), logits)
         scores = None
         if hidden is not None:
             scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
-        first = None
-        if drawings:
-            tokens = [one.tokens for one in drawings]
-            first = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-            logits = None  # they have served their purpose
-        draws = round = None
-        rows = rows_of(plan)
+        round, rows = None, rows_of(plan)
+        hosted = False
+        middle = Mark(self._device)
         if plan.plain:
-            middle = Mark(self._device)
             round = self._decoding.start(plan, drawings)
-        else:
-            middle = Mark(self._device)
-            draws = self._hosted.draw(plan, rows, logits)
+        elif not drawings and (drawing := self._hosted.draw(plan, rows, logits)) is not None:
+            drawings, hosted = [drawing], True
         end = Mark(self._device)
         exports = self._places.export(plan.exports)
-        results = self._fetch(_Results(draws, first, scores, exports))
-        # Whose requests these are may be forgotten before the round is finished.
-        tops = [] if draws is None else self._hosted.tops(rows)
+        results = _fetch(drawings, scores, exports)
         return Pending(
-            plan, results, rows.keys, tops, round, 0.0, begin, middle, end, Mark(self._device)
+            plan, results, rows.keys, hosted, round, 0.0, begin, middle, end, Mark(self._device)
         )
 
     def is_done(self, pending: Pending) -> bool:
@@ -276,25 +277,30 @@ class Runner:
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
-        plan, results, keys, tops, round, host_seconds, begin, middle, end, done = pending
-        draws, first, scores, exports = results
+        plan, results, keys, hosted, round, host_seconds, begin, middle, end, done = pending
         done.wait()
         arrived = perf_counter()
-        if first is not None:
-            draws = Draws(first, first >= 0, None)
-        sampled = [] if draws is None else self._hosted.sampled(keys, draws, tops)
-        rejected = {} if results.draws is None else self._hosted.rejected()
-        scored = [] if scores is None else to_scored(plan.prefill, scores)
+        tokens, reports = _by_row(results.draws)
+        complete = self._hosted.take(keys, tokens) if hosted else ()
+        sampled = [
+            Sampled(key, token, reports.get(row), key in complete)
+            for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
+        ]
+        non_finite = [one.key for one in sampled if one.token < 0]
+        scored: list[Scored] = []
+        if results.scores is not None:
+            scored, spoiled = to_scored(plan.prefill, results.scores)
+            non_finite += spoiled
         drawn, spoiled = (None, []) if round is None else to_drawn(round)
         if not plan.decodes:
             middle = end
         return StepResult(
             sampled=sampled,
-            rejected=rejected,
+            rejected=self._hosted.rejected() if hosted else {},
             drawn=drawn,
             scored=scored,
-            non_finite=_non_finite(keys, draws, scored) + spoiled,
-            exports=exported(exports),
+            non_finite=sorted({*non_finite, *spoiled}),
+            exports=exported(results.exports),
             prefill_seconds=begin.seconds_until(middle) if plan.prefill else 0.0,
             decode_seconds=middle.seconds_until(end) if plan.decodes else 0.0,
             host_seconds=host_seconds + perf_counter() - arrived,
@@ -330,40 +336,34 @@ class Runner:
             logits = [torch.cat(logits)]
         return _Read(hidden, logits[0] if logits else None, drawings)
 
-    def _fetch(self, results: _Results) -> _Results:
-        """The results in host memory, once the device is done."""
-        if self._device.type == "cpu":
-            return results
-        draws, first, scores, exports = results
-        if draws is not None:
-            logprobs = None if draws.logprobs is None else _to_host(draws.logprobs)
-            tokens = draws.tokens.to("cpu", non_blocking=True)
-            draws = Draws(tokens, draws.finite.to("cpu", non_blocking=True), logprobs)
-        if scores is not None:
-            scores = _to_host(scores)
-        if first is not None:
-            first = first.to("cpu", non_blocking=True)
-        return _Results(draws, first, scores, exports)
+
+def _fetch(
+    drawings: Sequence[Drawing], scores: Tensor | None, exports: dict[int, Tensor]
+) -> _Results:
+    draws = [
+        _Draws(
+            one.tokens.to("cpu", non_blocking=True),
+            None if one.reported is None else one.reported.to_host(),
+        )
+        for one in drawings
+    ]
+    if scores is not None:
+        scores = scores.to("cpu", non_blocking=True)
+    return _Results(draws, scores, exports)
 
 
-def _to_host(logprobs: Logprobs) -> Logprobs:
-    return Logprobs(*(part.to("cpu", non_blocking=True) for part in logprobs))
+def _by_row(draws: Sequence[_Draws]) -> tuple[list[int], dict[int, Reports]]:
+    """The tokens of all rows, and the reports of those that asked."""
+    tokens: list[int] = []
+    reports: dict[int, Reports] = {}
+    for one in draws:
+        if one.reported is not None:
+            reports |= {len(tokens) + row: of for row, of in one.reported.by_row().items()}
+        tokens += one.tokens.tolist()
+    return tokens, reports
 
 
 def _rows_by_key(plan: Plan) -> dict[int, int]:
     """Which row of the logits of a plan's prompts is whose."""
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
     return {key: row for row, key in enumerate(keys)}
-
-
-def _non_finite(drawn: Sequence[int], draws: Draws | None, scored: Sequence[Scored]) -> list[int]:
-    """Keys whose logits were not finite: of the draws, and of the scores, where a NaN or infinity
-    anywhere in the logits makes every log-probability one."""
-    keys: set[int] = set()
-    if draws is not None:
-        finite = draws.finite.tolist()
-        keys.update(key for key, ok in zip(drawn, finite, strict=True) if not ok)
-    for one in scored:
-        if not all(math.isfinite(token.logprob) for token in one.tokens):
-            keys.add(one.key)
-    return sorted(keys)

@@ -36,6 +36,7 @@ from engine.messages import (
     unpack_ids,
 )
 from engine.plan import Plan, PrefillChunk, Sampled, StepResult
+from engine.reports import Reports
 from engine.rounds import Rounds, Turn
 from engine.sequence import Sequence
 from engine.tiers import Kept
@@ -212,7 +213,7 @@ class Scheduler(Lives):
             sequence = self._running(scored.key)
             if sequence is not None:
                 start = scored.start - sequence.lead
-                scores = Scores(sequence.request.id, start, scored.tokens)
+                scores = Scores(sequence.request.id, start, scored.reports)
                 self._outbox.scores(sequence.client, scores)
         for chunk in plan.prefill:
             if (sequence := self._running(chunk.key)) is not None:
@@ -223,13 +224,7 @@ class Scheduler(Lives):
             if sequence is not None:
                 tokens += self._take(sequence, sampled, now)
         if batch is not None and result.drawn is not None:
-            tokens += batch.take_in(
-                result.drawn,
-                plan.steps,
-                self._outbox,
-                lambda sequence, ids: self._take_last(sequence, ids, now),
-                now,
-            )
+            tokens += batch.take_in(result.drawn, plan.steps, self._outbox, self._take_last, now)
         left = 0 if batch is None else batch.members
         self._step = self._rounds.note(plan, result, decoding, left, tokens)
 
@@ -376,22 +371,26 @@ class Scheduler(Lives):
         if verdict == "stop":
             self._finish(sequence, "stop", now, read=sequence.drawn)
             return 0
-        sequence.append(sampled.token, sampled.logprobs, now)
+        sequence.append(sampled.token, sampled.report, now)
         request = sequence.request
         if request.stream:
-            self._outbox.token(sequence.client, request.id, sampled.token, sampled.logprobs)
+            self._outbox.token(sequence.client, request.id, sampled.token, sampled.report)
         if sampled.complete:
             verdict = "stop"
         if verdict is not None:
             self._finish(sequence, verdict, now, read=sequence.drawn - 1)
         return 1
 
-    def _take_last(self, sequence: Sequence, ids: array[int], now: float) -> int:
+    def _take_last(
+        self, sequence: Sequence, ids: array[int], reports: Reports | None, now: float
+    ) -> int:
         """Delivers the tokens with which the device ended a row; returns how many that were."""
         taken, verdict = sequence.take_last(ids, now)
-        request = sequence.request
+        request, reports = sequence.request, reports and reports.part(0, taken)
         if request.stream and taken:
-            self._outbox.run(sequence.client, Run([request.id], taken, pack_ids(ids[:taken])))
+            run = Run([request.id], taken, pack_ids(ids[:taken]), reports)
+            self._outbox.run(sequence.client, run)
+        sequence.note(reports)
         if verdict is not None:
             read = sequence.drawn - (verdict == "length")
             self._finish(sequence, verdict, now, read)

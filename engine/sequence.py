@@ -18,15 +18,16 @@ from engine.messages import (
     SamplingParams,
     StateInfo,
     Timing,
-    TokenLogprobs,
     unpack_ids,
 )
+from engine.reports import Reports
 
 if TYPE_CHECKING:
     from engine.keeping import Keeping
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
+MOST_TOP = 20  # best tokens whose log-probabilities it reports by itself
 
 
 def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
@@ -44,8 +45,8 @@ def endings(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
 def is_plain(params: SamplingParams) -> bool:
     """Whether the device can draw for the request, token after token, without the host."""
     return (
-        params.logprobs is None
-        and params.grammar is None
+        params.grammar is None
+        and top_of(params) <= MOST_TOP
         and len(params.stop_token_ids) < MOST_STOP_IDS  # with end-of-text that makes as many
     )
 
@@ -62,6 +63,11 @@ def has_penalties(params: SamplingParams) -> bool:
 def is_adjusted(params: SamplingParams) -> bool:
     """Whether logits are changed before a token is drawn from them, but by a grammar."""
     return bool(params.logit_bias) or params.min_tokens > 0 or has_penalties(params)
+
+
+def top_of(params: SamplingParams) -> int:
+    """How many best tokens are reported beside each token that is drawn; -1: not even that one."""
+    return -1 if params.logprobs is None else params.logprobs
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -93,7 +99,6 @@ class Sequence:
         "last_token_at",
         "lead",
         "loads",
-        "logprobs",
         "marks",
         "max_tokens",
         "min_tokens",
@@ -103,6 +108,7 @@ class Sequence:
         "position",
         "priority",
         "prompt_tokens",
+        "reports",
         "request",
         "row",
         "samples",
@@ -112,6 +118,7 @@ class Sequence:
         "stop_ids",
         "text",
         "tokens",
+        "top",
     )
 
     def __init__(
@@ -134,6 +141,7 @@ class Sequence:
         self.min_tokens = sampling.min_tokens
         self.stop_ids = stop_ids(sampling, eos_token_id)
         self.plain = is_plain(sampling)
+        self.top = top_of(sampling)
         self.deadline = None if request.timeout is None else now + request.timeout
 
         self.over = False  # its terminal event is on its way
@@ -146,7 +154,7 @@ class Sequence:
         self.drawn = 0  # tokens delivered so far
         self.last_token = -1  # the latest of them, not yet read
         self.tokens = array("i")  # all of them
-        self.logprobs: list[TokenLogprobs] = []  # likewise
+        self.reports = bytearray()  # of all of them, where they are not told of one by one
 
         self.row = -1  # of the batch that it decodes in
         self.since = 0  # the batch's step whose token it does not know yet
@@ -249,7 +257,7 @@ class Sequence:
             return "stop"
         return "length" if self.drawn + 1 >= self.max_tokens else None
 
-    def append(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+    def append(self, token: int, report: Reports | None, now: float) -> None:
         """Takes a drawn token into the answer."""
         if self.first_token_at is None:
             self.first_token_at = now
@@ -257,8 +265,17 @@ class Sequence:
         self.drawn += 1
         self.last_token = token
         self.tokens.append(token)
-        if logprobs is not None and not self.request.stream:
-            self.logprobs.append(logprobs)
+        self.note(report)
+
+    @property
+    def gathers(self) -> bool:
+        """Log-probabilities are told of when it has ended."""
+        return self.top >= 0 and not self.request.stream
+
+    def note(self, reports: Reports | None) -> None:
+        """Takes log-probabilities of drawn tokens into the answer, where they are told of then."""
+        if reports is not None and self.gathers:
+            self.reports += reports.packed
 
     def extend(self, packed: bytes, now: float) -> None:
         """Takes drawn tokens into the answer, at least one, none of which ends it."""
@@ -308,7 +325,7 @@ class Sequence:
             completion_tokens=self.drawn,
             timing=Timing(started - self.arrived_at, prefill, decode),
             answer=b"" if self.request.stream else self.tokens.tobytes(),
-            logprobs=self.logprobs,
+            reports=Reports(self.top, bytes(self.reports)) if self.gathers else None,
             state=state,
             snapshot=snapshot,
         )

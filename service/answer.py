@@ -12,7 +12,8 @@ from itertools import zip_longest
 from typing import Any
 
 from engine.client import Update
-from engine.messages import Finished, FinishReason, TokenLogprobs
+from engine.messages import Finished, FinishReason
+from engine.reports import TokenLogprobs
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Decoder, Tokenizer
 

@@ -32,6 +32,7 @@ SERVICE_MAY_IMPORT = {
     "engine.supervisor",
     "engine.transport",
     "engine.messages",
+    "engine.reports",
     "engine.config",
     "engine.errors",
 }

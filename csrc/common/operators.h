@@ -45,7 +45,9 @@ void draw_(const Tensor& logits, const Tensor& tokens, const Tensor& slots, cons
            const Tensor& remaining, const Tensor& cursor, const Tensor& out,
            const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
            const Tensor& streams, const Tensor& stop_ids);
-std::tuple<Tensor, Tensor> target_logprobs(const Tensor& logits, const Tensor& targets);
+Tensor target_logprobs(const Tensor& logits, const Tensor& targets, std::int64_t top);
+void report_logprobs_(const Tensor& logits, const Tensor& tops, const Tensor& cursor,
+                      const Tensor& out, const Tensor& told, const Tensor& reports);
 Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
                const Tensor& cell, const MaybeTensor& conv);
 Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,

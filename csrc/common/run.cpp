@@ -196,6 +196,14 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
   }
 }
 
+// Rows of logits on the CPU: kernel(args, begin, end).
+template <class Args, class Kernel>
+void by_rows(const Args& args, const Kernel& kernel) {
+  const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
+  torch::stable::parallel_for(
+      0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+}
+
 }  // namespace
 
 Isa isa() {
@@ -282,14 +290,12 @@ void run_draw(const DrawArgs& args, const Tensor& logits) {
   if (args.rows == 0) return;
   if (logits.is_cpu()) {
     const DrawKernels kernels = MS_BY_ISA(draw_kernels, Dtype::f32);
-    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
-    torch::stable::parallel_for(0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) {
+    return by_rows(args, [&](const DrawArgs&, std::int64_t begin, std::int64_t end) {
       RowDraw row(args, kernels);
       for (std::int64_t r = begin; r < end; ++r) {
         if (args.draws(r)) move_on(args, r, row.token(r));
       }
     });
-    return;
   }
 #ifdef MINSERVE_CUDA
   return cuda::draw(args, logits.get_device_index(), current_stream(logits));
@@ -300,14 +306,7 @@ void run_draw(const DrawArgs& args, const Tensor& logits) {
 
 void run_adjust(const AdjustArgs& args, const Tensor& logits) {
   if (args.rows == 0) return;
-  if (logits.is_cpu()) {
-    const AdjustFn kernel = MS_BY_ISA(adjust_kernel, Dtype::f32);
-    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
-    torch::stable::parallel_for(0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) {
-      kernel(args, begin, end);
-    });
-    return;
-  }
+  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(adjust_kernel, Dtype::f32));
 #ifdef MINSERVE_CUDA
   return cuda::adjust(args, logits.get_device_index(), current_stream(logits));
 #else
@@ -317,14 +316,7 @@ void run_adjust(const AdjustArgs& args, const Tensor& logits) {
 
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
   if (args.rows == 0) return;
-  if (logits.is_cpu()) {
-    const TargetFn kernel = MS_BY_ISA(target_kernel, Dtype::f32);
-    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / args.vocab);
-    torch::stable::parallel_for(0, args.rows, grain, [&](std::int64_t begin, std::int64_t end) {
-      kernel(args, begin, end);
-    });
-    return;
-  }
+  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(target_kernel, Dtype::f32));
 #ifdef MINSERVE_CUDA
   return cuda::target_logprobs(args, logits.get_device_index(), current_stream(logits));
 #else

@@ -1,4 +1,4 @@
-// Launching target_logprobs: one block for each row.
+// Launching target_logprobs and report_logprobs_: one block for each row.
 #include "../common/kernels.h"
 #include "../common/launch.cuh"
 #include "kernel.cuh"
@@ -9,11 +9,11 @@ namespace cuda {
 void target_logprobs(const TargetArgs& args, int device, void* stream_handle) {
   const DeviceGuard guard(device);
   if (args.rows > 2147483647LL) throw std::runtime_error("minserve: too many rows for one launch");
-  constexpr int kMostThreads = 256;
-  const Grid grid = {dim3(static_cast<unsigned>(args.rows)), row_threads(args.vocab, kMostThreads),
-                     static_cast<int>(sizeof(Block::Shared))};
-  launch_early<&target_kernel<kMostThreads>>(grid, static_cast<cudaStream_t>(stream_handle),
-                                             "target_logprobs", args);
+  const Grid grid = {dim3(static_cast<unsigned>(args.rows)),
+                     row_threads(args.vocab, TargetShared::kMostThreads),
+                     static_cast<int>(sizeof(TargetShared))};
+  launch_early<&target_kernel>(grid, static_cast<cudaStream_t>(stream_handle), "target_logprobs",
+                               args);
 }
 
 }  // namespace cuda

@@ -1,10 +1,12 @@
-// One block finds the log-probability of one row's target, reading the row once.
+// One block writes the report of one row, reading the row once, and once more for several best.
 //
 // Each thread keeps the best of its logits and the sum of exp(logit - best), brought to a new best
 // where one comes up; the threads' pairs are combined in a fixed order.
 #pragma once
 
 #include "../common/row.cuh"
+#include "best_so_far.cuh"
+#include "ranks.cuh"
 #include "target_logprobs.h"
 
 namespace minserve {
@@ -48,33 +50,59 @@ struct Combine {
   }
 };
 
-template <int kMostThreads>
-__global__ void __launch_bounds__(kMostThreads)
+__device__ __forceinline__ std::int32_t bits_of(float x) {
+  return static_cast<std::int32_t>(__float_as_uint(x));
+}
+
+struct TargetShared {
+  static constexpr int kMostThreads = 256;
+  Block::Shared block;
+  RanksShared<kMostThreads> ranks;
+};
+
+__global__ void __launch_bounds__(TargetShared::kMostThreads)
     target_kernel(const __grid_constant__ TargetArgs args) {
   extern __shared__ uint4 memory[];
   const std::int64_t r = blockIdx.x;
   let_next_kernel_start();
   wait_for_previous_kernel();
+  const Asked asked(args, r);
+  if (!asked.report) return;
   const float* const logits = args.logits + r * args.row_stride;
-  const std::int64_t target = args.targets[r];
-  const bool exists = target >= 0 && target < args.vocab;
-  const float chosen = exists ? logits[target] : kImpossible;
+  const bool exists = asked.target >= 0 && asked.target < args.vocab;
+  const float chosen = exists ? logits[asked.target] : kImpossible;
   const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits)};
   ExpSum mine;
-  bool equal_before = false;
+  BestSoFar best_of_mine;
   row.each<4>([&](unsigned id, const float4& x) {
     mine.add(x);
-    equal_before |= (x.x == chosen && id < target) | (x.y == chosen && id + 1 < target) |
-                    (x.z == chosen && id + 2 < target) | (x.w == chosen && id + 3 < target);
+    best_of_mine.add(x, id);
   });
-  Block block(*reinterpret_cast<Block::Shared*>(memory));
+  TargetShared& shared = *reinterpret_cast<TargetShared*>(memory);
+  Block block(shared.block);
   const ExpSum all = ExpSum::unpacked(block.all(mine.packed(), ExpSum().packed(), Combine()));
-  const unsigned equals =
-      block.all(equal_before ? 1u : 0u, 0u, [](unsigned x, unsigned y) { return x | y; });
-  if (threadIdx.x != 0) return;
-  const bool finite = exists && all.best - all.best == 0.0f;
-  args.logprobs[r] = finite ? (chosen - all.best) - logf(all.sum) : NAN;
-  args.is_greedy[r] = finite && chosen == all.best && !equals;
+  const BestKey best{block.all(best_of_mine.key(), std::uint64_t{0}, greater)};
+  const bool finite = best.is_finite();
+  const float log_sum = logf(all.sum);
+  if (threadIdx.x == 0) {
+    const bool known = finite && exists;
+    const float logprob = known ? (chosen - all.best) - log_sum : NAN;
+    asked.report[0] = bits_of(logprob);
+    asked.report[1] = known && best.id() == asked.target;
+    if (args.told) ++args.told[r];
+  }
+  if (asked.top == 0) return;
+  const auto tell = [&](std::int32_t rank, std::uint64_t key) {
+    const BestKey one{key};
+    std::int32_t* const words = asked.report + words_of_report(rank);
+    words[0] = static_cast<std::int32_t>(one.id());
+    words[1] = bits_of(finite ? (one.logit() - all.best) - log_sum : NAN);
+  };
+  if (asked.top == 1) {
+    if (threadIdx.x == 0) tell(0, best.key);
+  } else {
+    rank_best(row, best_of_mine.key(), asked.top, block, shared.ranks, tell);
+  }
 }
 
 }  // namespace cuda

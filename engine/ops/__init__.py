@@ -17,10 +17,19 @@ from engine.ops.mingru_step import mingru_step
 from engine.ops.minlstm_scan import minlstm_scan
 from engine.ops.minlstm_scan_train import minlstm_scan_train
 from engine.ops.minlstm_step import minlstm_step
-from engine.ops.target_logprobs import target_logprobs
+from engine.ops.target_logprobs import (
+    MOST_TOP,
+    Logprobs,
+    read_reports,
+    report_logprobs_,
+    target_logprobs,
+    words_of_report,
+)
 
 __all__ = [
+    "MOST_TOP",
     "SCAN_CHUNK",
+    "Logprobs",
     "adjust_",
     "conv_scan",
     "conv_step",
@@ -35,5 +44,8 @@ __all__ = [
     "minlstm_scan",
     "minlstm_scan_train",
     "minlstm_step",
+    "read_reports",
+    "report_logprobs_",
     "target_logprobs",
+    "words_of_report",
 ]

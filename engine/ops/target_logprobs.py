@@ -1,43 +1,111 @@
-"""target_logprobs: the log-softmax of each row at one given token, without writing the others.
+"""Reports: the log-softmax of rows of logits at one token each, and at the best tokens.
 
-Beside it whether that token is the most likely one. On CUDA a row is read once.
+No other log-probability is written. On CUDA a row is read once, and once more where several of the
+best tokens are wanted. A report is int32 words: the float32 bits of the token's log-probability; 1
+where it is the most likely token, else 0; then for each of the best tokens, the best first, its id
+and the bits of its log-probability. Of equal logits the lowest id is better.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
 
+MOST_TOP = 20  # best tokens in a report
 
-def target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Natural log-probabilities of `targets`.
+
+class Logprobs(NamedTuple):
+    """Reports, taken apart."""
+
+    chosen: Tensor  # [...] float32
+    is_greedy: Tensor  # [...] bool: the token is the most likely one
+    top_ids: Tensor  # [..., top] int32, best first
+    top_logprobs: Tensor  # [..., top] float32
+
+
+def words_of_report(top: int) -> int:
+    """Words of a report with so many best tokens."""
+    return 2 + 2 * top
+
+
+def read_reports(reports: Tensor) -> Logprobs:
+    """What reports [..., words] int32 say."""
+    floats = reports.view(torch.float32)
+    return Logprobs(
+        floats[..., 0], reports[..., 1] != 0, reports[..., 2::2], floats[..., 1::2][..., 1:]
+    )
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
+    """Reports of `targets` and of the `top` best tokens of each row.
+
+    A row's report does not depend on the others.
 
     Args:
         logits: float32 [rows, vocab].
         targets: int64 [rows], ids below vocab.
+        top: at most MOST_TOP and vocab.
 
     Returns:
-        (float32 [rows], bool [rows]): log-softmax at the target, and whether the target is the most
-        likely token, of equal ones the one with the lowest id. NaN and False where a logit is NaN
-        or +infinity, or all are -infinity.
+        int32 [rows, 2 + 2 * top]. Where a logit is NaN or +infinity, or all are -infinity, its
+        log-probabilities are NaN, its token is not the most likely one, and its ids mean nothing.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also targets out of range
-            (on CUDA their results are NaN and False).
+        RuntimeError: shapes, dtypes or devices do not fit, top is out of range; on the CPU also
+            targets out of range (on CUDA their log-probabilities are NaN).
     """
-    logprobs, is_greedy = torch.ops.minserve.target_logprobs(logits, targets)
-    return logprobs, is_greedy
+    reports: Tensor = torch.ops.minserve.target_logprobs(logits, targets, top)
+    return reports
 
 
-def reference(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in float64."""
-    logprobs = logits.double().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    is_greedy = (logits.max(-1).indices == targets) & logits.max(-1).values.isfinite()
-    return logprobs.masked_fill(~logits.max(-1).values.isfinite(), float("nan")), is_greedy
+def report_logprobs_(
+    logits: Tensor, tops: Tensor, cursor: Tensor, out: Tensor, told: Tensor, reports: Tensor
+) -> None:
+    """Reports the tokens that `draw_` has just drawn; nothing waits for the device.
+
+    A row that has drawn since the last call has a cursor beyond `told`. Its token out[told[r], r]
+    is reported at reports[told[r], r], with its tops[r] best tokens, and told[r] rises by 1; so it
+    is called once for each draw of rows that ask for reports.
+
+    Args:
+        logits: float32 [rows, vocab]: those whose log-softmax is wanted.
+        tops: int32 [rows], at most what there is room for; negative: no report.
+        cursor: int32 [rows], as draw_ left it.
+        out: int32 [steps, rows], likewise.
+        told: int32 [rows]; **changed in place**.
+        reports: int32 [steps, rows, 2 + 2 * room], room at most MOST_TOP and vocab; **changed in
+            place**. What follows a report of fewer best tokens stays as it is.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit.
+    """
+    torch.ops.minserve.report_logprobs_(logits, tops, cursor, out, told, reports)
 
 
-def _fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(len(logits)), logits.new_empty(len(logits), dtype=torch.bool)
+def reference(logits: Tensor, targets: Tensor, top: int = 0) -> Logprobs:
+    """What the reports of target_logprobs say, in float64."""
+    best, order = logits.double().sort(dim=-1, descending=True, stable=True)
+    finite = best[:, :1].isfinite()
+    logprobs = logits.double().log_softmax(-1).masked_fill(~finite, float("nan"))
+    chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    is_greedy = (order[:, 0] == targets) & finite.squeeze(-1)
+    ids = order[:, :top]
+    return Logprobs(chosen, is_greedy, ids.int(), logprobs.gather(-1, ids))
+
+
+def _fake(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
+    return targets.new_empty(len(logits), words_of_report(top), dtype=torch.int32)
+
+
+def _fake_of_draws(
+    logits: Tensor, tops: Tensor, cursor: Tensor, out: Tensor, told: Tensor, reports: Tensor
+) -> None:
+    """Returns nothing; what it changes keeps its shape."""
 
 
 torch.library.register_fake("minserve::target_logprobs", _fake)
+torch.library.register_fake("minserve::report_logprobs_", _fake_of_draws)

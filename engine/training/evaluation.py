@@ -117,7 +117,7 @@ class CarriedLoss:
         bounds = torch.tensor([0, ids.numel() - 1], dtype=torch.int32, device=self._device)
         hidden = self._model.prefill(ids[:-1], bounds, self._state, self._slots)
         logits = self._model.logits(hidden).float()  # [tokens, vocab]
-        logprobs, _ = ops.target_logprobs(logits, ids[1:].long())
+        logprobs = ops.read_reports(ops.target_logprobs(logits, ids[1:].long())).chosen
         self._nats -= float(logprobs.double().sum())
         self._tokens += logprobs.numel()
 

@@ -9,7 +9,8 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import EngineError
-from engine.messages import ModelInfo, SamplingParams, TokenLogprobs, pack_ids
+from engine.messages import ModelInfo, SamplingParams, pack_ids
+from engine.reports import TokenLogprobs
 from service.admission import InferenceRoute, get_flight
 from service.answer import LEAST_LOGPROB, Answer, Piece, grouped, total_usage, usage
 from service.errors import invalid

@@ -140,7 +140,17 @@ DRAWS = [
     "--sums 200",
 ]
 
-TARGETS = ["--vocab 66", "--vocab 3001 --shift 1", "--vocab 3000 --seeds 2,3"]
+# Without best tokens, with one, by a list and by several readings of a row.
+TARGETS = [
+    "--vocab 66",
+    "--vocab 3001 --shift 1",
+    "--vocab 3000 --seeds 2,3",
+    "--vocab 66 --top 20 --seeds 1",
+    "--vocab 3001 --top 1 --shift 1",
+    "--vocab 3000 --top 20 --seeds 2,3",
+    "--vocab 20000 --top 20 --seeds 4",
+    "--vocab 1001 --top 3 --drawn 1 --seeds 5,6",
+]
 
 # One piece of a row and several, whole turns of the threads and not.
 ADJUSTED = [

@@ -31,7 +31,7 @@ from engine.constraints import Constraints
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.grammars import Grammars
-from engine.messages import ModelInfo, Request, TokenLogprobs, unpack_ids
+from engine.messages import ModelInfo, Request, unpack_ids
 from engine.plan import (
     INITIAL,
     Copy,
@@ -42,7 +42,9 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids
+from engine.reports import WORDS, Reports, TokenLogprobs
+from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
+from tests.reports import log32, packed
 
 
 def successor(token: int, vocab_size: int = 257, eos: int | None = 256) -> int:
@@ -57,9 +59,9 @@ def log_probabilities(
     token: int, vocab_size: int = 257, eos: int | None = 256
 ) -> tuple[float, ...]:
     """The natural log-probability of every next token; `vocab_size` is at least 4."""
-    row = [math.log(0.25 / (vocab_size - 2))] * vocab_size
-    row[(token + 2) % vocab_size] = math.log(0.25)
-    row[successor(token, vocab_size, eos)] = math.log(0.5)
+    row = [log32(0.25 / (vocab_size - 2))] * vocab_size
+    row[(token + 2) % vocab_size] = log32(0.25)
+    row[successor(token, vocab_size, eos)] = log32(0.5)
     return tuple(row)
 
 
@@ -318,17 +320,24 @@ class FakeRunner:
         drawing = [self.requests[row.key].sampling for row in self.batch if row.slot >= 0]
         assert not plan.greedy or all(is_greedy(params) for params in drawing)
         assert plan.adjusted or not any(is_adjusted(params) for params in drawing)
+        assert plan.top >= max((top_of(params) for params in drawing), default=-1)
         tokens, counts = array("i"), []
-        for device_row in self.batch:
+        words = WORDS * (1 + max(0, plan.top))
+        reports = np.full((len(self.batch), plan.steps, words), -7, np.int32)
+        for index, device_row in enumerate(self.batch):
             drawn: list[int] = []
             while device_row.slot >= 0 and len(drawn) < plan.steps:
-                drawn.append(self._move_on(device_row))
+                token, report = self._move_on(device_row)
+                if report is not None:
+                    mine = np.frombuffer(report.packed, np.int32)
+                    reports[index, len(drawn), : len(mine)] = mine
+                drawn.append(token)
                 if drawn[-1] < 0:
                     result.non_finite.append(device_row.key)
             counts.append(len(drawn))
             tokens.extend([*drawn, *[-7] * (plan.steps - len(drawn))])
         ended = {i: counts[i] for i, row in enumerate(self.batch) if row.slot < 0}
-        result.drawn = Drawn(tokens.tobytes(), ended)
+        result.drawn = Drawn(tokens.tobytes(), ended, None if plan.top < 0 else reports)
 
     def _upload(self, key: int, slot: int, token: int, position: int) -> FakeRow:
         request = self.requests[key]
@@ -345,21 +354,23 @@ class FakeRunner:
             assert token == self.answers[key][-1]
         return FakeRow(key, slot, token, position, params.max_tokens - position, stops)
 
-    def _move_on(self, device_row: FakeRow) -> int:
-        """Reads one token and draws the next."""
+    def _move_on(self, device_row: FakeRow) -> tuple[int, Reports | None]:
+        """Reads one token and draws the next, with a report if its request asked for one."""
         key = device_row.key
         row = self._row(device_row.slot)
         row.append(device_row.token)
         expected = [*self.texts[key], *self.answers[key]]
         assert row == expected, f"row {device_row.slot} holds {row}, not {expected}"
-        token = -1
+        token, report = -1, None
         if self.requests[key].id not in self.spoiled:
-            token = device_row.token = self._draw(key, device_row.position).token
+            sampled = self._draw(key, device_row.position)
+            token = device_row.token = sampled.token
+            report = sampled.report
         device_row.position += 1
         device_row.left -= 1
         if token < 0 or token in device_row.stop_ids or device_row.left == 0:
             device_row.slot = -1
-        return token
+        return token, report
 
     def _row(self, slot: int) -> list[int]:
         assert slot in self.rows, f"nothing was ever put at place {slot}"
@@ -379,7 +390,7 @@ class FakeRunner:
 
     def _score(
         self, start: int, tokens: array[int], targets: array[int], top: int
-    ) -> tuple[int, list[TokenLogprobs]] | None:
+    ) -> tuple[int, Reports] | None:
         assert len(targets) == len(tokens)
         wanted = [i for i, target in enumerate(targets) if target >= 0]
         if not wanted:
@@ -388,7 +399,7 @@ class FakeRunner:
         reports = [
             self._report(self._log_probabilities(tokens[i]), targets[i], top) for i in wanted
         ]
-        return start + wanted[0] + 1, reports
+        return start + wanted[0] + 1, packed(reports, top)
 
     def _draw(self, key: int, position: int) -> Sampled:
         request, answer = self.requests[key], self.answers[key]
@@ -416,9 +427,12 @@ class FakeRunner:
             generator = random.Random(f"{params.seed} {params.choice} {position}")
             token = generator.choices(kept, weights)[0]
         answer.append(token)
-        logprobs = None if params.logprobs is None else self._report(row, token, params.logprobs)
+        report = None
+        if params.logprobs is not None:
+            best = self._report(row, token, params.logprobs)
+            report = packed([best], params.logprobs)
         complete = constrained and self.constraints.take(key, token)
-        return Sampled(key, token, logprobs, complete)
+        return Sampled(key, token, report, complete)
 
 
 def _runner(config: EngineConfig, **options: Any) -> FakeRunner:

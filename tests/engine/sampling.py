@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.adjustments import Adjustments
 from engine.messages import Request, SamplingParams, pack_ids
+from engine.parameters import Parameters
 from engine.plan import Admission
-from engine.sampler import Allowed, Draws, Rows, Sampler
+from engine.reports import TokenLogprobs
+from engine.sampler import Allowed, Rows, Sampler
+
+
+class Draws(NamedTuple):
+    tokens: Tensor  # [rows]
+    logprobs: dict[int, TokenLogprobs]  # of the rows that asked
 
 
 class Sampling:
@@ -19,17 +27,15 @@ class Sampling:
     def __init__(self, vocab: int, eos: int | None, device: str = "cpu", slots: int = 64) -> None:
         where = torch.device(device)
         self.adjustments = Adjustments(slots, vocab, eos, where)
-        self.sampler = Sampler(vocab, self.adjustments, where)
+        self.parameters = Parameters(slots, vocab, eos)
+        self.sampler = Sampler(self.parameters, self.adjustments, where)
         self.last: dict[int, int] = {}
 
     def admit(self, key: int, params: SamplingParams, prompt: Sequence[int] = (0,)) -> None:
         request = Request(id=key, prompt=pack_ids(prompt), sampling=params)
         admission = Admission(request, key, slot=key, source=None, cached_tokens=0)
         self.adjustments.admit([admission])
-        self.sampler.admit(key, params)
-
-    def release(self, keys: Iterable[int]) -> None:
-        self.sampler.release(keys)
+        self.parameters.admit([admission])
 
     def sample(
         self,
@@ -40,8 +46,10 @@ class Sampling:
     ) -> Draws:
         keys = list(keys)
         read = [self.last.get(key, 0) for key in keys]
-        draws = self.sampler.sample(
-            Rows(keys, keys, read, list(positions)), logits.clone(), allowed
-        )
-        self.last.update(zip(keys, draws.tokens.tolist(), strict=True))
-        return draws
+        given = logits.clone()
+        drawing = self.sampler.sample(Rows(keys, keys, read, list(positions)), given, allowed)
+        assert torch.equal(given, logits) or given.isnan().any(), "they are somebody's"
+        self.last.update(zip(keys, drawing.tokens.tolist(), strict=True))
+        reports = {} if drawing.reported is None else drawing.reported.to_host().by_row()
+        logprobs = {row: one for row, report in reports.items() for one in report.unpack()}
+        return Draws(drawing.tokens, logprobs)

@@ -37,11 +37,12 @@ from engine.messages import (
     Stats,
     StepEvents,
     ToEngine,
-    TokenLogprobs,
     pack_ids,
 )
+from engine.reports import TokenLogprobs
 from engine.transport import InlineTransport, SocketTransport
 from tests.engine.fake import FakeRunner, log_probabilities, recite
+from tests.reports import packed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -222,7 +223,7 @@ async def test_updates_merge_until_they_are_read() -> None:
         await transport.say(
             StepEvents(requests=[0], tokens=[7]),
             StepEvents(requests=[0], tokens=[8]),
-            StepEvents(scores=[Scores(0, 1, [TokenLogprobs(-1.0)])]),
+            StepEvents(scores=[Scores(0, 1, packed([TokenLogprobs(-1.0)], top=0))]),
         )
         update = await delivery.next()
         assert (update.tokens, len(update.scores), update.finished) == ([7, 8], 1, None)
@@ -251,6 +252,27 @@ async def test_several_tokens_of_several_requests_come_in_runs() -> None:
         update = await deliveries[1].next()
         assert update.tokens == [6, 9, 10, 11] and update.finished is not None
         assert update.logprobs == []
+
+
+async def test_log_probabilities_of_several_requests_come_in_runs() -> None:
+    async with scripted(READY) as (client, transport):
+        deliveries = [client.submit(ask(client)) for _ in range(3)]
+        told = [
+            TokenLogprobs(-float(i), [i, 9 - i], [-0.5, -0.25 * i], is_greedy=i % 3 == 0)
+            for i in range(4)
+        ]
+        runs = [
+            Run([0, 1], 2, pack_ids([7, 8, 9, 10]), packed(told, top=2)),
+            Run([2], 2, pack_ids([5, 6])),
+            Run([1], 1, pack_ids([11]), packed(told[:1], top=2)),
+        ]
+        await transport.say(StepEvents(runs=runs))
+        update = await deliveries[0].next()
+        assert (update.tokens, update.logprobs) == ([7, 8], told[:2])
+        update = await deliveries[1].next()
+        assert (update.tokens, update.logprobs) == ([9, 10, 11], [*told[2:], told[0]])
+        update = await deliveries[2].next()
+        assert (update.tokens, update.logprobs) == ([5, 6], [])
 
 
 async def test_what_is_in_flight_counts_other_processes_too() -> None:

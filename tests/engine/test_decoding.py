@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.graphs import buckets
-from engine.messages import Failed, Finished, Grammar, Request, SamplingParams
+from engine.messages import (
+    Failed,
+    Finished,
+    Grammar,
+    Request,
+    SamplingParams,
+    pack_ids,
+    unpack_ids,
+)
 from engine.models.lm import LM
-from engine.plan import Admission, DecodeRow, Plan, StepResult
+from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.reports import TokenLogprobs
 from engine.runner import Runner
-from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
+from engine.sequence import MOST_STOP_IDS, MOST_TOP, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
 
@@ -98,10 +108,12 @@ def various(count: int, seed: int) -> list[Request]:
                     {"min_tokens": min(30, fields["max_tokens"]), "ignore_eos": False},
                 ]
             )
+        if id % 4 == 2:
+            fields |= chance.choice([{"logprobs": 0}, {"logprobs": 1}, {"logprobs": MOST_TOP}])
         if id % 9 == 8:
             fields |= chance.choice(
                 [
-                    {"logprobs": 1},
+                    {"logprobs": MOST_TOP + 1},
                     {"stop_token_ids": tuple(range(MOST_STOP_IDS))},
                     {"stop_token_ids": tuple(range(MOST_STOP_IDS)), "presence_penalty": 1.0},
                 ]
@@ -117,6 +129,41 @@ def _fields(request: Request) -> dict[str, Any]:
 
 
 Answer = tuple[list[int], str]
+CLOSE = 2e-4  # log-probabilities of one text, read in different ways
+
+
+def check_logprobs(
+    runner: Runner, request: Request, answer: list[int], told: list[TokenLogprobs]
+) -> None:
+    """They are the model's own, whatever was laid on its logits before the draws."""
+    top = request.sampling.logprobs
+    if top is None:
+        assert told == []
+        return
+    assert len(told) == len(answer)
+    if not answer:
+        return
+    text = [*unpack_ids(request.prompt), *answer]
+    scored = score_all(runner, text, top)[-len(answer) :]
+    for one, other in zip(told, scored, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=CLOSE)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=CLOSE)
+        best = {id for id, value in zip(one.top_ids, one.top_logprobs, strict=True)
+                if value > one.top_logprobs[-1] + CLOSE}  # fmt: skip
+        assert best <= set(other.top_ids)
+        assert one.is_greedy == other.is_greedy or one.logprob >= other.logprob - CLOSE
+
+
+def score_all(runner: Runner, text: list[int], top: int) -> list[TokenLogprobs]:
+    """Of all tokens of a text but the first."""
+    request = Request(id=0, prompt=pack_ids(text), sampling=SamplingParams(max_tokens=0))
+    chunk = PrefillChunk(
+        -2, 0, 0, array("i", text), array("i", [*text[1:], -1]), score_top=top, sample=False
+    )
+    admission = Admission(request, -2, 0, None, 0)
+    (scored,) = runner.run(Plan(admit=[admission], prefill=[chunk])).scored
+    runner.run(Plan(release=[-2]))
+    return scored.reports.unpack()
 
 
 def serve(
@@ -126,6 +173,7 @@ def serve(
     the earliest, a streamed request is aborted."""
     engine = Engine(runner)
     tokens: dict[int, list[int]] = {one.id: [] for one in requests}
+    logprobs: dict[int, list[TokenLogprobs]] = {one.id: [] for one in requests}
     reasons: dict[int, str] = {}
     coming = list(requests)
     while coming or engine.has_work:
@@ -140,12 +188,17 @@ def serve(
             continue
         for id, ids in tokens_of(events).items():
             tokens[id] += ids
+        for id, _, several in events.in_runs():
+            logprobs[id] += several
         assert events.failed == []
         for end in events.finished:
             tokens[end.request] += end.tokens
+            logprobs[end.request] += end.logprobs
             assert end.completion_tokens == len(tokens[end.request])
             reasons[end.request] = end.reason
     runner.run(Plan(release=list(range(len(requests)))))  # the next engine's keys begin anew
+    for one in requests:
+        check_logprobs(runner, one, tokens[one.id], logprobs[one.id])
     return {id: (ids, reasons[id]) for id, ids in tokens.items()}
 
 
@@ -155,7 +208,7 @@ def test_answers_do_not_depend_on_how_many_steps_a_round_takes(
 ) -> None:
     """Greedy and drawn, ended by length and by stop ids, streamed and not; with one step, every
     token passes through the host and the sampler."""
-    requests = various(45, seed=most_steps)
+    requests = various(45, seed=most_steps + 1)
     monkeypatch.setattr(rounds_module, "ROUND_SECONDS", 60.0)  # however slow the machine is
     monkeypatch.setattr(runner, "most_steps", 1)
     expected = serve(runner, requests)
@@ -458,8 +511,9 @@ def test_sampling_params_of_requests_are_plain_or_not() -> None:
     ):
         assert is_plain(adjusted) and is_adjusted(adjusted)
     assert not is_adjusted(SamplingParams(temperature=0.5, top_k=3, logprobs=1))
+    assert is_plain(SamplingParams(logprobs=0)) and is_plain(SamplingParams(logprobs=MOST_TOP))
     for special in (
-        SamplingParams(logprobs=0),
+        SamplingParams(logprobs=MOST_TOP + 1),
         SamplingParams(grammar=Grammar("regex", "a+")),
         SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS))),
     ):

@@ -12,7 +12,8 @@ from engine.client import Delivery, Inbox
 from engine.delivery import MOST_TAKEN
 from engine.errors import StepFailed
 from engine.holding import Holding
-from engine.messages import Finished, Request, SamplingParams, TokenLogprobs, pack_ids
+from engine.messages import Finished, Request, SamplingParams, pack_ids
+from engine.reports import TokenLogprobs
 
 FINISHED = Finished(0, "length", 1, 0, 9)
 
@@ -90,7 +91,7 @@ async def test_tokens_that_were_read_alone_do_not_let_the_next_ones_out() -> Non
     "other",
     [
         lambda one: one.add_scores([TokenLogprobs(-1.0)]),
-        lambda one: one.add_token(2, TokenLogprobs(-1.0)),
+        lambda one: one.add_tokens([2], [TokenLogprobs(-1.0)]),
         lambda one: one.finish(FINISHED),
         lambda one: one.fail(StepFailed("boom")),
     ],
@@ -212,7 +213,7 @@ async def test_a_stream_that_is_read_late_comes_in_pieces_of_bounded_size(top: i
     tokens = list(range(2 * MOST_TAKEN))
     reports = reports_of(len(tokens))
     for token, report in zip(tokens, reports, strict=True):
-        late.add_token(token, None if top is None else report)
+        late.add_tokens([token], () if top is None else [report])
     late.finish(FINISHED)
     assert late.unread == len(tokens) * (1 + (top or 0))
     got, told = [], []

@@ -18,9 +18,10 @@ from engine.checkpoint import save_model
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
-from engine.messages import Finished, Request, SamplingParams, TokenLogprobs, pack_ids
+from engine.messages import Finished, Request, SamplingParams, pack_ids
 from engine.models.lm import LM
 from engine.plan import Plan
+from engine.reports import TokenLogprobs
 from engine.runner import Runner
 from engine.serving import serving_model
 
@@ -95,7 +96,7 @@ def serve(runner: Runner, arrivals: Sequence[Sequence[Request]]) -> Company:
         assert not events.failed
         largest = max(largest, events.stats.batch_size)
         for part in events.scores:
-            scores.setdefault(part.request, []).extend(part.tokens)
+            scores.setdefault(part.request, []).extend(part.reports.unpack())
         ends |= {one.request: one for one in events.finished}
     # What ended last is released with the next plan, which the next engine makes.
     runner.run(Plan(release=list(range(sum(map(len, arrivals))))))

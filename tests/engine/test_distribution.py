@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import distribution
+from engine.ops import MOST_TOP, read_reports
 from tests.logits import logits_with_ties, order
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -40,32 +41,30 @@ def test_ranking_knows_signs_zeros_and_infinities(device: str) -> None:
     assert ids.tolist() == [[5, 7, 3, 0, 1, 2, 8, 6, 4]]
 
 
-def test_greedy_takes_the_lowest_of_equal_ids(device: str) -> None:
-    logits = logits_with_ties(50, 300, device)
-    best, ids = distribution.greedy(logits)
-    assert ids.tolist() == [order(row)[0] for row in logits.tolist()]
-    assert best.tolist() == [max(row) for row in logits.tolist()]
-
-
-def test_log_probabilities_are_the_log_softmax(device: str) -> None:
+@pytest.mark.parametrize("top", [0, 1, 5, 20, 21, 60, 257])
+def test_log_probabilities_are_the_log_softmax(device: str, top: int) -> None:
+    """However many of the best are wanted."""
     logits = logits_with_ties(30, 257, device)
     tokens = torch.arange(30, device=device) * 8
-    tokens[0] = distribution.greedy(logits)[1][0]
-    out = distribution.token_logprobs(logits, tokens, top=5)
+    tokens[0] = logits[0].argmax()
+    out = read_reports(distribution.token_reports(logits, tokens, top))
     reference = logits.double().cpu().log_softmax(-1)
-    best = [order(row)[:5] for row in logits.tolist()]
+    best = [order(row)[:top] for row in logits.tolist()]
     assert out.top_ids.tolist() == best
-    torch.testing.assert_close(
-        out.top_logprobs.cpu().double(), reference.gather(-1, torch.tensor(best)), atol=1e-5, rtol=0
-    )
     chosen = reference.gather(-1, tokens.cpu().unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(out.chosen.cpu().double(), chosen, atol=1e-5, rtol=0)
-    is_greedy = [ids[0] == token for ids, token in zip(best, tokens.tolist(), strict=True)]
+    if top:
+        expected = reference.gather(-1, torch.tensor(best))
+        got = out.top_logprobs.cpu().double()
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    first = [order(row)[0] for row in logits.tolist()]
+    is_greedy = [one == token for one, token in zip(first, tokens.tolist(), strict=True)]
     assert out.is_greedy.tolist() == is_greedy and is_greedy[0] and not all(is_greedy)
 
 
-def test_no_best_are_listed_unless_asked_for(device: str) -> None:
-    out = distribution.token_logprobs(
-        logits_with_ties(3, 9, device), torch.zeros(3, dtype=torch.int64, device=device), 0
-    )
-    assert out.top_ids.shape == out.top_logprobs.shape == (3, 0)
+def test_many_best_begin_with_the_bits_of_a_few(device: str) -> None:
+    logits = logits_with_ties(30, 257, device)
+    tokens = torch.arange(30, device=device) * 8
+    few = distribution.token_reports(logits, tokens, MOST_TOP)
+    many = distribution.token_reports(logits, tokens, 100)
+    assert torch.equal(many[:, : few.shape[1]], few)

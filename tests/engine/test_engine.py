@@ -61,13 +61,15 @@ def test_logprobs_and_scores_pass_through() -> None:
     events = engine.step()["c"]
     (scores,) = events.scores
     assert scores.start == 1
-    assert [one.logprob for one in scores.tokens] == [
+    assert [one.logprob for one in scores.reports.unpack()] == [
         log_probabilities(ord("a"))[ord("c")],
         log_probabilities(ord("c"))[ord("e")],
     ]
-    reports = dict(zip(events.requests, events.logprobs, strict=True))
-    assert reports[1] is None and reports[0] is not None
-    assert reports[0].top_ids == [ord("f")] and reports[0].is_greedy
+    first, second = events.in_runs()
+    (logprobs,) = first[2]
+    assert (first[:2], logprobs.top_ids) == ((0, [ord("f")]), [ord("f")])
+    assert logprobs.is_greedy
+    assert (second[0], second[2]) == (1, [])
 
 
 def test_every_client_hears_of_its_own_requests_only() -> None:

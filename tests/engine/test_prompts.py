@@ -17,13 +17,13 @@ from torch import Tensor
 from engine import prompts
 from engine.adjustments import Adjustments
 from engine.checkpoint import load_model, quantize_model, save_model
-from engine.columns import Parameters
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
 from engine.graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
+from engine.parameters import Parameters
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
 from engine.prompts import PromptStep, Read
 from engine.serving import PlainModel, ServingModel

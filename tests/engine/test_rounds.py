@@ -20,7 +20,7 @@ from engine.messages import Finished, Request, SamplingParams, StepEvents, pack_
 from engine.plan import Drawn, Plan, Sampled, StepResult
 from engine.prefix import PrefixCache
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import MOST_STOP_IDS, Sequence
 from tests.engine.fake import FakeRunner, recite
 from tests.engine.witness import VOCAB, StrictRunner, Witness
 
@@ -32,7 +32,9 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def random_request(random: random.Random, hosted: float = 0.1) -> Request:
-    special = random.random() < hosted  # the host has a part in its draws
+    stops = tuple(random.choices(range(VOCAB), k=random.random() < 0.2))
+    if random.random() < hosted:  # the host has a part in its draws
+        stops = (stops or (0,)) * MOST_STOP_IDS
     return Request(
         id=0,
         prompt=pack_ids(random.choices(range(VOCAB), k=random.choice([1, 1, 2, 5, 140]))),
@@ -40,9 +42,9 @@ def random_request(random: random.Random, hosted: float = 0.1) -> Request:
             temperature=0,
             max_tokens=random.choice([1, 2, 5, 20, 60, 150]),
             min_tokens=random.choice([0, 0, 1]),
-            logprobs=0 if special else None,
+            logprobs=random.choice([None, None, None, 0, 2]),
             ignore_eos=random.random() < 0.8,
-            stop_token_ids=tuple(random.choices(range(VOCAB), k=random.random() < 0.2)),
+            stop_token_ids=stops,
         ),
         stream=random.random() < 0.7,
         timeout=random.choice([None, None, 1]),
@@ -157,7 +159,7 @@ def tokens_of(events: StepEvents) -> dict[int, list[int]]:
     tokens: dict[int, list[int]] = {}
     for request, token in zip(events.requests, events.tokens, strict=True):
         tokens.setdefault(request, []).append(token)
-    for request, several in events.in_runs():
+    for request, several, _ in events.in_runs():
         tokens.setdefault(request, []).extend(several)
     return tokens
 
@@ -229,7 +231,8 @@ def test_no_round_goes_beyond_the_longest_answer() -> None:
     assert not engine.has_work
 
 
-HOSTED = msgspec.structs.replace(LONG, logprobs=0)  # the host has a part in its draws
+# The host has a part in its draws.
+HOSTED = msgspec.structs.replace(LONG, stop_token_ids=(0,) * MOST_STOP_IDS)
 
 
 def told_in(engine: Engine, steps: int) -> list[dict[int, int]]:

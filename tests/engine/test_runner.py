@@ -19,10 +19,11 @@ from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.graphs import buckets
-from engine.messages import Request, SamplingParams, TokenLogprobs, pack_ids, unpack_ids
+from engine.messages import Request, SamplingParams, pack_ids, unpack_ids
 from engine.models.lm import LM
 from engine.models.packed import PackedLM
 from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.reports import TokenLogprobs
 from engine.runner import Runner
 
 VOCAB = 61
@@ -192,8 +193,8 @@ def test_a_forked_prefix_is_as_good_as_reading_it(runner: Runner) -> None:
         for request, prompt, slot in zip(requests, prompts, slots, strict=True):
             plan.admit.append(Admission(request, request.id, slot, source, start))
             plan.prefill.append(chunk_of(request.id, slot, prompt, start, len(prompt)))
-        draws = [sampled.logprobs for sampled in runner.run(plan).sampled]
-        return [logprobs for logprobs in draws if logprobs is not None]
+        reports = [sampled.report for sampled in runner.run(plan).sampled]
+        return [logprobs for report in reports if report for logprobs in report.unpack()]
 
     read_whole = first_draws(0, None)
     without_prefix = first_draws(SCAN_CHUNK, None)
@@ -256,7 +257,7 @@ def test_scores_are_those_of_the_training_forward_pass(
         )
         (scored,) = runner.run(plan).scored
         assert (scored.key, scored.start) == (1, start + 1)
-        scores += scored.tokens
+        scores += scored.reports.unpack()
         admit = []
     check_scores(scores, reference, prompt)
 
@@ -271,9 +272,10 @@ def test_each_chunk_is_scored_with_its_own_number_of_best(runner: Runner) -> Non
         chunk_of(key, key, prompt, 0, 6, score_top=tops[key]) for key, prompt in prompts.items()
     ]
     result = runner.run(Plan(admit=admit, prefill=chunks))
-    assert [(scored.key, len(scored.tokens)) for scored in result.scored] == [(1, 5), (3, 5)]
-    assert {len(token.top_ids) for token in result.scored[0].tokens} == {0}
-    assert {len(token.top_ids) for token in result.scored[1].tokens} == {4}
+    scores = {scored.key: scored.reports.unpack() for scored in result.scored}
+    assert {key: len(tokens) for key, tokens in scores.items()} == {1: 5, 3: 5}
+    assert {len(token.top_ids) for token in scores[1]} == {0}
+    assert {len(token.top_ids) for token in scores[3]} == {4}
 
 
 def test_scoring_never_holds_more_logits_than_a_block(
@@ -296,7 +298,7 @@ def test_scoring_never_holds_more_logits_than_a_block(
         prefill=[chunk_of(1, 0, prompt, 0, 150, score_top=1)],
     )
     (scored,) = runner.run(plan).scored
-    assert len(scored.tokens) == 150 == sum(rows) and max(rows) == 16
+    assert len(scored.reports.unpack()) == 150 == sum(rows) and max(rows) == 16
     rows.clear()
     runner.run(Plan(prefill=[chunk_of(1, 0, prompt, 150, 199)]))
     assert rows == []  # neither scored nor sampled
@@ -314,11 +316,12 @@ def test_drawn_tokens_carry_log_probabilities_where_asked(folder: Path, runner: 
     result = runner.run(Plan(admit=admit, prefill=chunks))
     reference = direct_logprobs(folder, prompt)[-1]
     plain, drawn, greedy = result.sampled
-    assert plain.logprobs is None
-    assert drawn.logprobs is not None and greedy.logprobs is not None
-    assert drawn.logprobs.logprob == pytest.approx(float(reference[drawn.token]), abs=2e-5)
-    assert drawn.logprobs.top_logprobs == pytest.approx(reference.topk(2).values.tolist(), abs=2e-5)
-    assert greedy.logprobs.is_greedy and greedy.logprobs.top_ids == []
+    assert plain.report is None
+    assert drawn.report is not None and greedy.report is not None
+    (of_drawn,), (of_greedy,) = drawn.report.unpack(), greedy.report.unpack()
+    assert of_drawn.logprob == pytest.approx(float(reference[drawn.token]), abs=2e-5)
+    assert of_drawn.top_logprobs == pytest.approx(reference.topk(2).values.tolist(), abs=2e-5)
+    assert of_greedy.is_greedy and of_greedy.top_ids == []
 
 
 def test_a_request_whose_logits_are_not_finite_fails_and_no_other(folder: Path) -> None:

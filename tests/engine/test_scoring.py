@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine import scoring
-from engine.distribution import token_logprobs
+from engine.distribution import token_reports
+from engine.ops import read_reports
 from engine.plan import PrefillChunk
 
 VOCAB, WIDTH = 300, 16
@@ -52,12 +53,13 @@ def test_targets_alone_are_scored_as_by_the_log_softmax(
 ) -> None:
     monkeypatch.setattr(scoring, "BLOCK_BYTES", 4 * VOCAB * rows)
     head, hidden = Head(device), hidden_of(47, device)
-    logprobs = scoring.score(head, VOCAB, hidden, CHUNKS)
-    assert logprobs is not None
+    reports = scoring.score(head, VOCAB, hidden, CHUNKS)
+    assert reports is not None
+    logprobs = read_reports(reports)
     assert sum(head.rows) == len(TARGETS) and max(head.rows) == min(rows, len(TARGETS))
     logits = hidden[AT] @ head.weight
     logits_targets = torch.tensor(TARGETS, device=device)
-    wanted = token_logprobs(logits, logits_targets, 0)
+    wanted = read_reports(token_reports(logits, logits_targets, 0))
     torch.testing.assert_close(logprobs.chosen, wanted.chosen, rtol=1e-5, atol=1e-5)
     assert torch.equal(logprobs.is_greedy, wanted.is_greedy)
     assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (len(TARGETS), 0)
@@ -71,9 +73,10 @@ def test_the_same_numbers_with_the_best_beside_them(device: str) -> None:
     alone = scoring.score(head, VOCAB, hidden, CHUNKS)
     ranked = scoring.score(head, VOCAB, hidden, with_best)
     assert alone is not None and ranked is not None
-    torch.testing.assert_close(alone.chosen, ranked.chosen, rtol=1e-6, atol=2e-6)
-    assert torch.equal(alone.is_greedy, ranked.is_greedy)
-    assert ranked.top_ids.shape == (len(TARGETS), 3)
+    assert alone.shape == (len(TARGETS), 2) and ranked.shape == (len(TARGETS), 8)
+    one, other = read_reports(alone), read_reports(ranked)
+    torch.testing.assert_close(one.chosen, other.chosen, rtol=1e-6, atol=2e-6)
+    assert torch.equal(one.is_greedy, other.is_greedy)
 
 
 def test_nothing_to_score(device: str) -> None:

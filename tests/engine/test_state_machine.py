@@ -48,6 +48,7 @@ from engine.messages import (
 )
 from engine.models.lm import LM
 from engine.plan import Copy, Plan
+from engine.reports import Reports
 from engine.runner import Runner
 from engine.traffic import Traffic
 from tests.engine.test_trie import nodes_of
@@ -134,16 +135,16 @@ def _solo_encoded(deterministic: bool, raw: bytes, device: str) -> Finished:
     runner = _runner(deterministic, True, device)
     engine = Engine(runner)
     engine.add("solo", request)
-    scores: list[TokenLogprobs] = []
+    scores: list[Reports] = []
     while engine.has_work:
         for events in engine.step().values():
             for run in events.scores:
-                scores += run.tokens
+                scores.append(run.reports)
             for end in events.finished:
                 runner.run(Plan(release=[0]))
-                return Finished(
-                    0, "length", 0, 0, 0, answer=end.answer, logprobs=end.logprobs or scores
-                )
+                whole = Reports(request.score_top, b"".join([one.packed for one in scores]))
+                reports = whole if scores else end.reports
+                return Finished(0, "length", 0, 0, 0, answer=end.answer, reports=reports)
     raise AssertionError("a solo run failed")
 
 
@@ -381,11 +382,10 @@ class StateMachine(RuleBasedStateMachine):
         for events in self.engine.step().values():
             self.seen["hits"] += events.stats.prefix_hits
             self.seen.update(events.stats.evictions)
-            reports = events.logprobs or [None] * len(events.tokens)
-            for id, token, report in zip(events.requests, events.tokens, reports, strict=True):
-                self._take(self.all[id], [token], [] if report is None else [report])
-            for id, tokens in events.in_runs():
-                self._take(self.all[id], tokens, [])
+            for id, token in zip(events.requests, events.tokens, strict=True):
+                self._take(self.all[id], [token], [])
+            for id, tokens, logprobs in events.in_runs():
+                self._take(self.all[id], tokens, logprobs)
             for end in (*events.finished, *events.failed):
                 self._end(self.all[end.request], end)
         for _, reply in self.engine.replies():
@@ -396,10 +396,10 @@ class StateMachine(RuleBasedStateMachine):
                 shelf.wait(1.0)
         self._poison()
 
-    def _take(self, one: Asked, tokens: list[int], reports: list[TokenLogprobs]) -> None:
+    def _take(self, one: Asked, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         assert one.end is None
         one.tokens += tokens
-        one.logprobs += reports
+        one.logprobs += logprobs
 
     def _end(self, one: Asked, end: Finished | Failed) -> None:
         assert one.end is None, "a second terminal event"
@@ -426,7 +426,7 @@ class StateMachine(RuleBasedStateMachine):
         assert bool(end.snapshot) == keep.export
 
     def _take_whole(self, one: Asked, end: Finished) -> None:
-        one.tokens, one.logprobs = list(end.tokens), list(end.logprobs)
+        one.tokens, one.logprobs = list(end.tokens), end.logprobs
 
     def _text_after(self, one: Asked, end: Finished) -> Text:
         cut = one.kept is not None and end.reason == "stop"
@@ -684,7 +684,7 @@ def test_scores_and_penalties_after_a_state() -> None:
                 for part in events.scores:
                     told = scores.setdefault(part.request, [])
                     assert part.start == (0 if "state" in fields else 1) + len(told)
-                    told.extend(part.tokens)
+                    told.extend(part.reports.unpack())
 
     text = [(3 * i * i) % VOCAB for i in range(260)]
     run(1, text, score=True)

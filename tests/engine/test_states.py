@@ -21,7 +21,7 @@ from engine.messages import (
     StateReply,
     pack_ids,
 )
-from engine.sequence import Sequence
+from engine.sequence import MOST_STOP_IDS, Sequence
 from engine.shelf import Shelf
 from engine.transport import InlineTransport
 from tests.engine.fake import FakeRunner
@@ -148,7 +148,7 @@ def test_a_rebuild_is_not_lost_with_a_plan_that_has_nothing_to_do(
         return find(sequence)
 
     monkeypatch.setattr(keeper, "find", losing)
-    hosted = SamplingParams(max_tokens=3, temperature=0, logprobs=0)
+    hosted = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(0,) * MOST_STOP_IDS)
     other = talk.submit(b"k", sampling=hosted)
     talk.engine.abort("c", [id], "stop", [2])
     talk.finish()

@@ -20,11 +20,11 @@ from engine.messages import (
     Request,
     SamplingParams,
     StepEvents,
-    TokenLogprobs,
     pack_ids,
     unpack_ids,
 )
 from engine.plan import Plan, StepResult
+from engine.reports import TokenLogprobs
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities
 
 VOCAB, EOS = 8, 7
@@ -115,6 +115,20 @@ def full_answer(request: Request) -> tuple[list[int], str]:
     return answer, "length"
 
 
+def full_logprobs(request: Request, answer: Sequence[int]) -> list[TokenLogprobs]:
+    """Of an answer."""
+    top = request.sampling.logprobs
+    if top is None:
+        return []
+    told = []
+    for before, token in itertools.pairwise([unpack_ids(request.prompt)[-1], *answer]):
+        row = log_probabilities(before, VOCAB, EOS)
+        best = sorted(range(VOCAB), key=lambda one: (-row[one], one))
+        values = [row[one] for one in best[:top]]
+        told.append(TokenLogprobs(row[token], best[:top], values, token == best[0]))
+    return told
+
+
 def full_scores(request: Request) -> list[float]:
     if not request.score:
         return []
@@ -132,6 +146,7 @@ class Witness:
         self.engine = Engine(self.runner, self.clock)
         self.requests: dict[tuple[str, int], Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.scores: dict[tuple[str, int], list[float]] = {}
         self.ends: dict[tuple[str, int], Finished | Failed] = {}
         self.failures = 0
@@ -144,6 +159,7 @@ class Witness:
         request = Request(**(fields | {"id": id}))
         self.requests[client, id] = request
         self.tokens[client, id], self.scores[client, id] = [], []
+        self.logprobs[client, id] = []
         self.engine.add(client, request)
         return client, id
 
@@ -173,14 +189,15 @@ class Witness:
             for id, token in zip(events.requests, events.tokens, strict=True):
                 assert (client, id) not in self.ends
                 self.tokens[client, id].append(token)
-            for id, tokens in events.in_runs():
+                assert self.requests[client, id].sampling.logprobs is None
+            for id, tokens, logprobs in events.in_runs():
                 assert (client, id) not in self.ends and tokens
+                self.logprobs[client, id] += logprobs
                 self.tokens[client, id].extend(tokens)
             for run in events.scores:
                 told, request = self.scores[client, run.request], self.requests[client, run.request]
                 assert run.start == request.score_from + len(told), "runs arrive without gaps"
-                told.extend(report.logprob for report in run.tokens)
-                assert all(isinstance(report, TokenLogprobs) for report in run.tokens)
+                told.extend(one.logprob for one in run.reports.unpack())
             for end in (*events.finished, *events.failed):
                 assert (client, end.request) not in self.ends, "a second terminal event"
                 self.ends[client, end.request] = end
@@ -199,6 +216,7 @@ class Witness:
         assert min(timing.queue, timing.prefill or 0, timing.decode or 0) >= 0
         assert (timing.decode is not None) == (end.completion_tokens > 0)
         assert timing.prefill is not None or timing.decode is None
+        assert (self.logprobs[client, request.id] or end.logprobs) == full_logprobs(request, told)
         scores = self.scores[client, request.id]
         assert told == answer[: len(told)]
         assert scores == full_scores(request)[: len(scores)]

@@ -11,7 +11,6 @@ from torch import Tensor
 from engine import distribution, ops
 from engine.messages import SamplingParams
 from engine.ops.linear_best import draw_best_
-from engine.sampler import MIN_TEMPERATURE
 from tests.ops import torch_draws
 
 STEPS = 3
@@ -116,8 +115,8 @@ def sampled(
 ) -> tuple[Tensor, Tensor]:
     """(tokens int32, finite): what torch_draws draws."""
     rows, vocab = rows_of(params, str(logits.device), positions), logits.shape[1]
-    best, tokens = distribution.greedy(logits)
-    temperature = rows.temperature.clamp(min=MIN_TEMPERATURE).unsqueeze(-1)
+    best, tokens = logits.max(dim=-1)
+    temperature = rows.temperature.clamp(min=1e-30).unsqueeze(-1)
     octaves = torch_draws.octaves(logits, best, temperature)
     width = torch.where(rows.top_k > 0, rows.top_k, vocab).clamp(max=vocab)
     filtered = ((width < vocab) | (rows.top_p < 1)).nonzero().squeeze(-1)

@@ -64,6 +64,8 @@ BAD_TENSORS = [
     ("target_logprobs", 0, torch.ones(3, 0), "logits must have a vocabulary of 1 to"),
     ("target_logprobs", 1, torch.ones(2, dtype=torch.int64), "targets must be [rows] = [3]"),
     ("target_logprobs", 1, int32(1, 2, 3), "targets must be int64"),
+    ("target_logprobs", 2, -1, "top must be 0 to 20, got -1"),
+    ("target_logprobs", 2, 21, "top must be 0 to 20, got 21"),
 ]
 # Values in index tensors, which only the CPU looks at.
 BAD_VALUES = [

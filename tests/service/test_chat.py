@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 
 from service.schemas.chat import ChatResponse
+from tests.reports import log32
 from tests.service.chat import END, VOCABULARY, chat_runner, prompt_ids
 from tests.service.harness import Service, running, usage_of
 
 PATH = "/v1/chat/completions"
-HALF, QUARTER = math.log(0.5), math.log(0.25)
+HALF, QUARTER = log32(0.5), log32(0.25)
 HELLO = [{"role": "user", "content": "hello"}]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import pytest
 
 from engine.messages import Request
 from service.answer import LogprobArrays
+from tests.reports import log32
 from tests.service.harness import Service, fake_runner, running, usage_of
 
 PATH = "/v1/completions"
-HALF, QUARTER = math.log(0.5), math.log(0.25)
+HALF, QUARTER = log32(0.5), log32(0.25)
 
 
 async def test_plain(service: Service) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ from service import stop as stop_module
 from service.generation import Outcome
 from service.inputs import _stop_strings
 from service.schemas.generate import GenerateRequest
+from tests.reports import log32
 from tests.service.harness import Service, usage_of
 
 PATH = "/v1/generate"
@@ -113,7 +113,7 @@ async def test_a_stream_is_one_event_per_token_tagged_by_index(service: Service)
 async def test_logprobs(service: Service) -> None:
     request = {"prompts": ["a"], "max_tokens": 2, "temperature": 0, "logprobs": 2}
     (result,) = (await service.post(PATH, request))["results"]
-    half, quarter = math.log(0.5), math.log(0.25)
+    half, quarter = log32(0.5), log32(0.25)
     assert result["logprobs"] == {
         "tokens": ["b", "c"],
         "token_logprobs": [half, half],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
+from tests.reports import log32
 from tests.service.harness import Service
 
 PATH = "/v1/completions"
-HALF, QUARTER = math.log(0.5), math.log(0.25)
+HALF, QUARTER = log32(0.5), log32(0.25)
 EOS = 256
 
 
@@ -46,7 +46,7 @@ async def test_continuations(service: Service) -> None:
     pairs = [([97, 98], [99, 101]), ([97, 98], [98]), ([120], [121, 122])]
     found = await loglikelihoods(service, pairs)
     assert found[0] == (HALF + QUARTER, False)
-    assert found[1] == (pytest.approx(math.log(0.25 / 255)), False)
+    assert found[1] == (pytest.approx(log32(0.25 / 255)), False)
     # After z the model ends the text, and still the last token of the continuation is scored.
     assert found[2] == (HALF + HALF, True)
 

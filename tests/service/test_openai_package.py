@@ -4,7 +4,6 @@ error as the exception that its users catch."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,11 +13,12 @@ import pydantic
 import pytest
 
 from tests.engine.fake import FakeRunner
+from tests.reports import log32
 from tests.service.chat import chat_runner, prompt_ids
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
 
-HALF = math.log(0.5)
+HALF = log32(0.5)
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 

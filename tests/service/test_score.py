@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reports import log32
 from tests.service.harness import (
     Service,
     fake_runner,
@@ -18,7 +19,7 @@ from tests.service.harness import (
 )
 
 PATH = "/v1/score"
-HALF, QUARTER, REST = math.log(0.5), math.log(0.25), math.log(0.25 / 255)
+HALF, QUARTER, REST = log32(0.5), log32(0.25), log32(0.25 / 255)
 
 
 async def test_texts(service: Service) -> None:

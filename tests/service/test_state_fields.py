@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.reports import log32
 from tests.service.harness import (
     Service,
     error_message,
@@ -22,7 +22,7 @@ from tests.service.harness import (
 GENERATE, COMPLETIONS, SCORE, STATES = (
     f"/v1/{name}" for name in ("generate", "completions", "score", "states")
 )
-HALF = math.log(0.5)
+HALF = log32(0.5)
 
 
 @pytest.fixture

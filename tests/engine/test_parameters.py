@@ -7,8 +7,9 @@ import random
 import numpy as np
 import torch
 
-from engine.columns import FILLED_WORDS, HostColumns, Parameters, host_columns
+from engine.columns import FILLED_WORDS, HostColumns, host_columns
 from engine.messages import Request, SamplingParams, pack_ids
+from engine.parameters import Parameters
 from engine.plan import Admission
 
 SLOTS, VOCAB, EOS = 4, 50, 49

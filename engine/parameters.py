@@ -1,0 +1,113 @@
+"""Parameters: what requests ask for, kept so that to fill columns is one look-up for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine import distribution
+from engine.columns import HostColumns
+from engine.messages import SamplingParams
+from engine.plan import Admission
+from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
+
+_MOST_FLOAT = float(np.finfo(np.float32).max)
+_MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
+
+
+class Parameters:
+    """What requests ask for, by the slot of their sequence: columns on the host."""
+
+    def __init__(self, slots: int, vocab_size: int, eos_token_id: int | None) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._plain = np.zeros(slots, np.bool_)
+        self._streams = np.zeros(slots, np.int64)
+        self._top_p = np.ones(slots, np.float64)
+        self._top_k = np.zeros(slots, np.int32)
+        self._temperature = np.zeros(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
+        self._tops = np.full(slots, -1, np.int32)
+        self._stop_ids = np.full((slots, MOST_STOP_IDS), -1, np.int32)
+        self._max_tokens = np.zeros(slots, np.int32)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Notes what these requests ask for."""
+        if not admissions:
+            return
+        slots = [one.slot for one in admissions]
+        params = [one.request.sampling for one in admissions]
+        self._plain[slots] = [is_plain(one) for one in params]
+        self._put(slots, params)
+
+    def all_plain(self, slots: Sequence[int]) -> bool:
+        """Whether the device can draw for all of these without the host."""
+        return bool(self._plain[list(slots)].all())
+
+    def asked(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """(row, how many best tokens) of those of these that ask for log-probabilities."""
+        tops = self._tops[list(slots)]
+        return [(row, top) for row, top in enumerate(tops.tolist()) if top >= 0]
+
+    def fill(
+        self,
+        at: HostColumns,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+    ) -> None:
+        """Fills the first rows for the sequences of `slots`, [n] as the others are, and makes the
+        rest padding."""
+        batch = len(slots)
+        for column, values in (
+            (at.positions, positions),
+            (at.remaining, self._max_tokens[slots] - positions),
+            (at.tokens, tokens),
+            (at.streams, self._streams[slots]),
+            (at.top_p, self._top_p[slots]),
+            (at.top_k, self._top_k[slots]),
+            (at.temperature, self._temperature[slots]),
+            (at.min_p, self._min_p[slots]),
+            (at.tops, self._tops[slots]),
+            (at.stop_ids, self._stop_ids[slots]),
+        ):
+            column[:batch] = values
+            column[batch:] = 0
+        at.slots[:batch] = slots
+        at.slots[batch:] = -1
+        at.cursor[:] = 0
+
+    def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
+        temperatures = [drawn_temperature(one) for one in params]
+        self._temperature[slots] = temperatures
+        if any(temperatures):  # else a draw looks at nothing of this
+            seeds = np.array([one.seed for one in params], np.int64)
+            choices = np.array([one.choice for one in params], np.int64)
+            self._streams[slots] = distribution.stream_ids(seeds, choices)
+            self._top_p[slots] = [one.top_p for one in params]
+            self._top_k[slots] = [
+                one.top_k if one.top_k < self._vocab_size else 0 for one in params
+            ]
+            self._min_p[slots] = [one.min_p for one in params]
+        self._tops[slots] = [top_of(one) for one in params]
+        self._max_tokens[slots] = [one.max_tokens for one in params]
+        self._stop_ids[slots] = -1
+        if self._eos_token_id is not None:
+            self._stop_ids[slots, 0] = [
+                -1 if one.ignore_eos else self._eos_token_id for one in params
+            ]
+        for slot, one in zip(slots, params, strict=True):
+            if one.stop_token_ids:
+                # Of those who have more, the host sees to that.
+                ids = list(stop_ids(one, self._eos_token_id))[:MOST_STOP_IDS]
+                self._stop_ids[slot, : len(ids)] = ids
+
+
+def drawn_temperature(params: SamplingParams) -> float:
+    """As `ops.draw_` takes it: 0 where the best token is drawn; else what float32 cannot hold
+    becomes its nearest positive value."""
+    if is_greedy(params):
+        return 0.0
+    return min(max(params.temperature, _MIN_TEMPERATURE), _MOST_FLOAT)

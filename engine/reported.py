@@ -1,0 +1,44 @@
+"""Reported: log-probabilities of drawn tokens, for the rows whose requests ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine import ops
+from engine.distribution import token_reports
+from engine.indices import to_device
+from engine.reports import Reports
+
+
+class Reported(NamedTuple):
+    """Of some rows."""
+
+    asked: list[tuple[int, int]]  # (row, how many best tokens)
+    words: Tensor  # int32 [asked, words], with room for the most of these
+
+    def to_host(self) -> Reported:
+        """The same in host memory, once the device is done."""
+        return Reported(self.asked, self.words.to("cpu", non_blocking=True))
+
+    def by_row(self) -> dict[int, Reports]:
+        """What is in host memory, as messages."""
+        words = self.words.numpy()
+        return {
+            row: Reports(top, words[index, : ops.words_of_report(top)].tobytes())
+            for index, (row, top) in enumerate(self.asked)
+        }
+
+
+def report(logits: Tensor, tokens: Tensor, asked: Sequence[tuple[int, int]]) -> Reported | None:
+    """Of the drawn `tokens` [rows] int32, by logits [rows, vocab] fp32; None where nobody asked. A
+    row of logits that are not finite has drawn a negative token, and its report means nothing."""
+    if not asked:
+        return None
+    if len(asked) < len(logits):
+        rows = to_device([row for row, _ in asked], logits.device)
+        logits, tokens = logits.index_select(0, rows), tokens.index_select(0, rows)
+    top = max(top for _, top in asked)
+    return Reported(list(asked), token_reports(logits, tokens.clamp(min=0).long(), top))

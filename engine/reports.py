@@ -1,0 +1,49 @@
+"""Reports: log-probabilities of tokens, packed as the device gives them until somebody reads them.
+
+A round may bring those of thousands of tokens, and an object of each would cost the engine more
+than the round does.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+WORDS = 2  # int32, of a token and of each of the best tokens beside it
+WORD_BYTES = 4
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural log-probabilities of one token, from the log-softmax of the raw fp32 logits."""
+
+    logprob: float  # of the token that was drawn or scored
+    top_ids: list[int] = []  # the k best, best first
+    top_logprobs: list[float] = []
+    is_greedy: bool = False  # the token is the most likely one
+
+
+class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of some tokens, packed as the device reports them."""
+
+    top: int  # how many best tokens each has
+    packed: bytes  # int32 words, as engine/ops/target_logprobs.py says
+
+    def part(self, begin: int, end: int) -> Reports:
+        """Of tokens `begin` to `end`."""
+        width = WORD_BYTES * WORDS * (1 + self.top)
+        return Reports(self.top, self.packed[begin * width : end * width])
+
+    def unpack(self) -> list[TokenLogprobs]:
+        """Of each token."""
+        words, floats = array("i", self.packed), array("f", self.packed)
+        every = 1 + self.top  # pairs of words: a token's own, then one for each of the best
+        chosen, is_greedy = floats[:: WORDS * every], words[1 :: WORDS * every]
+        if not self.top:
+            pairs = zip(chosen, is_greedy, strict=True)
+            return [TokenLogprobs(own, [], [], greedy != 0) for own, greedy in pairs]
+        ids, logprobs = words[::WORDS].tolist(), floats[1::WORDS].tolist()
+        return [
+            TokenLogprobs(own, ids[at + 1 : at + every], logprobs[at + 1 : at + every], greedy != 0)
+            for own, greedy, at in zip(chosen, is_greedy, range(0, len(ids), every), strict=True)
+        ]
