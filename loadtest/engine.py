@@ -18,8 +18,8 @@ first. The peer has the same weights in plain PyTorch operators: in a CUDA graph
 torch.compile with frozen weights on the CPU; that both compute the same is checked token by token.
 minGRU-pytorch reads prompts beside them, in fp32, where it is installed.
 
-Parts to choose by --only: decode (greedy), sampled, penalised (sampled, with penalties), engine,
-prefill, gemm (bare products), peer.
+Parts to choose by --only: decode (greedy), sampled, penalised (sampled, with penalties), reported
+(sampled, with log-probabilities), engine, prefill, gemm (bare products), peer.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from engine.messages import Request, SamplingParams, StepEvents, pack_ids, unpac
 from engine.plan import MOST_STEPS, Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.rounds import ROUND_SECONDS
 from engine.runner import Runner
-from engine.sequence import is_adjusted, is_greedy
+from engine.sequence import is_adjusted, is_greedy, top_of
 
 #: Sequences begin with tokens this far apart.
 FIRST_TOKENS_APART = 7
@@ -30,6 +30,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=1 << 30, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=1 << 30, ignore_eos=True)
 #: Likewise, with what is laid on the logits of all tokens that were there before.
 PENALISED = msgspec.structs.replace(SAMPLED, repetition_penalty=1.1, presence_penalty=0.1)
+
+#: Likewise, with log-probabilities of each token and of the best.
+REPORTED = msgspec.structs.replace(SAMPLED, logprobs=5)
 
 _CLIENT = "loadtest"
 
@@ -57,6 +60,7 @@ class Decoding:
     def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
         self._runner = runner
         self._greedy, self._adjusted = is_greedy(sampling), is_adjusted(sampling)
+        self._top = top_of(sampling)
         self._drawn = 0  # tokens of each sequence
         vocab = runner.info.vocab_size
         #: Of every sequence, the last token, which is read next.
@@ -112,7 +116,7 @@ class Decoding:
 
     def _round(self, plan: Plan, steps: int) -> Plan:
         plan.plain, plan.steps = True, steps
-        plan.greedy, plan.adjusted = self._greedy, self._adjusted
+        plan.greedy, plan.adjusted, plan.top = self._greedy, self._adjusted, self._top
         return plan
 
     def _take(self, result: StepResult, steps: int) -> None:

@@ -17,10 +17,12 @@ class Decode:
     """Decode steps of one batch, seconds a step."""
 
     batch: int
-    steps: int = 1  # of a round of the runner
+    steps: int = 1  # of a round of the runner, as it was measured first
     greedy: float | None = None  # the runner, from a plan to the ids on the host
     sampled: float | None = None  # likewise, temperature 0.8 and top_p 0.9
     penalised: float | None = None  # likewise, with penalties
+    reported: float | None = None  # likewise, with log-probabilities of each token and the 5 best
+    reported_engine: float | None = None  # the whole engine with these
     engine: float | None = None  # the whole engine, greedy
     peer: float | None = None  # the same model in plain PyTorch, greedy
     gemm: float | None = None  # the bare matrix products

@@ -20,6 +20,7 @@ from loadtest.layers_timing import Budget
 from loadtest.lm_driving import (
     GREEDY,
     PENALISED,
+    REPORTED,
     SAMPLED,
     decoding,
     engine_seconds,
@@ -34,7 +35,7 @@ from loadtest.peers.torch_lm import Decoder, Mode
 from loadtest.report import median
 from loadtest.timing import release_memory
 
-PARTS = ("decode", "sampled", "penalised", "engine", "prefill", "gemm", "peer")
+PARTS = ("decode", "sampled", "penalised", "reported", "engine", "prefill", "gemm", "peer")
 #: The gap that rounding explains, in deviations of a row's logits.
 TOLERANCES = {"float32": 2e-3, "float16": 0.02, "bfloat16": 0.1, "int8": 0.3, "fp8": 1.0}
 #: minGRU-pytorch keeps the logits of all tokens, and its scans all layers' logarithms.
@@ -118,7 +119,7 @@ def measure(
     figures.prefill = [Prefill(tokens) for tokens in asked.prompts]
     if "prefill" not in asked.parts:
         figures.prefill = []
-    if not {"decode", "sampled", "penalised", "engine", "peer", "gemm"} & set(asked.parts):
+    if not (set(PARTS) - {"prefill"}) & set(asked.parts):
         figures.decode = []
     for row in figures.decode:
         _runner_and_engine(rows, row, runner, asked)
@@ -144,8 +145,17 @@ def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -
         rows.fill(row, "sampled", lambda: _runner_step(runner, row, asked, SAMPLED))
     if "penalised" in asked.parts:
         rows.fill(row, "penalised", lambda: _runner_step(runner, row, asked, PENALISED))
-    if "engine" in asked.parts and row.greedy is not None:
-        rows.fill(row, "engine", lambda: _engine_step(runner, row, asked))
+    if "reported" in asked.parts:
+        rows.fill(row, "reported", lambda: _runner_step(runner, row, asked, REPORTED))
+    if "engine" in asked.parts:
+        for name, step, sampling in (
+            ("engine", row.greedy, GREEDY),
+            ("reported_engine", row.reported, REPORTED),
+        ):
+            if step is not None:
+                rows.fill(
+                    row, name, functools.partial(_engine_step, runner, row, step, asked, sampling)
+                )
 
 
 def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingParams) -> float:
@@ -158,16 +168,18 @@ def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingPa
         step = running.run(2, steps)  # by now everything is loaded
         steps = round_steps(step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
-        row.steps = steps if sampling is GREEDY else row.steps
+        row.steps = steps if row.steps == 1 else row.steps
         return typical(lambda: running.run(rounds, steps), asked.seconds)
 
 
-def _engine_step(runner: Runner, row: Decode, asked: Asked) -> float:
-    assert row.greedy is not None
+def _engine_step(
+    runner: Runner, row: Decode, step: float, asked: Asked, sampling: SamplingParams
+) -> float:
+    """`step`: the runner's."""
     # Where rounds overlap, sequences begin one after the other.
     least = 4 + (row.batch // 16 if runner.overlaps else 0)
-    tokens = max(least, min(2048, int(asked.seconds / 3 / row.greedy)))
-    return typical(lambda: engine_seconds(runner, row.batch, tokens, GREEDY), asked.seconds)
+    tokens = max(least, min(2048, int(asked.seconds / 3 / step)))
+    return typical(lambda: engine_seconds(runner, row.batch, tokens, sampling), asked.seconds)
 
 
 def _prompt(rows: _Rows, row: Prefill, runner: Runner, asked: Asked) -> None:

@@ -41,7 +41,7 @@ def print_decode(figures: ModelFigures) -> None:
         f"{figures.label}: decode",
         {
             "batch": [str(row.batch) for row in rows],
-            "steps a round": [str(row.steps) if row.greedy else "" for row in rows],
+            "steps a round": [str(row.steps) for row in rows],
             "ms/step": [_number(row.greedy, ".4f", 1000) for row in rows],
             "tokens/s": [_per_second(row.batch, row.greedy) for row in rows],
             "default, tokens/s": [_per_second(row.batch, row.default) for row in rows],
@@ -52,7 +52,12 @@ def print_decode(figures: ModelFigures) -> None:
             "sampled, ms": [_number(row.sampled, ".4f", 1000) for row in rows],
             "over greedy": [_times(row.sampled, row.greedy) for row in rows],
             "with penalties, ms": [_number(row.penalised, ".4f", 1000) for row in rows],
-            "over sampled": [_times(row.penalised, row.sampled) for row in rows],
+            "penalties over sampled": [_times(row.penalised, row.sampled) for row in rows],
+            "with log-probabilities, ms": [_number(row.reported, ".4f", 1000) for row in rows],
+            "these over sampled": [_times(row.reported, row.sampled) for row in rows],
+            "engine with them, tokens/s": [
+                _per_second(row.batch, row.reported_engine) for row in rows
+            ],
             "engine, tokens/s": [_per_second(row.batch, row.engine) for row in rows],
             "of runner": [_share(row.greedy, row.engine) for row in rows],
             "PyTorch, tokens/s": [_per_second(row.batch, row.peer) for row in rows],

@@ -228,8 +228,9 @@ def test_the_command_measures_a_model_whole(tmp_path: Path) -> None:
     assert [row["batch"] for row in model["decode"]] == [1, 2]
     for row in model["decode"]:
         assert not row["notes"]
-        for name in ("greedy", "sampled", "penalised", "engine", "peer", "gemm", "limit"):
+        for name in ("greedy", "sampled", "penalised", "reported", "engine", "reported_engine"):
             assert row[name] > 0
+        assert min(row["peer"], row["gemm"], row["limit"]) > 0
     (prompt,) = model["prefill"]
     for name in ("seconds", "next_step", "peer", "gemm", "limit"):
         assert prompt[name] > 0
