@@ -30,7 +30,7 @@ from engine.messages import (
 )
 from engine.models.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
-from engine.reports import TokenLogprobs
+from engine.reports import Reports, TokenLogprobs
 from engine.runner import Runner
 from engine.sequence import MOST_STOP_IDS, MOST_TOP, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of
@@ -461,29 +461,53 @@ def test_a_round_has_the_steps_that_it_is_asked_for(
 
 
 @pytest.mark.gpu
-def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"repetition_penalty": 1.5, "logit_bias": {3: 2.0}},
+        {"logprobs": 4},
+        {"logprobs": 0, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}},
+    ],
+)
+def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path, asked: dict[str, Any]) -> None:
     """Every batch size, so that every bucket is used, full and padded; two rounds under way."""
     eager = load(folder, device="cuda", cuda_graphs=False)
     graphed = load(folder, device="cuda")
     eager.warm_up()
     graphed.warm_up()
-    graphs = graphed._decoding._graphs
-    assert graphs is not None
-    assert set(graphs._steps_of) == set(buckets(SLOTS))  # all of its steps are short
+    captured = graphed._decoding._graphs
+    assert len(captured) == 5 and not eager._decoding._graphs
+    for kind, graphs in captured.items():
+        if not kind.greedy:  # all of its steps are short
+            assert set(graphs._steps_of) == set(buckets(SLOTS))
+    kind = {"adjusted": "logit_bias" in asked, "top": asked.get("logprobs", -1)}
     for count in range(1, SLOTS + 1):
         prompts = {key: random_prompt(3 + key, key) for key in range(count)}
         sampling = {"temperature": 1.0, "max_tokens": 35 + count}  # ends within a graph of many
         told = []
         for runner in (eager, graphed):
-            first = begin(runner, prompts, **sampling)
+            first = begin(runner, prompts, **sampling, **asked)
             rows = [DecodeRow(key, key, first[key], 1) for key in range(count)]
-            plans = [batch_of(rows, steps=21), more(steps=21)]
+            plans = [batch_of(rows, steps=21, **kind), more(steps=21, **kind)]
             pending = [runner.start(plan) for plan in plans]
             results = [runner.finish(one) for one in pending]
-            pairs = zip(plans, results, strict=True)
-            told.append([drawn_by(*pair, range(count)) for pair in pairs])
+            pairs = list(zip(plans, results, strict=True))
+            tokens = [drawn_by(*pair, range(count)) for pair in pairs]
+            reports = [reports_by(result, ids) for result, ids in zip(results, tokens, strict=True)]
+            told.append((tokens, reports))
             runner.run(Plan(release=list(prompts)))
         assert told[0] == told[1]
+
+
+def reports_by(result: StepResult, tokens: dict[int, list[int]]) -> list[Reports]:
+    """Each row's, up to its end."""
+    drawn = result.drawn
+    assert drawn is not None
+    if drawn.reports is None:
+        return []
+    top = drawn.reports.shape[2] // 2 - 1
+    return [drawn.reports_of([row], len(ids), top) for row, ids in enumerate(tokens.values())]
 
 
 @pytest.mark.gpu

@@ -121,8 +121,8 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Batches of one size give the same with and without logits, and each has its own graphs."""
     runner = runner_with_a_head_of_exact_sums(tmp_path, monkeypatch)
     taken: list[str] = []
-    for name in ("_graphs", "_greedy_graphs"):
-        graphs = getattr(runner._decoding, name)
+    for kind, graphs in runner._decoding._graphs.items():
+        name = "greedy" if kind.greedy else "others" if any(kind) else "drawn"
         monkeypatch.setattr(graphs, "replay", noting(taken, name, graphs.replay))
     prompts = {key: [3, key] for key in range(60)}
     told = {}
@@ -135,7 +135,7 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pairs = zip(plans, results, strict=True)
         told[greedy] = [drawn_by(*pair, list(prompts)) for pair in pairs]
         runner.run(Plan(release=list(prompts)))
-    assert taken == ["_greedy_graphs"] * 2 + ["_graphs"] * 2
+    assert taken == ["greedy"] * 2 + ["drawn"] * 2
     assert told[True] == told[False]
     assert {len(ids) for ids in told[True][1].values()} == {11}  # the first was the prompt's
     assert len({tuple(ids) for ids in told[True][0].values()}) > 20
@@ -147,8 +147,8 @@ def test_greedy_requests_are_served_by_graphs_of_both_kinds(
 ) -> None:
     runner = runner_with_a_head_of_exact_sums(tmp_path, monkeypatch)
     taken: list[str] = []
-    for name in ("_graphs", "_greedy_graphs"):
-        graphs = getattr(runner._decoding, name)
+    for kind, graphs in runner._decoding._graphs.items():
+        name = "greedy" if kind.greedy else "others" if any(kind) else "drawn"
         monkeypatch.setattr(graphs, "replay", noting(taken, name, graphs.replay))
     greedy, _ = greedy_and_mixed(60)
     answers = serve(runner, greedy)
