@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.device import upload
 from engine.distribution import token_reports
+from engine.indices import to_device
 from engine.plan import PrefillChunk, Scored
 from engine.reports import Reports
 
@@ -35,24 +35,23 @@ def score(
     [rows, vocab_size]. Reports have room for the most best tokens that a chunk wants. Does not wait
     for the device.
     """
-    positions: list[int] = []
-    targets: list[int] = []
-    base = 0
+    positions, targets, base = [], [], 0
     for chunk in chunks:
-        for index, target in enumerate(chunk.targets or ()):
-            if target >= 0:
-                positions.append(base + index)
-                targets.append(target)
+        if chunk.targets is not None:
+            wanted = np.frombuffer(chunk.targets, np.int32)
+            scored = np.flatnonzero(wanted >= 0)
+            positions.append(base + scored)
+            targets.append(wanted[scored].astype(np.int64))
         base += len(chunk.tokens)
-    if not positions:
+    if not any(map(len, positions)):
         return None
     top = max(chunk.score_top for chunk in chunks if chunk.targets is not None)
     block = _block_rows(vocab_size, hidden.device, in_cache=top <= ops.MOST_TOP)
-    at = upload(positions, torch.int64, hidden.device).split(block)
-    wanted = upload(targets, torch.int64, hidden.device).split(block)
+    both = np.stack([np.concatenate(positions), np.concatenate(targets)])
+    at, tokens = to_device(both, hidden.device)
     blocks = [
-        token_reports(logits(hidden[rows]), tokens, top)
-        for rows, tokens in zip(at, wanted, strict=True)
+        token_reports(logits(hidden[rows]), of_rows, top)
+        for rows, of_rows in zip(at.split(block), tokens.split(block), strict=True)
     ]
     return torch.cat(blocks)
 
@@ -75,13 +74,14 @@ def to_scored(chunks: Sequence[PrefillChunk], reports: Tensor) -> tuple[list[Sco
     non_finite: list[int] = []
     words, chosen, at = reports.numpy(), ops.read_reports(reports).chosen.numpy(), 0
     for chunk in chunks:
-        targets = chunk.targets or ()
-        first = next((index for index, target in enumerate(targets) if target >= 0), None)
-        if first is None:
+        if chunk.targets is None:
             continue
-        end = at + sum([target >= 0 for target in targets])
+        indices = np.flatnonzero(np.frombuffer(chunk.targets, np.int32) >= 0)
+        if not len(indices):
+            continue
+        end, start = at + len(indices), chunk.start + int(indices[0]) + 1
         mine = words[at:end, : ops.words_of_report(chunk.score_top)].tobytes()
-        scored.append(Scored(chunk.key, chunk.start + first + 1, Reports(chunk.score_top, mine)))
+        scored.append(Scored(chunk.key, start, Reports(chunk.score_top, mine)))
         if not np.isfinite(chosen[at:end]).all():
             non_finite.append(chunk.key)
         at = end

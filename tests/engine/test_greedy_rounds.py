@@ -154,7 +154,7 @@ def test_greedy_requests_are_served_by_graphs_of_both_kinds(
     answers = serve(runner, greedy)
     assert all(len(ids) == 50 or reason == "stop" for ids, reason in answers.values())
     # Batches of few rows, while they begin and end, have logits always.
-    assert set(taken) == {"_graphs", "_greedy_graphs"}
+    assert set(taken) == {"drawn", "greedy"}
 
 
 def runner_with_a_head_of_exact_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
