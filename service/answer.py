@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import repeat
 from typing import Any
 
 from engine.client import Update
@@ -16,9 +16,6 @@ from engine.messages import Finished, FinishReason
 from engine.reports import TokenLogprobs
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Decoder, Tokenizer
-
-# Stands for the logarithm of zero, which JSON cannot hold.
-LEAST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
@@ -111,6 +108,43 @@ class Answer:
             return self._end_kept(update)
         if self.finish_reason is not None:
             return []
+        pieces = self._take_whole(update)
+        if pieces is None:
+            pieces = self._take_each(update)
+        if self._over is not None and self._keeps and update.finished is None:
+            self._awaits_state = True
+        elif self._cut:
+            self.finish_reason = pieces[-1].finish_reason = "stop"
+        elif update.finished is not None:
+            last = pieces[-1] if pieces else Piece("", self._decoded, self.completion_tokens)
+            last.text += self._end()
+            if not pieces:
+                pieces.append(last)
+            reason = "stop" if self._ended else self._over or update.finished.reason
+            self.finish_reason = last.finish_reason = reason
+        return pieces
+
+    def _take_whole(self, update: Update) -> list[Piece] | None:
+        """The pieces of tokens that end nothing and whose texts are whole in themselves; else
+        takes nothing."""
+        plain = self._takes_plain
+        if plain is None or self._stop is not None or self._holds:
+            return None
+        pieces: list[Piece] = []
+        count, decoded = self.completion_tokens, self._decoded
+        logprobs = update.logprobs or repeat(None)
+        for token, of_token in zip(update.tokens, logprobs, strict=False):
+            text = plain[token]
+            if text is None:
+                return None
+            count += 1
+            pieces.append(Piece(text, decoded, count, token, of_token))
+            decoded += len(text)
+        self.completion_tokens, self._decoded = count, decoded
+        return pieces
+
+    def _take_each(self, update: Update) -> list[Piece]:
+        """The pieces up to where the answer ends."""
         pieces: list[Piece] = []
         for i, token in enumerate(update.tokens):
             if self._rule is not None and token in self._rule.stop_ids:
@@ -134,17 +168,6 @@ class Answer:
             if self._rule is not None and self.completion_tokens == self._rule.most:
                 self._over = "length"
                 break
-        if self._over is not None and self._keeps and update.finished is None:
-            self._awaits_state = True
-        elif self._cut:
-            self.finish_reason = pieces[-1].finish_reason = "stop"
-        elif update.finished is not None:
-            last = pieces[-1] if pieces else Piece("", self._decoded, self.completion_tokens)
-            last.text += self._end()
-            if not pieces:
-                pieces.append(last)
-            reason = "stop" if self._ended else self._over or update.finished.reason
-            self.finish_reason = last.finish_reason = reason
         return pieces
 
     @property
@@ -281,63 +304,3 @@ def total_usage(answers: Sequence[Answer], draws: int = 1) -> dict[str, Any]:
         sum(answer.completion_tokens for answer in answers),
         sum(answer.cached_tokens or 0 for answer in firsts),
     )
-
-
-class LogprobArrays:
-    """The `logprobs` object: parallel arrays over tokens, as OpenAI's completions have them.
-
-    `top_logprobs` holds the k best and, where it is not among them, the token itself; of two tokens
-    of the same name the more likely one stands.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self.tokens: list[str] = []
-        self.token_logprobs: list[float | None] = []
-        self.top_logprobs: list[dict[str, float] | None] = []
-        self.text_offset: list[int] = []
-
-    def add(self, token: int, offset: int, logprobs: TokenLogprobs | None) -> None:
-        """One token; `logprobs` is None for the first token of a text."""
-        name = self._name(token)
-        self.tokens.append(name)
-        self.text_offset.append(offset)
-        if logprobs is None:
-            self.token_logprobs.append(None)
-            self.top_logprobs.append(None)
-            return
-        own = max(logprobs.logprob, LEAST_LOGPROB)
-        top: dict[str, float] = {}
-        for other, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
-            top.setdefault(self._name(other), max(value, LEAST_LOGPROB))
-        top.setdefault(name, own)
-        self.token_logprobs.append(own)
-        self.top_logprobs.append(top)
-
-    def add_prompt(
-        self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], first_scored: int = 1
-    ) -> None:
-        """A whole prompt, which is where the text begins; `scores` are of the tokens from
-        `first_scored` on (fewer where a timeout came first)."""
-        decoder = self._tokenizer.decoder() if self._tokenizer else None
-        offset = 0
-        for token, logprobs in zip_longest(prompt, [*[None] * first_scored, *scores]):
-            self.add(token, offset, logprobs)
-            offset += len(decoder.feed(token)) if decoder else 0
-
-    def add_pieces(self, pieces: Sequence[Piece], shift: int = 0) -> None:
-        """Pieces of an answer whose text begins `shift` characters after the start."""
-        for piece in pieces:
-            if piece.token is not None:
-                self.add(piece.token, piece.offset + shift, piece.logprobs)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
-
-    def _name(self, token: int) -> str:
-        return self._tokenizer.name(token) if self._tokenizer else f"token_id:{token}"

@@ -12,7 +12,7 @@ import codecs
 import json
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,6 +80,22 @@ class PlainTexts(dict[int, str | None]):
         return text
 
 
+class Names(dict[int, str]):
+    """Each token as a string: its text, or `bytes:\\xNN` where that is not whole UTF-8."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token: int) -> str:
+        data = self._bytes_of(token)
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        self[token] = name
+        return name
+
+
 class Tokenizer:
     """A checkpoint's tokenizer.json."""
 
@@ -98,6 +114,7 @@ class Tokenizer:
         # A text's beginning or end has tokens of its own, which a text that goes on must not have.
         self.marks_texts = library.num_special_tokens_to_add(False) > 0
         # None where a token's text depends on its neighbours.
+        self.names = Names(self.bytes_of)
         self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
 
     @classmethod
@@ -198,8 +215,8 @@ class Tokenizer:
         return len(self.decode(tokens).encode())
 
     def name(self, token: int) -> str:
-        """A token as a string: its text, or `bytes:\\xNN` where that is not whole UTF-8."""
-        return _name_bytes(self.bytes_of(token))
+        """A token as a string (Names)."""
+        return self.names[token]
 
     def bytes_of(self, token: int) -> bytes:
         """A token's bytes; a special token's are its name's."""
@@ -270,13 +287,6 @@ def _check_unicode(text: str) -> bytes:
             f"the text holds a lone surrogate at character {error.start}, which is no "
             "Unicode character"
         ) from error
-
-
-def _name_bytes(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class _ByteDecoder:

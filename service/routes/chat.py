@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from engine.reports import TokenLogprobs
 from service.admission import InferenceRoute, get_flight
-from service.answer import LEAST_LOGPROB, Answer, Piece, grouped, total_usage, usage
+from service.answer import Answer, Piece, grouped, total_usage, usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -27,6 +27,7 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
+from service.logprobs import LEAST_LOGPROB
 from service.openai_view import OpenAIView
 from service.runtime import Runtime, get_runtime
 from service.schemas.chat import ChatRequest, ChatResponse

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, grouped, total_usage, usage
+from service.answer import Answer, Piece, grouped, total_usage, usage
 from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
@@ -29,6 +29,7 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
+from service.logprobs import LogprobArrays
 from service.openai_view import OpenAIView
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses

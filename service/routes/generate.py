@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, LogprobArrays, Piece, grouped, total_usage
+from service.answer import Answer, Piece, grouped, total_usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -24,6 +24,7 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
+from service.logprobs import LogprobArrays
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse

@@ -13,7 +13,7 @@ from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, SamplingParams, pack_ids
 from engine.reports import TokenLogprobs
 from service.admission import InferenceRoute, get_flight
-from service.answer import LEAST_LOGPROB, usage
+from service.answer import usage
 from service.beginnings import Points, junctions_of
 from service.errors import invalid
 from service.flight import Flight
@@ -25,6 +25,7 @@ from service.inputs import (
     read_prompt,
     read_timeout,
 )
+from service.logprobs import LEAST_LOGPROB
 from service.runtime import Runtime, get_runtime
 from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse

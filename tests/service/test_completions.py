@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from engine.messages import Request
-from service.answer import LogprobArrays
+from service.logprobs import LogprobArrays
 from tests.reports import log32
 from tests.service.harness import Service, fake_runner, running, usage_of
 

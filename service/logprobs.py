@@ -1,0 +1,90 @@
+"""Log-probabilities as OpenAI's completions have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from engine.reports import TokenLogprobs
+from service.answer import Piece
+from service.tokenizer import Tokenizer
+
+# Stands for the logarithm of zero, which JSON cannot hold.
+LEAST_LOGPROB = -9999.0
+
+
+class LogprobArrays:
+    """The `logprobs` object: parallel arrays over tokens, as OpenAI's completions have them.
+
+    `top_logprobs` holds the k best and, where it is not among them, the token itself; of two tokens
+    of the same name the more likely one stands.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._names = _Numbers() if tokenizer is None else tokenizer.names
+        self.tokens: list[str] = []
+        self.token_logprobs: list[float | None] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+        self.text_offset: list[int] = []
+
+    def add(self, token: int, offset: int, logprobs: TokenLogprobs | None) -> None:
+        """One token; `logprobs` is None for the first token of a text."""
+        name = self._names[token]
+        self.tokens.append(name)
+        self.text_offset.append(offset)
+        if logprobs is None:
+            self.token_logprobs.append(None)
+            self.top_logprobs.append(None)
+            return
+        own, ids, values = logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs
+        if own < LEAST_LOGPROB:
+            own = LEAST_LOGPROB
+        top: dict[str, float] = {}
+        if ids:
+            top = dict(zip(map(self._names.__getitem__, ids), values, strict=True))
+            if len(top) < len(ids) or values[-1] < LEAST_LOGPROB:
+                top = self._by_name(ids, values)
+        if name not in top:
+            top[name] = own
+        self.token_logprobs.append(own)
+        self.top_logprobs.append(top)
+
+    def _by_name(self, ids: list[int], values: list[float]) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for id, value in zip(ids, values, strict=True):
+            top.setdefault(self._names[id], max(value, LEAST_LOGPROB))
+        return top
+
+    def add_prompt(
+        self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], first_scored: int = 1
+    ) -> None:
+        """A whole prompt, which is where the text begins; `scores` are of the tokens from
+        `first_scored` on (fewer where a timeout came first)."""
+        decoder = self._tokenizer.decoder() if self._tokenizer else None
+        offset = 0
+        for token, logprobs in zip_longest(prompt, [*[None] * first_scored, *scores]):
+            self.add(token, offset, logprobs)
+            offset += len(decoder.feed(token)) if decoder else 0
+
+    def add_pieces(self, pieces: Sequence[Piece], shift: int = 0) -> None:
+        """Pieces of an answer whose text begins `shift` characters after the start."""
+        for piece in pieces:
+            if piece.token is not None:
+                self.add(piece.token, piece.offset + shift, piece.logprobs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
+
+
+class _Numbers(dict[int, str]):
+    """Names where there is no tokenizer."""
+
+    def __missing__(self, token: int) -> str:
+        return f"token_id:{token}"
