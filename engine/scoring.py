@@ -68,8 +68,8 @@ def _block_rows(vocab_size: int, device: torch.device, in_cache: bool) -> int:
 
 
 def to_scored(chunks: Sequence[PrefillChunk], reports: Tensor) -> tuple[list[Scored], list[int]]:
-    """The scores of each chunk that has targets, and the keys whose logits were not finite: there
-    every log-probability is none. `reports` is in host memory."""
+    """The scores of each chunk that has targets, and the keys whose logits were not finite: every
+    log-probability of a row with NaN or infinity is one. `reports` is in host memory."""
     scored: list[Scored] = []
     non_finite: list[int] = []
     words, chosen, at = reports.numpy(), ops.read_reports(reports).chosen.numpy(), 0

@@ -4,10 +4,9 @@
 
 Masks are those of a vocabulary of 32,000 tokens, byte pairs of the Python sources that lie on every
 machine; each grammar is followed along the tokens of a text that matches it. One thread computes
-them, for a batch too. The engine runs a bundled model: as many streams with a
-grammar, with none, with penalties, and with log-probabilities, in whose draws the host has a part
-as in those with a grammar. Then some of these stand beside streams without, to see what they cost
-those.
+them, for a batch too. The engine runs a bundled model: as many streams with a grammar, in whose
+draws the host has a part, with none, with penalties, and with log-probabilities. Then some of these
+stand beside streams without, to see what they cost those.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     with subject(options.model, "mingru", device, "bfloat16") as one:
         config = EngineConfig(model=str(one.folder), device=options.device, threads=options.threads)
+        if config.max_slots < options.streams:
+            config = replace(config, max_slots=options.streams)
         engine, kinds = Engine.load(config), kinds_for(one.folder)
     served = measure_engine(engine, kinds, options.streams, options.tokens)
     print_table(
