@@ -14,6 +14,10 @@ WORDS = 2  # int32, of a token and of each of the best tokens beside it
 WORD_BYTES = 4
 
 
+_NO_IDS: list[int] = []  # nobody changes what was unpacked, so all may share them
+_NO_VALUES: list[float] = []
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural log-probabilities of one token, from the log-softmax of the raw fp32 logits."""
 
@@ -41,7 +45,7 @@ class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
         chosen, is_greedy = floats[:: WORDS * every], words[1 :: WORDS * every]
         if not self.top:
             pairs = zip(chosen, is_greedy, strict=True)
-            return [TokenLogprobs(own, [], [], greedy != 0) for own, greedy in pairs]
+            return [TokenLogprobs(own, _NO_IDS, _NO_VALUES, greedy != 0) for own, greedy in pairs]
         ids, logprobs = words[::WORDS].tolist(), floats[1::WORDS].tolist()
         return [
             TokenLogprobs(own, ids[at + 1 : at + every], logprobs[at + 1 : at + every], greedy != 0)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
+import msgspec
+
 from engine.client import Update
 from engine.messages import Finished, FinishReason
 from engine.reports import TokenLogprobs
@@ -18,8 +20,7 @@ from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Decoder, Tokenizer
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct, gc=False):
     """What one token adds to an answer; `token` is None for text without one (held-back text
     whose end has come)."""
 

@@ -70,9 +70,20 @@ class LogprobArrays:
 
     def add_pieces(self, pieces: Sequence[Piece], shift: int = 0) -> None:
         """Pieces of an answer whose text begins `shift` characters after the start."""
+        names, tokens, offsets = self._names, self.tokens, self.text_offset
+        values, top = self.token_logprobs, self.top_logprobs
         for piece in pieces:
-            if piece.token is not None:
-                self.add(piece.token, piece.offset + shift, piece.logprobs)
+            token, logprobs = piece.token, piece.logprobs
+            if token is None:
+                continue
+            if logprobs is None or logprobs.top_ids or logprobs.logprob < LEAST_LOGPROB:
+                self.add(token, piece.offset + shift, logprobs)
+                continue
+            # Of most tokens there is nothing more to say.
+            tokens.append(name := names[token])
+            offsets.append(piece.offset + shift)
+            values.append(own := logprobs.logprob)
+            top.append({name: own})
 
     def to_dict(self) -> dict[str, Any]:
         return {

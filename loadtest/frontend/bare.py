@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from array import array
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -38,6 +40,7 @@ class Ask(msgspec.Struct):
     stream: bool = False
     stream_interval: int = 1
     stop: list[str] = []
+    logprobs: int | None = None
 
 
 class Texts(dict[int, tuple[str, bytes]]):
@@ -125,7 +128,12 @@ class Bare:
     def _submit(self, ask: Ask, index: int, news: News) -> Answer:
         assert self._tokenizer is not None
         self._number += 1
-        params = SamplingParams(max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos, seed=ask.seed)
+        params = SamplingParams(
+            max_tokens=ask.max_tokens,
+            ignore_eos=ask.ignore_eos,
+            seed=ask.seed,
+            logprobs=ask.logprobs,
+        )
         packed = pack_ids(self._tokenizer.encode(ask.prompts[index]))
         self._transport.send(
             Request(id=self._number, prompt=packed, sampling=params, stream=ask.stream)
@@ -196,13 +204,14 @@ class Bare:
             finished, texts = answer.finished, self._texts
             assert finished is not None
             tokens = finished.tokens
+            names = [texts[token][0] for token in tokens]
             results.append(
                 {
                     "index": index,
-                    "text": "".join([texts[token][0] for token in tokens]),
+                    "text": "".join(names),
                     "token_ids": tokens,
                     "finish_reason": finished.reason,
-                    "logprobs": None,
+                    "logprobs": _logprobs(names, finished),
                 }
             )
         body = self._encode({"id": "gen-0", "model": "mock", "results": results})
@@ -212,6 +221,18 @@ class Bare:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _logprobs(names: list[str], finished: Finished) -> dict[str, Any] | None:
+    if finished.reports is None:
+        return None
+    own = array("f", finished.reports.packed)[::2].tolist()
+    return {
+        "tokens": names,
+        "token_logprobs": own,
+        "top_logprobs": [{name: value} for name, value in zip(names, own, strict=True)],
+        "text_offset": [0, *accumulate(map(len, names[:-1]))],
+    }
 
 
 def main(argv: list[str]) -> None:

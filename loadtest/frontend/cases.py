@@ -20,6 +20,7 @@ class Case:
     stream: bool = True
     chunk: int = 1  # tokens of one event
     spread: int = 0  # streams are so many tokens shorter or longer, at most
+    logprobs: bool = False  # with each token's own
 
     @property
     def body(self) -> dict[str, Any]:
@@ -37,6 +38,8 @@ class Case:
         if self.stream:
             # With stop strings the front end must see every token, so plain answers have none.
             body |= {"stream": True, "stop": ["\n\nJULIET:", "The end."]}
+        if self.logprobs:
+            body["logprobs"] = 0
         if self.chunk > 1:
             body["stream_interval"] = self.chunk
         return body
@@ -58,4 +61,11 @@ CASES = [
     Case("4 streams of 64 prompts", 0.65, connections=4, prompts=64),
     Case("256 short streams of 128 tokens", 0.65, tokens=128),
     Case("256 short streams of 64 to 192 tokens", 0.65, tokens=128, spread=64),
+    Case(
+        "256 plain requests of 128 tokens with log-probabilities",
+        0.50,
+        tokens=128,
+        stream=False,
+        logprobs=True,
+    ),
 ]

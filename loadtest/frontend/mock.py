@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
@@ -27,6 +28,7 @@ from engine.messages import (
     Timing,
     pack_ids,
 )
+from engine.reports import Reports
 from loadtest.frontend.board import Board
 
 NAP = 20e-6  # seconds between looks at the board
@@ -45,9 +47,18 @@ def _tokens_of(steps: int) -> bytes:
     return pack_ids(token_of(step) for step in range(steps))
 
 
+@cache
+def _reports_of(steps: int) -> Reports:
+    """Log-probabilities of these: a token's own."""
+    words = array("f")
+    for step in range(steps):
+        words.extend([-(1 + step % 7) / 8, 0.0])
+    return Reports(0, words.tobytes())
+
+
 class MockEngine:
     """A engine.loop.SteppedEngine of one client. A streamed request gets one token a step; another
-    one all of its tokens at once."""
+    one all of its tokens at once, with their own log-probabilities if it asks for any."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.broken: EngineDead | None = None
@@ -85,7 +96,8 @@ class MockEngine:
         self._client = client
         tokens = request.sampling.max_tokens
         if not request.stream:
-            self._finish(request.id, "length", tokens, _tokens_of(tokens))
+            reports = None if request.sampling.logprobs is None else _reports_of(tokens)
+            self._finish(request.id, "length", tokens, _tokens_of(tokens), reports)
             return
         if self._measurement != self._board.measurement:
             self._measurement = self._board.measurement
@@ -97,8 +109,15 @@ class MockEngine:
         self._last[self._step + tokens].append(request.id)
         self._order = None
 
-    def _finish(self, request: int, reason: FinishReason, count: int, answer: bytes = b"") -> None:
-        self._ended.append(Finished(request, reason, 1, 0, count, TIMING, answer))
+    def _finish(
+        self,
+        request: int,
+        reason: FinishReason,
+        count: int,
+        answer: bytes = b"",
+        reports: Reports | None = None,
+    ) -> None:
+        self._ended.append(Finished(request, reason, 1, 0, count, TIMING, answer, reports))
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
         raise error
