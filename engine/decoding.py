@@ -74,7 +74,6 @@ class DecodeState:
         model: ServingModel,
         state: ModelState,
         max_batch: int,
-        vocab_size: int,
         parameters: Parameters,
         adjustments: Adjustments,
         device: torch.device,
@@ -94,21 +93,22 @@ class DecodeState:
             for _ in range(2)
         ]
         self._told = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._report_words = ops.words_of_report(min(ops.MOST_TOP, vocab_size))
-        reports = MOST_STEPS * max_batch * self._report_words
-        self._reports = torch.zeros(reports, dtype=torch.int32, device=device)
+        self._reports: Tensor | None = None  # of the graphs
         self._views: dict[int, Columns] = {}  # by size
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
         self._graphs: dict[_Kind, StepGraphs] = {}
 
-    def capture(self, sizes: list[int], pool: Any) -> None:
+    def capture(self, sizes: list[int], vocab_size: int, pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
+        words = ops.words_of_report(min(ops.MOST_TOP, vocab_size))
+        shape = MOST_STEPS, sizes[-1], words
+        self._reports = torch.zeros(shape, dtype=torch.int32, device=self._device)
         for kind in _KINDS:
             fitting = sizes
             if kind.greedy:
                 fitting = [size for size in sizes if self._model.step_to_bests(size)]
-            graphs = StepGraphs(partial(self._run, kind), self._clear, fitting)
+            graphs = StepGraphs(partial(self._run_graphed, kind), self._clear, fitting)
             graphs.capture(pool)
             self._graphs[kind] = graphs
 
@@ -116,7 +116,16 @@ class DecodeState:
         self._memory.zero_()
         self._at(size).slots.fill_(-1)
 
-    def _run(self, kind: _Kind, size: int) -> None:
+    def _run_graphed(self, kind: _Kind, size: int) -> None:
+        self._run(kind, size, self._reports_of_graph(size) if kind.reported else None)
+
+    def _reports_of_graph(self, size: int) -> Tensor:
+        assert self._reports is not None
+        words = self._reports.shape[2]
+        return self._reports.flatten()[: MOST_STEPS * size * words].view(MOST_STEPS, size, words)
+
+    def _run(self, kind: _Kind, size: int, reports: Tensor | None) -> None:
+        """With `reports` [steps, size, words] int32 of a round, where rows ask for any."""
         at = self._at(size)
         if kind.greedy:
             step = self._model.step_to_bests(size)
@@ -126,13 +135,13 @@ class DecodeState:
         logits = self._model.step(at.tokens, self._state, at.slots)
         adjusted = logits
         if kind.adjusted:
-            if kind.reported:
+            if reports is not None:
                 adjusted = logits.clone()
             self._adjustments.apply(adjusted, at.tokens, at.slots, at.positions)
         draw_rows(adjusted, at)
-        if kind.reported:
-            reports = self._reports_at(size)
-            ops.report_logprobs_(logits, at.tops, at.cursor, at.out, self._told[:size], reports)
+        if reports is not None:
+            out, told = at.out[: len(reports)], self._told[:size]
+            ops.report_logprobs_(logits, at.tops, at.cursor, out, told, reports)
 
     def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
         """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
@@ -151,28 +160,26 @@ class DecodeState:
         kind = _Kind(adjusted=plan.adjusted, reported=plan.top >= 0)
         if plan.greedy and kind == _SAMPLED and self._model.step_to_bests(size) is not None:
             kind = _GREEDY
-        graphs = self._graphs.get(kind)
+        graphs, words, reports = self._graphs.get(kind), ops.words_of_report(plan.top), None
         if graphs is not None and graphs.size_of(size) is not None:
             graphs.replay(size, steps)
+            if kind.reported:
+                reports = self._reports_of_graph(size)[:steps, :, :words].contiguous()
         else:
+            if kind.reported:
+                shape = steps, size, words
+                reports = torch.zeros(shape, dtype=torch.int32, device=self._device)
             for _ in range(steps):
-                self._run(kind, size)
+                self._run(kind, size, reports)
                 if self._device.type == "cpu" and not bool((self._at(size).slots >= 0).any()):
                     break
         first = RESULT_WORD * size
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
         results.copy_(self._memory[first : first + len(results)], non_blocking=True)
-        reports = None
-        if kind.reported:
-            words = self._reports_at(size)[:steps, :, : ops.words_of_report(plan.top)]
-            reports = words.clone(memory_format=torch.contiguous_format)
+        if reports is not None:
             reports = reports.to("cpu", non_blocking=True)
         return Round(self._keys, results.view(-1, size), reports)
-
-    def _reports_at(self, size: int) -> Tensor:
-        words = MOST_STEPS * size * self._report_words
-        return self._reports[:words].view(MOST_STEPS, size, self._report_words)
 
     def _at(self, size: int) -> Columns:
         view = self._views.get(size)

@@ -138,7 +138,6 @@ class Runner:
             self._model,
             self._pool.state,
             slots,
-            vocab_size,
             self._parameters,
             self._adjustments,
             self._device,
@@ -199,7 +198,7 @@ class Runner:
             steps = buckets(slots, batches)
             self._model.prepare(steps, sizes, list(by_chunks))
             self._prompts.capture(by_chunks, vocab_size, pool)
-            self._decoding.capture(steps, pool)
+            self._decoding.capture(steps, vocab_size, pool)
             self._hosted.capture(steps, vocab_size, pool)
         plain = (
             SamplingParams(temperature=0),

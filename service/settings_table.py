@@ -28,7 +28,7 @@ VARIABLES = {
     "max_text_bytes": "Largest text that is read into a state while it comes.",
     "max_n": "Most samples of one prompt.",
     "max_prompt_tokens": "Most prompt tokens of one request, once per sample and continuation.",
-    "max_logprobs": "Most alternatives per token; requests for more than 20 have one step of the device a round.",
+    "max_logprobs": "Most alternatives per token; those who ask for more than 20 are slower.",
     "max_reports": "Most log-probabilities that one answer may hold.",
     "max_unread": "Most tokens and alternatives that may wait for a slow reader of a stream.",
     "max_stop": "Most stop strings of one prompt.",
