@@ -24,11 +24,12 @@ MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update
 class Update(msgspec.Struct):
     """What has come of one request since the last update.
 
-    The tokens of a request that is not streamed come with `finished`, as tokens here too.
+    The tokens of a request that is not streamed come with `finished`, as tokens here too; their
+    log-probabilities stay packed there, for to unpack many takes a while.
     """
 
     tokens: list[int] = []
-    # Runs in parallel to `tokens`; empty when the request asks for none.
+    # Runs in parallel to `tokens`; empty when the request asks for none, or is not streamed.
     logprobs: list[TokenLogprobs] = []
     scores: list[TokenLogprobs] = []
     finished: Finished | None = None
@@ -263,7 +264,6 @@ class Delivery:
     def finish(self, finished: Finished) -> None:
         if finished.answer:
             self.tokens.extend(unpack_ids(finished.answer))
-        self._rest.logprobs.extend(finished.logprobs)
         self._rest.finished = finished
         self.only_tokens = False
         if not self.told:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.adjustments import Adjustments
-from engine.columns import FILLED_WORDS, columns, draw_rows, host_columns
+from engine.columns import (
+    FILLED_WORDS,
+    Columns,
+    HostColumns,
+    columns,
+    draw_rows,
+    host_columns,
+)
 from engine.parameters import Parameters
 from engine.reported import Reported, report
 
@@ -33,12 +40,12 @@ class Rows(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """Rows that a token has been drawn for, on the device until the next round."""
+    """Rows that a token has been drawn for, on the device for as long as the round is begun."""
 
     keys: list[int]  # of their sequences
     words: Tensor  # int32: the memory of their columns
     size: int  # rows that it is made for
-    tokens: Tensor  # [rows] int32; negative where the logits hold NaN or +infinity
+    tokens: Tensor  # [rows] int32; negative where the best logit is not finite
     reported: Reported | None
 
 
@@ -47,6 +54,20 @@ class Allowed(NamedTuple):
 
     masks: Tensor  # [masked, words] int32
     mask_of: Tensor  # [rows] int32
+
+
+class _Place(NamedTuple):
+    """Where the columns of some rows are filled, and where they go. To make the views takes longer
+    than to fill them."""
+
+    host: Tensor
+    given: HostColumns
+    words: Tensor
+    at: Columns
+
+
+# In turn: two rounds may be under way, each with draws for prompts that were read before and now.
+_PLACES = 4
 
 
 class Sampler:
@@ -58,22 +79,22 @@ class Sampler:
         self._parameters = parameters
         self._adjustments = adjustments
         self._device = device
+        self._size = 0  # rows that were drawn for last
+        self._places: list[_Place] = []  # all for so many
 
     def sample(self, rows: Rows, logits: Tensor, allowed: Allowed | None = None) -> Drawing:
         """Draws from logits [rows, vocab] fp32, which stay as they are. Some token has to be
         allowed for each row."""
         size = len(rows.keys)
-        pinned = self._device.type == "cuda"
-        host = torch.empty(size * ROW_WORDS, dtype=torch.int32, pin_memory=pinned)
+        place = self._next_place(size)
         self._parameters.fill(
-            host_columns(host, size),
+            place.given,
             np.array(rows.slots, np.int32),
             positions=np.array(rows.positions, np.int64),
             tokens=np.array(rows.tokens, np.int64),
         )
-        words = host.to(self._device, non_blocking=True)
-        at = columns(words, size)
-        adjusted = logits
+        place.words.copy_(place.host, non_blocking=True)
+        at, adjusted = place.at, logits
         if allowed is not None or self._adjustments.concern(rows.slots):
             adjusted = logits.clone()
             masks, mask_of = (None, None) if allowed is None else allowed
@@ -81,4 +102,19 @@ class Sampler:
         draw_rows(adjusted, at)
         tokens = at.out[0]
         reported = report(logits, tokens, self._parameters.asked(rows.slots))
-        return Drawing(rows.keys, words, size, tokens, reported)
+        return Drawing(rows.keys, place.words, size, tokens, reported)
+
+    def _next_place(self, size: int) -> _Place:
+        if self._size != size:
+            self._size, self._places = size, []
+        if len(self._places) < _PLACES:
+            self._places.append(_place(size, self._device))
+        else:
+            self._places.append(self._places.pop(0))
+        return self._places[-1]
+
+
+def _place(size: int, device: torch.device) -> _Place:
+    words = torch.empty(size * ROW_WORDS, dtype=torch.int32, device=device)
+    host = torch.empty(size * ROW_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return _Place(host, host_columns(host, size), words, columns(words, size))

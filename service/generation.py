@@ -124,6 +124,8 @@ class Outcome:
     def take(self, update: Update) -> None:
         """Adds what has come."""
         if self._wants_pieces:
+            if update.finished is not None:
+                update.logprobs = update.logprobs or update.finished.logprobs
             pieces = self.answer.take(update)
             self.pieces += pieces
             self.tokens += [piece.token for piece in pieces if piece.token is not None]

@@ -113,8 +113,8 @@ class Tokenizer:
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
         # A text's beginning or end has tokens of its own, which a text that goes on must not have.
         self.marks_texts = library.num_special_tokens_to_add(False) > 0
-        # None where a token's text depends on its neighbours.
         self.names = Names(self.bytes_of)
+        # None where a token's text depends on its neighbours.
         self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
 
     @classmethod

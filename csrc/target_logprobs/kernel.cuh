@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(TargetShared::kMostThreads)
     words[0] = static_cast<std::int32_t>(one.id());
     words[1] = bits_of(finite ? (one.logit() - all.best) - log_sum : NAN);
   };
-  if (asked.top == 1) {
-    if (threadIdx.x == 0) tell(0, best.key);
+  const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x);
+  if (!finite || asked.top == 1) {  // of a row that is not, no rank means anything
+    if (thread < asked.top) tell(thread, best.key);
   } else {
     rank_best(row, mine.key(), asked.top, block, shared.ranks, tell);
   }

@@ -26,7 +26,7 @@ struct TargetArgs {
   const std::int32_t* tops = nullptr;    // [rows]: best tokens to report, negative for no report
 };
 
-constexpr std::int32_t kMostTop = 20;
+constexpr std::int32_t kMostTop = 20;  // no more than a warp has threads
 
 MS_HD std::int32_t words_of_report(std::int32_t top) {
   return 2 + 2 * top;

@@ -58,6 +58,8 @@ async def read_all(delivery: Delivery) -> Update:
     async for update in delivery:
         whole.tokens += update.tokens
         whole.logprobs += update.logprobs
+        if update.finished is not None:
+            whole.logprobs += update.finished.logprobs
         whole.scores += update.scores
         whole.finished = update.finished
     return whole

@@ -43,12 +43,11 @@ from engine.messages import (
     SamplingParams,
     StateInfo,
     StateReply,
-    TokenLogprobs,
     pack_ids,
 )
 from engine.models.lm import LM
 from engine.plan import Copy, Plan
-from engine.reports import Reports
+from engine.reports import Reports, TokenLogprobs
 from engine.runner import Runner
 from engine.traffic import Traffic
 from tests.engine.test_trie import nodes_of

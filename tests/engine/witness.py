@@ -216,7 +216,9 @@ class Witness:
         assert min(timing.queue, timing.prefill or 0, timing.decode or 0) >= 0
         assert (timing.decode is not None) == (end.completion_tokens > 0)
         assert timing.prefill is not None or timing.decode is None
-        assert (self.logprobs[client, request.id] or end.logprobs) == full_logprobs(request, told)
+        logprobs = self.logprobs[client, request.id] if request.stream else end.logprobs
+        assert logprobs == full_logprobs(request, told)
+        assert not request.stream or (end.reports is None and not end.tokens)
         scores = self.scores[client, request.id]
         assert told == answer[: len(told)]
         assert scores == full_scores(request)[: len(scores)]
