@@ -56,7 +56,7 @@ class Allowed(NamedTuple):
     mask_of: Tensor  # [rows] int32
 
 
-class _Place(NamedTuple):
+class _Buffers(NamedTuple):
     """Where the columns of some rows are filled, and where they go. To make the views takes longer
     than to fill them."""
 
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
 
 # In turn: two rounds may be under way, each with draws for prompts that were read before and now.
-_PLACES = 4
+_IN_TURN = 4
 
 
 class Sampler:
@@ -80,21 +80,21 @@ class Sampler:
         self._adjustments = adjustments
         self._device = device
         self._size = 0  # rows that were drawn for last
-        self._places: list[_Place] = []  # all for so many
+        self._buffers: list[_Buffers] = []  # all for so many
 
     def sample(self, rows: Rows, logits: Tensor, allowed: Allowed | None = None) -> Drawing:
         """Draws from logits [rows, vocab] fp32, which stay as they are. Some token has to be
         allowed for each row."""
         size = len(rows.keys)
-        place = self._next_place(size)
+        buffers = self._next_buffers(size)
         self._parameters.fill(
-            place.given,
+            buffers.given,
             np.array(rows.slots, np.int32),
             positions=np.array(rows.positions, np.int64),
             tokens=np.array(rows.tokens, np.int64),
         )
-        place.words.copy_(place.host, non_blocking=True)
-        at, adjusted = place.at, logits
+        buffers.words.copy_(buffers.host, non_blocking=True)
+        at, adjusted = buffers.at, logits
         if allowed is not None or self._adjustments.concern(rows.slots):
             adjusted = logits.clone()
             masks, mask_of = (None, None) if allowed is None else allowed
@@ -102,19 +102,19 @@ class Sampler:
         draw_rows(adjusted, at)
         tokens = at.out[0]
         reported = report(logits, tokens, self._parameters.asked(rows.slots))
-        return Drawing(rows.keys, place.words, size, tokens, reported)
+        return Drawing(rows.keys, buffers.words, size, tokens, reported)
 
-    def _next_place(self, size: int) -> _Place:
+    def _next_buffers(self, size: int) -> _Buffers:
         if self._size != size:
-            self._size, self._places = size, []
-        if len(self._places) < _PLACES:
-            self._places.append(_place(size, self._device))
+            self._size, self._buffers = size, []
+        if len(self._buffers) < _IN_TURN:
+            self._buffers.append(_make_buffers(size, self._device))
         else:
-            self._places.append(self._places.pop(0))
-        return self._places[-1]
+            self._buffers.append(self._buffers.pop(0))
+        return self._buffers[-1]
 
 
-def _place(size: int, device: torch.device) -> _Place:
+def _make_buffers(size: int, device: torch.device) -> _Buffers:
     words = torch.empty(size * ROW_WORDS, dtype=torch.int32, device=device)
     host = torch.empty(size * ROW_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return _Place(host, host_columns(host, size), words, columns(words, size))
+    return _Buffers(host, host_columns(host, size), words, columns(words, size))

@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
@@ -48,8 +50,10 @@ LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer
 def engine_alone(runner: Runner, args: argparse.Namespace) -> float:
     """Tokens per second of all slots."""
 
+    sampling = msgspec.structs.replace(GREEDY, logprobs=args.logprobs)
+
     def once() -> float:
-        return engine_seconds(runner, args.slots, TOKENS_ALONE, GREEDY)
+        return engine_seconds(runner, args.slots, TOKENS_ALONE, sampling)
 
     return float(args.slots / typical(once, args.seconds / 4))
 
@@ -89,6 +93,7 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         *("--prompt-length", args.prompt_length, "--output-length", args.output_length),
         *("--processes", str(args.processes), "--ids", str(SIZES[args.model]["vocab_size"] - 1)),
         *([] if args.stream else ["--no-stream"]),
+        *([] if args.logprobs is None else ["--body", json.dumps({"logprobs": args.logprobs})]),
     ]
     with Subject(**settings) as server:
         asyncio.run(server.started())
@@ -137,6 +142,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--prompt-length", default="16", help=f"tokens: {LENGTHS}")
     options.add_argument("--output-length", default="128", help=f"tokens: {LENGTHS}")
+    options.add_argument(
+        "--logprobs", type=int, help="ask for log-probabilities, with so many of the best"
+    )
     options.add_argument("--seconds", type=float, default=20.0)
     options.add_argument("--threads", type=int, help="of the engine on a CPU")
     options.add_argument("--api-workers", type=int, default=1, help="of the server")
