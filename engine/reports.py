@@ -7,6 +7,7 @@ than the round does.
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +28,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_greedy: bool = False  # the token is the most likely one
 
 
+class Columns(NamedTuple):
+    """Reports as lists."""
+
+    chosen: list[float]
+    is_greedy: list[int]
+    ids: list[int]  # of the best, `Reports.top` for each token
+    values: list[float]  # their log-probabilities
+
+
 class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of some tokens, packed as the device reports them."""
 
@@ -38,16 +48,25 @@ class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
         width = WORD_BYTES * WORDS * (1 + self.top)
         return Reports(self.top, self.packed[begin * width : end * width])
 
-    def unpack(self) -> list[TokenLogprobs]:
-        """Of each token."""
+    def columns(self) -> Columns:
+        """Of all tokens, one after the other."""
         words, floats = array("i", self.packed), array("f", self.packed)
         every = 1 + self.top  # pairs of words: a token's own, then one for each of the best
-        chosen, is_greedy = floats[:: WORDS * every], words[1 :: WORDS * every]
+        chosen, is_greedy = floats[:: WORDS * every].tolist(), words[1 :: WORDS * every].tolist()
+        if not self.top:
+            return Columns(chosen, is_greedy, [], [])
+        ids, values = words[::WORDS].tolist(), floats[1::WORDS].tolist()
+        del ids[::every], values[::every]
+        return Columns(chosen, is_greedy, ids, values)
+
+    def unpack(self) -> list[TokenLogprobs]:
+        """Of each token."""
+        chosen, is_greedy, ids, values = self.columns()
         if not self.top:
             pairs = zip(chosen, is_greedy, strict=True)
             return [TokenLogprobs(own, _NO_IDS, _NO_VALUES, greedy != 0) for own, greedy in pairs]
-        ids, logprobs = words[::WORDS].tolist(), floats[1::WORDS].tolist()
+        top = self.top
         return [
-            TokenLogprobs(own, ids[at + 1 : at + every], logprobs[at + 1 : at + every], greedy != 0)
-            for own, greedy, at in zip(chosen, is_greedy, range(0, len(ids), every), strict=True)
+            TokenLogprobs(own, ids[at : at + top], values[at : at + top], greedy != 0)
+            for own, greedy, at in zip(chosen, is_greedy, range(0, len(ids), top), strict=True)
         ]

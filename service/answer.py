@@ -8,14 +8,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from engine.client import Update
 from engine.messages import Finished, FinishReason
-from engine.reports import TokenLogprobs
+from engine.reports import Reports, TokenLogprobs
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Decoder, Tokenizer
 
@@ -30,6 +30,24 @@ class Piece(msgspec.Struct, gc=False):
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None  # on the last piece
+
+
+class Whole(NamedTuple):
+    """The pieces of an answer that came whole, with log-probabilities: as columns, since most who
+    ask for these want columns."""
+
+    tokens: list[int]
+    texts: list[str]
+    offsets: list[int]
+    reports: Reports
+
+    def pieces(self) -> list[Piece]:
+        """One by one."""
+        rows = zip(self.texts, self.offsets, self.tokens, self.reports.unpack(), strict=True)
+        return [
+            Piece(text, offset, count, token, logprobs)
+            for count, (text, offset, token, logprobs) in enumerate(rows, 1)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +193,28 @@ class Answer:
     def _cut(self) -> bool:
         """By a stop string."""
         return self._stop is not None and self._stop.stopped
+
+    def take_whole(self, update: Update) -> Whole | None:
+        """As `take`, of an answer that comes at once, with log-probabilities, if the engine alone
+        says how it ends; else takes nothing."""
+        plain, finished, tokens = self._takes_plain, update.finished, update.tokens
+        if plain is None or finished is None or finished.reports is None or not tokens:
+            return None
+        if self._stop is not None or self.finished is not None or self.completion_tokens:
+            return None
+        self.scores += update.scores
+        self.finished, self.finish_reason = finished, finished.reason
+        self.completion_tokens = len(tokens)
+        texts: list[str] | None = None
+        if not self._holds:
+            known = [plain[token] for token in tokens]
+            texts = None if None in known else cast(list[str], known)
+        if texts is None:
+            texts = [self._text_of((token,)) for token in tokens]
+        offsets = list(accumulate(map(len, texts), initial=0))
+        self._decoded = offsets.pop()
+        texts[-1] += self._end()
+        return Whole(tokens, texts, offsets, finished.reports)
 
     def take_plain(self, tokens: Sequence[int]) -> bool:
         """Takes tokens whose texts are whole in themselves: none holds a part of a character, none

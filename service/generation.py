@@ -12,7 +12,7 @@ import msgspec
 from engine.client import Update
 from engine.errors import EngineError
 from engine.messages import SamplingParams
-from service.answer import Answer, EndRule, Piece
+from service.answer import Answer, EndRule, Piece, Whole
 from service.beginnings import Points, junctions_of
 from service.flight import Flight
 from service.runtime import Runtime
@@ -107,13 +107,13 @@ class Task(msgspec.Struct, frozen=True):
 class Outcome:
     """What came of a task: the answer, or the error."""
 
-    __slots__ = ("_texts", "_wants_pieces", "answer", "error", "pieces", "tokens")
+    __slots__ = ("_texts", "_wants_pieces", "answer", "error", "tokens", "told")
 
     def __init__(self, answer: Answer, wants_pieces: bool) -> None:
         self.answer = answer
         self.error: EngineError | None = None
         self.tokens: list[int] = []
-        self.pieces: list[Piece] = []  # where log-probabilities are asked for
+        self.told: Whole | list[Piece] = []  # its pieces, where log-probabilities are asked for
         self._texts: list[str] = []
         self._wants_pieces = wants_pieces
 
@@ -121,13 +121,22 @@ class Outcome:
     def text(self) -> str:
         return "".join(self._texts)
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """What is told, one by one."""
+        return self.told.pieces() if isinstance(self.told, Whole) else self.told
+
     def take(self, update: Update) -> None:
         """Adds what has come."""
         if self._wants_pieces:
-            if update.finished is not None:
-                update.logprobs = update.logprobs or update.finished.logprobs
+            if (whole := self.answer.take_whole(update)) is not None:
+                self.told, self.tokens, self._texts = whole, whole.tokens, whole.texts
+                return
+            if update.finished is not None and update.finished.reports is not None:
+                update.logprobs = update.finished.logprobs
             pieces = self.answer.take(update)
-            self.pieces += pieces
+            assert isinstance(self.told, list)  # no more comes after what came whole
+            self.told += pieces
             self.tokens += [piece.token for piece in pieces if piece.token is not None]
             self._texts += [piece.text for piece in pieces]
         else:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from engine.reports import TokenLogprobs
-from service.answer import Piece
+from service.answer import Piece, Whole
 from service.tokenizer import Tokenizer
 
 # Stands for the logarithm of zero, which JSON cannot hold.
@@ -68,8 +68,14 @@ class LogprobArrays:
             self.add(token, offset, logprobs)
             offset += len(decoder.feed(token)) if decoder else 0
 
-    def add_pieces(self, pieces: Sequence[Piece], shift: int = 0) -> None:
-        """Pieces of an answer whose text begins `shift` characters after the start."""
+    def add_told(self, told: Whole | Sequence[Piece], shift: int = 0) -> None:
+        """What is told of an answer whose text begins `shift` characters after the start."""
+        if isinstance(told, Whole):
+            self._add_whole(told, shift)
+        else:
+            self._add_pieces(told, shift)
+
+    def _add_pieces(self, pieces: Sequence[Piece], shift: int) -> None:
         names, tokens, offsets = self._names, self.tokens, self.text_offset
         values, top = self.token_logprobs, self.top_logprobs
         for piece in pieces:
@@ -84,6 +90,29 @@ class LogprobArrays:
             offsets.append(piece.offset + shift)
             values.append(own := logprobs.logprob)
             top.append({name: own})
+
+    def _add_whole(self, whole: Whole, shift: int) -> None:
+        """As with its pieces, but quicker."""
+        names, top = self._names, whole.reports.top
+        tokens = list(map(names.__getitem__, whole.tokens))
+        chosen, _, ids, values = whole.reports.columns()
+        if min(chosen, default=0.0) < LEAST_LOGPROB:
+            chosen = [max(own, LEAST_LOGPROB) for own in chosen]
+        self.tokens += tokens
+        self.token_logprobs += chosen
+        self.text_offset += [offset + shift for offset in whole.offsets] if shift else whole.offsets
+        if not top:
+            pairs = zip(tokens, chosen, strict=True)
+            self.top_logprobs += [{name: own} for name, own in pairs]
+            return
+        best = list(map(names.__getitem__, ids))
+        for at, name, own in zip(range(0, len(ids), top), tokens, chosen, strict=True):
+            told = dict(zip(best[at : at + top], values[at : at + top], strict=True))
+            if len(told) < top or values[at + top - 1] < LEAST_LOGPROB:
+                told = self._by_name(ids[at : at + top], values[at : at + top])
+            if name not in told:
+                told[name] = own
+            self.top_logprobs.append(told)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, Piece, grouped, total_usage, usage
+from service.answer import Answer, Piece, Whole, grouped, total_usage, usage
 from service.best_of import choose
 from service.errors import invalid
 from service.flight import Flight
@@ -243,7 +243,7 @@ class _View(OpenAIView):
         choice = self._choice(
             index,
             self._echo(index) + outcome.text,
-            self._arrays(index, outcome.answer, outcome.pieces, echo=bool(self._body.echo)),
+            self._arrays(index, outcome.answer, outcome.told, echo=bool(self._body.echo)),
             outcome.answer.finish_reason,
         )
         if self._ids:
@@ -291,7 +291,7 @@ class _View(OpenAIView):
         return self._echoes[index] if self._echoes else ""
 
     def _arrays(
-        self, index: int, answer: Answer, pieces: list[Piece], *, echo: bool
+        self, index: int, answer: Answer, told: Whole | list[Piece], *, echo: bool
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
@@ -299,5 +299,5 @@ class _View(OpenAIView):
         if echo:
             task = self._tasks[index]
             arrays.add_prompt(task.prompt, answer.scores, task.use.first_scored)
-        arrays.add_pieces(pieces, shift=len(self._echo(index)))
+        arrays.add_told(told, shift=len(self._echo(index)))
         return arrays.to_dict()

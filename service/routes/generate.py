@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import EngineError
 from engine.messages import SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, Piece, grouped, total_usage
+from service.answer import Answer, Piece, Whole, grouped, total_usage
 from service.errors import invalid
 from service.flight import Flight
 from service.generation import Outcome, Task, gather, stream
@@ -178,7 +178,7 @@ def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[
         "text": outcome.text if runtime.tokenizer else None,
         "token_ids": outcome.tokens,
         "finish_reason": outcome.answer.finish_reason,
-        "logprobs": _logprobs(outcome.pieces, task, runtime),
+        "logprobs": _logprobs(outcome.told, task, runtime),
         "usage": outcome.answer.usage(),
     }
     if task.use.keep is not None:
@@ -186,11 +186,11 @@ def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[
     return result
 
 
-def _logprobs(pieces: list[Piece], task: Task, runtime: Runtime) -> dict[str, Any] | None:
+def _logprobs(told: Whole | list[Piece], task: Task, runtime: Runtime) -> dict[str, Any] | None:
     if task.params.logprobs is None:
         return None
     arrays = LogprobArrays(runtime.tokenizer)
-    arrays.add_pieces(pieces)
+    arrays.add_told(told)
     return arrays.to_dict()
 
 

@@ -77,7 +77,7 @@ async def test_one_that_fails_is_not_chosen(service: Service) -> None:
 def _outcome(*logprobs: float, error: StepFailed | None = None) -> Outcome:
     pieces = [Piece("x", 0, 1, 1, TokenLogprobs(value)) for value in logprobs]
     outcome = Outcome(Answer(None, [1]), wants_pieces=True)
-    outcome.pieces, outcome.error = pieces, error
+    outcome.told, outcome.error = pieces, error
     return outcome
 
 
