@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from engine.reports import TokenLogprobs
@@ -105,11 +105,13 @@ class LogprobArrays:
             pairs = zip(tokens, chosen, strict=True)
             self.top_logprobs += [{name: own} for name, own in pairs]
             return
-        best = list(map(names.__getitem__, ids))
-        for at, name, own in zip(range(0, len(ids), top), tokens, chosen, strict=True):
-            told = dict(zip(best[at : at + top], values[at : at + top], strict=True))
-            if len(told) < top or values[at + top - 1] < LEAST_LOGPROB:
-                told = self._by_name(ids[at : at + top], values[at : at + top])
+        best = zip(map(names.__getitem__, ids), values, strict=True)
+        least = values[top - 1 :: top]
+        for i, (name, own, last) in enumerate(zip(tokens, chosen, least, strict=True)):
+            told = dict(islice(best, top))
+            if len(told) < top or last < LEAST_LOGPROB:
+                mine = slice(i * top, (i + 1) * top)
+                told = self._by_name(ids[mine], values[mine])
             if name not in told:
                 told[name] = own
             self.top_logprobs.append(told)
