@@ -139,7 +139,7 @@ def test_score_is_what_a_server_says_of_the_text(
     logprobs: list[float] = []
     while engine.has_work:
         for events in engine.step().values():
-            logprobs += [token.logprob for part in events.scores for token in part.tokens]
+            logprobs += [token.logprob for part in events.scores for token in part.reports.unpack()]
     nats = -math.fsum(logprobs) / len(logprobs)
     assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(nats, rel=1e-12)
 
