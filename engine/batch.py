@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import sys
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 
 from engine.history import TURN_STEPS, History
@@ -41,7 +41,7 @@ class DecodeBatch:
         self.known = 0  # of them, whose answers end with max_tokens
         self._sampled = 0  # of them, who draw others than the best token
         self._adjusted = 0  # of them, whose requests change logits
-        self._tops: Counter[int] = Counter()  # of them, by Sequence.top
+        self._tops: dict[int, int] = {}  # how many of them, by Sequence.top
         self._asked = 0  # tokens that they asked for
         self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
         self._ending: dict[int, dict[int, Sequence]] = {}  # the alive by their last step, by row
@@ -94,7 +94,7 @@ class DecodeBatch:
         self.known += not sequence.stop_ids
         self._sampled += not is_greedy(sequence.request.sampling)
         self._adjusted += is_adjusted(sequence.request.sampling)
-        self._tops[sequence.top] += 1
+        self._tops[sequence.top] = self._tops.get(sequence.top, 0) + 1
         self._asked += sequence.max_tokens
         self._coming.append(sequence)
         if self._last is not None and sequence.last_step > self._last.last_step:
@@ -127,7 +127,7 @@ class DecodeBatch:
         self.known -= not sequence.stop_ids
         self._sampled -= not is_greedy(sequence.request.sampling)
         self._adjusted -= is_adjusted(sequence.request.sampling)
-        self._tops -= Counter([sequence.top])
+        self._tops[sequence.top] -= 1
         self._asked -= sequence.max_tokens
         heapq.heappush(self._free, row)
 
@@ -168,7 +168,7 @@ class DecodeBatch:
         """The plan is this batch's next round."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
         plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
-        plan.top = max(self._tops, default=-1)
+        plan.top = max([top for top, count in self._tops.items() if count], default=-1)
         if self.started:
             plan.leave, self._ended = self._ended, []
         self.started = True
@@ -215,7 +215,7 @@ class DecodeBatch:
             ids = unpack_ids(drawn.tokens[first : first + drawn.ended[row] * ID_BYTES])
             reports = None
             if sequence.top >= 0:
-                reports = drawn.reports_of([row], len(ids), sequence.top)
+                reports = drawn.reports_of(row, len(ids), sequence.top)
             self._gathering.pop(row, None)
             delivered += end(sequence, ids, reports, now)
             if not sequence.over:
@@ -227,7 +227,7 @@ class DecodeBatch:
             if not sequence.over and sequence.first_token_at is None:
                 sequence.first_token_at = now
         for row, sequence in self._gathering.items():
-            sequence.note(drawn.reports_of([row], steps, sequence.top))
+            sequence.note(drawn.reports_of(row, steps, sequence.top))
         for listener, streams in self._streams.items():
             if listener not in self._listed:
                 self._listed[listener] = list(streams), list(streams.values())

@@ -38,6 +38,7 @@ from engine.indices import to_device
 from engine.models.cell import ModelState
 from engine.parameters import Parameters
 from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
+from engine.reports import MOST_TOP, words_of_report
 from engine.sampler import Drawing
 from engine.serving import ServingModel
 from engine.step_graphs import StepGraphs
@@ -101,7 +102,7 @@ class DecodeState:
 
     def capture(self, sizes: list[int], vocab_size: int, pool: Any) -> None:
         """Captures the step, drawing included, for batches of up to `sizes`, rising."""
-        words = ops.words_of_report(min(ops.MOST_TOP, vocab_size))
+        words = words_of_report(min(MOST_TOP, vocab_size))
         shape = MOST_STEPS, sizes[-1], words
         self._reports = torch.zeros(shape, dtype=torch.int32, device=self._device)
         for kind in _KINDS:
@@ -160,7 +161,7 @@ class DecodeState:
         kind = _Kind(adjusted=plan.adjusted, reported=plan.top >= 0)
         if plan.greedy and kind == _SAMPLED and self._model.step_to_bests(size) is not None:
             kind = _GREEDY
-        graphs, words, reports = self._graphs.get(kind), ops.words_of_report(plan.top), None
+        graphs, words, reports = self._graphs.get(kind), words_of_report(plan.top), None
         if graphs is not None and graphs.size_of(size) is not None:
             graphs.replay(size, steps)
             if kind.reported:

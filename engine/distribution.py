@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
+from engine.reports import MOST_TOP
 
 # splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), its
 # constants as signed 64-bit integers; int64 tensors and arrays wrap around as its arithmetic asks.
@@ -47,7 +48,7 @@ def stream_ids(seeds: Int64, choices: Int64) -> Int64:
 
 def token_reports(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     """`ops.target_logprobs`, with any number of best tokens."""
-    if top <= ops.MOST_TOP:
+    if top <= MOST_TOP:
         return ops.target_logprobs(logits, tokens, top)
     values, ids = ranked(logits, top)
     # The best token's own is minus the logarithm of the sum of all exp(logit - best).

@@ -11,7 +11,7 @@ sequence is a msgspec.Struct, which is made several times faster than a frozen d
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.errors import EngineError, InvalidRequest, StepFailed
 from engine.messages import Request
-from engine.reports import WORDS, Reports
+from engine.reports import Reports, words_of_report
 
 MOST_STEPS = 32  # of a round
 
@@ -167,10 +167,11 @@ class Drawn:
     # or has ended.
     reports: NDArray[np.int32] | None = None
 
-    def reports_of(self, rows: Sequence[int], tokens: int, top: int) -> Reports:
-        """Of the first `tokens` tokens of each of some rows, which asked for `top` best tokens."""
+    def reports_of(self, rows: int | list[int], tokens: int, top: int) -> Reports:
+        """Of the first `tokens` tokens of a row or of each of some, which asked for `top` best
+        tokens."""
         assert self.reports is not None
-        words = self.reports[rows, :tokens, : WORDS * (1 + top)]
+        words = self.reports[rows, :tokens, : words_of_report(top)]
         return Reports(top, words.tobytes())
 
 

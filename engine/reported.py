@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine import ops
 from engine.distribution import token_reports
 from engine.indices import to_device
-from engine.reports import Reports
+from engine.reports import Reports, words_of_report
 
 
 class Reported(NamedTuple):
@@ -27,7 +26,7 @@ class Reported(NamedTuple):
         """What is in host memory, as messages."""
         words = self.words.numpy()
         return {
-            row: Reports(top, words[index, : ops.words_of_report(top)].tobytes())
+            row: Reports(top, words[index, : words_of_report(top)].tobytes())
             for index, (row, top) in enumerate(self.asked)
         }
 

@@ -11,12 +11,17 @@ from typing import NamedTuple
 
 import msgspec
 
+MOST_TOP = 20  # best tokens that the device reports beside a token
 WORDS = 2  # int32, of a token and of each of the best tokens beside it
 WORD_BYTES = 4
 
-
 _NO_IDS: list[int] = []  # nobody changes what was unpacked, so all may share them
 _NO_VALUES: list[float] = []
+
+
+def words_of_report(top: int) -> int:
+    """Words of a token's report with so many best tokens."""
+    return WORDS * (1 + top)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -45,7 +50,7 @@ class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def part(self, begin: int, end: int) -> Reports:
         """Of tokens `begin` to `end`."""
-        width = WORD_BYTES * WORDS * (1 + self.top)
+        width = WORD_BYTES * words_of_report(self.top)
         return Reports(self.top, self.packed[begin * width : end * width])
 
     def columns(self) -> Columns:

@@ -16,7 +16,7 @@ from engine import ops
 from engine.distribution import token_reports
 from engine.indices import to_device
 from engine.plan import PrefillChunk, Scored
-from engine.reports import Reports
+from engine.reports import MOST_TOP, Reports, words_of_report
 
 BLOCK_BYTES = 64 * 2**20  # of fp32 logits that exist at a time
 # Rows of the matrix product that forms the logits: fewer leave parts of its tiles without work.
@@ -46,7 +46,7 @@ def score(
     if not any(map(len, positions)):
         return None
     top = max(chunk.score_top for chunk in chunks if chunk.targets is not None)
-    block = _block_rows(vocab_size, hidden.device, in_cache=top <= ops.MOST_TOP)
+    block = _block_rows(vocab_size, hidden.device, in_cache=top <= MOST_TOP)
     both = np.stack([np.concatenate(positions), np.concatenate(targets)])
     at, tokens = to_device(both, hidden.device)
     blocks = [
@@ -80,7 +80,7 @@ def to_scored(chunks: Sequence[PrefillChunk], reports: Tensor) -> tuple[list[Sco
         if not len(indices):
             continue
         end, start = at + len(indices), chunk.start + int(indices[0]) + 1
-        mine = words[at:end, : ops.words_of_report(chunk.score_top)].tobytes()
+        mine = words[at:end, : words_of_report(chunk.score_top)].tobytes()
         scored.append(Scored(chunk.key, start, Reports(chunk.score_top, mine)))
         if not np.isfinite(chosen[at:end]).all():
             non_finite.append(chunk.key)

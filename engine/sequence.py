@@ -20,14 +20,13 @@ from engine.messages import (
     Timing,
     unpack_ids,
 )
-from engine.reports import Reports
+from engine.reports import MOST_TOP, Reports
 
 if TYPE_CHECKING:
     from engine.keeping import Keeping
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
-MOST_TOP = 20  # best tokens whose log-probabilities it reports by itself
 
 
 def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:

@@ -127,7 +127,7 @@ class Answer:
             return self._end_kept(update)
         if self.finish_reason is not None:
             return []
-        pieces = self._take_whole(update)
+        pieces = self._take_clear(update)
         if pieces is None:
             pieces = self._take_each(update)
         if self._over is not None and self._keeps and update.finished is None:
@@ -143,7 +143,7 @@ class Answer:
             self.finish_reason = last.finish_reason = reason
         return pieces
 
-    def _take_whole(self, update: Update) -> list[Piece] | None:
+    def _take_clear(self, update: Update) -> list[Piece] | None:
         """The pieces of tokens that end nothing and whose texts are whole in themselves; else
         takes nothing."""
         plain = self._takes_plain

@@ -72,24 +72,10 @@ class LogprobArrays:
         """What is told of an answer whose text begins `shift` characters after the start."""
         if isinstance(told, Whole):
             self._add_whole(told, shift)
-        else:
-            self._add_pieces(told, shift)
-
-    def _add_pieces(self, pieces: Sequence[Piece], shift: int) -> None:
-        names, tokens, offsets = self._names, self.tokens, self.text_offset
-        values, top = self.token_logprobs, self.top_logprobs
-        for piece in pieces:
-            token, logprobs = piece.token, piece.logprobs
-            if token is None:
-                continue
-            if logprobs is None or logprobs.top_ids or logprobs.logprob < LEAST_LOGPROB:
-                self.add(token, piece.offset + shift, logprobs)
-                continue
-            # Of most tokens there is nothing more to say.
-            tokens.append(name := names[token])
-            offsets.append(piece.offset + shift)
-            values.append(own := logprobs.logprob)
-            top.append({name: own})
+            return
+        for piece in told:
+            if piece.token is not None:
+                self.add(piece.token, piece.offset + shift, piece.logprobs)
 
     def _add_whole(self, whole: Whole, shift: int) -> None:
         """As with its pieces, but quicker."""

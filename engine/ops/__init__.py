@@ -18,16 +18,13 @@ from engine.ops.minlstm_scan import minlstm_scan
 from engine.ops.minlstm_scan_train import minlstm_scan_train
 from engine.ops.minlstm_step import minlstm_step
 from engine.ops.target_logprobs import (
-    MOST_TOP,
     Logprobs,
     read_reports,
     report_logprobs_,
     target_logprobs,
-    words_of_report,
 )
 
 __all__ = [
-    "MOST_TOP",
     "SCAN_CHUNK",
     "Logprobs",
     "adjust_",
@@ -47,5 +44,4 @@ __all__ = [
     "read_reports",
     "report_logprobs_",
     "target_logprobs",
-    "words_of_report",
 ]

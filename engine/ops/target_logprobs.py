@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-
-MOST_TOP = 20  # best tokens in a report
+from engine.reports import words_of_report
 
 
 class Logprobs(NamedTuple):
@@ -25,11 +24,6 @@ class Logprobs(NamedTuple):
     is_greedy: Tensor  # [...] bool: the token is the most likely one
     top_ids: Tensor  # [..., top] int32, best first
     top_logprobs: Tensor  # [..., top] float32
-
-
-def words_of_report(top: int) -> int:
-    """Words of a report with so many best tokens."""
-    return 2 + 2 * top
 
 
 def read_reports(reports: Tensor) -> Logprobs:
@@ -48,7 +42,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
     Args:
         logits: float32 [rows, vocab].
         targets: int64 [rows], ids below vocab.
-        top: at most MOST_TOP and vocab.
+        top: at most engine.reports.MOST_TOP and vocab.
 
     Returns:
         int32 [rows, 2 + 2 * top]. Where a logit is NaN or +infinity, or all are -infinity, its

@@ -42,7 +42,7 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.reports import WORDS, Reports, TokenLogprobs
+from engine.reports import Reports, TokenLogprobs, words_of_report
 from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from tests.reports import log32, packed
 
@@ -322,7 +322,7 @@ class FakeRunner:
         assert plan.adjusted or not any(is_adjusted(params) for params in drawing)
         assert plan.top >= max((top_of(params) for params in drawing), default=-1)
         tokens, counts = array("i"), []
-        words = WORDS * (1 + max(0, plan.top))
+        words = words_of_report(max(0, plan.top))
         reports = np.full((len(self.batch), plan.steps, words), -7, np.int32)
         for index, device_row in enumerate(self.batch):
             drawn: list[int] = []

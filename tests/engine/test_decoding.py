@@ -30,9 +30,9 @@ from engine.messages import (
 )
 from engine.models.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
-from engine.reports import Reports, TokenLogprobs
+from engine.reports import MOST_TOP, Reports, TokenLogprobs
 from engine.runner import Runner
-from engine.sequence import MOST_STOP_IDS, MOST_TOP, is_adjusted, is_plain
+from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
 
@@ -508,7 +508,7 @@ def reports_by(result: StepResult, tokens: dict[int, list[int]]) -> list[Reports
     if drawn.reports is None:
         return []
     top = drawn.reports.shape[2] // 2 - 1
-    return [drawn.reports_of([row], len(ids), top) for row, ids in enumerate(tokens.values())]
+    return [drawn.reports_of(row, len(ids), top) for row, ids in enumerate(tokens.values())]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine import distribution
-from engine.ops import MOST_TOP, read_reports
+from engine.ops import read_reports
+from engine.reports import MOST_TOP
 from tests.logits import logits_with_ties, order
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

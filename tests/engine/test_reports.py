@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine import ops
-from engine.reports import Reports, TokenLogprobs
-from engine.sequence import MOST_TOP
+from engine.reports import MOST_TOP, Reports, TokenLogprobs, words_of_report
 from tests.reports import in_float32, packed
 
 
@@ -53,4 +52,7 @@ def test_the_operators_words() -> None:
 
 
 def test_the_device_reports_as_many_best_as_sequences_count_on() -> None:
-    assert ops.MOST_TOP == MOST_TOP
+    logits, targets = torch.zeros(1, 50), torch.zeros(1, dtype=torch.int64)
+    assert ops.target_logprobs(logits, targets, MOST_TOP).shape == (1, words_of_report(MOST_TOP))
+    with pytest.raises(RuntimeError, match=f"top must be 0 to {MOST_TOP}"):
+        ops.target_logprobs(logits, targets, MOST_TOP + 1)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.messages import SamplingParams
+from engine.reports import words_of_report
 from tests.ops.draws import STEPS, rows_of
 from tests.ops.helpers import DEVICES, int32, same_bits
 from tests.ops.test_target_logprobs import with_ties
@@ -25,7 +26,7 @@ class Reporting:
         self.told = torch.zeros(rows, dtype=torch.int32, device=device)
         self.cursor = torch.zeros_like(self.told)
         self.out = torch.full((steps, rows), -1, dtype=torch.int32, device=device)
-        shape = steps, rows, ops.words_of_report(room)
+        shape = steps, rows, words_of_report(room)
         self.reports = torch.full(shape, UNTOUCHED, dtype=torch.int32, device=device)
 
     def draw(self, row: int, token: int) -> None:

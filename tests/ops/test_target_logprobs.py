@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.reports import words_of_report
 from tests.ops.helpers import DEVICES, op, same_bits
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -127,7 +128,7 @@ def test_the_best_come_in_order_of_equal_ones_the_lowest_id_first(
     top = min(top, vocab)
     logits, targets = with_ties(6, vocab, device), case(6, vocab, 1.0, device)[1]
     reports = ops.target_logprobs(logits, targets, top)
-    assert (reports.shape, reports.dtype) == ((6, ops.words_of_report(top)), torch.int32)
+    assert (reports.shape, reports.dtype) == ((6, words_of_report(top)), torch.int32)
     got, wanted = ops.read_reports(reports), op("target_logprobs").reference(logits, targets, top)
     assert torch.equal(got.top_ids, wanted.top_ids)
     torch.testing.assert_close(got.top_logprobs.double(), wanted.top_logprobs, rtol=1e-6, atol=2e-6)
