@@ -134,7 +134,7 @@ async def test_whatever_becomes_of_a_request_it_has_one_line(
 async def test_text_and_off(byte_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with running(fake_runner(byte_folder), access_log="text", api_keys=KEYS) as service:
         headers = {**bearer(ALICE), "x-request-id": "mine"}
-        body = {"prompts": [SECRET], "max_tokens": 1}
+        body = {"prompts": [SECRET], "max_tokens": 1, "temperature": 0}
         await service.http.post("/v1/generate", json=body, headers=headers)
         await service.http.get("/health", headers={"x-request-id": "other"})
     first, second = capfd.readouterr().out.splitlines()

@@ -69,7 +69,8 @@ async def test_as_many_as_are_drawn_may_be_streamed(service: Service) -> None:
 
 async def test_one_that_fails_is_not_chosen(service: Service) -> None:
     service.runner.spoiled = {1}
-    body = await service.post(PATH, {"prompt": "ab", "n": 2, "best_of": 3, "max_tokens": 2})
+    request = {"prompt": "ab", "max_tokens": 2, "ignore_eos": True}
+    body = await service.post(PATH, {**request, "n": 2, "best_of": 3})
     assert [choice["finish_reason"] for choice in body["choices"]] == ["length"] * 2
     assert all("error" not in choice for choice in body["choices"])
 

@@ -247,11 +247,12 @@ def test_a_server_that_drains(tmp_path: Path) -> None:
 
 def test_an_engine_that_fails(tmp_path: Path) -> None:
     runner = serving(tmp_path, failures=[RuntimeError("boom")])
+    request: Any = {"model": "fake", "prompt": "a", "max_tokens": 1, "temperature": 0}
     with listening(runner) as (url, _), connect(url) as client:
         with pytest.raises(openai.InternalServerError) as failed:
-            client.completions.create(model="fake", prompt="a", max_tokens=1)
+            client.completions.create(**request)
         assert failed.value.status_code == 500
-        assert client.completions.create(model="fake", prompt="a", max_tokens=1).choices[0].text
+        assert client.completions.create(**request).choices[0].text
 
 
 @pytest.mark.parametrize("chat", [False, True])
