@@ -11,7 +11,7 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
 from engine.messages import Gone, ModelInfo
-from engine.protocol import Serve
+from engine.protocol import Seat
 from engine.transport import ProcessTransport
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,11 @@ class Charge:
         self._closing = False
 
     @property
+    def rank(self) -> int:
+        """Its place among those that serve together."""
+        return self.config.rank
+
+    @property
     def serves(self) -> bool:
         """It is loaded and has not ended."""
         return self._client.state == "ready" and not self._closing
@@ -43,9 +48,10 @@ class Charge:
         assert self._client.info is not None
         return self._client.info
 
-    def order(self, restarts: int) -> Serve:
+    @property
+    def seat(self) -> Seat:
         """What members are told when it is to serve."""
-        return Serve(self.generation, self._address, self.info, restarts)
+        return Seat(self.generation, self._address)
 
     async def load(self, timeout: float) -> None:
         """Starts the process and returns when the model is loaded. Raises the EngineError that is

@@ -12,10 +12,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from engine.backend import State
 from engine.delivery import Delivery, Inbox, Taps, Update
 from engine.errors import (
     BY_CODE,
@@ -53,8 +54,6 @@ log = logging.getLogger(__name__)
 # What of the engine's messages is handled at most before others on the event loop get a turn.
 TURN_MESSAGES = 64
 TURN_SECONDS = 0.004
-
-State = Literal["loading", "ready", "dead"]
 
 
 class EngineClient:
@@ -104,6 +103,21 @@ class EngineClient:
         """Of the latest step in which this process had a part; the load in them is at most a
         tenth of a second old."""
         return self._stats
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Itself, as a Backend has it."""
+        return [self]
+
+    @property
+    def slots(self) -> int:
+        """How many requests run at once, once the model is loaded."""
+        return 0 if self._info is None else self._info.slots
+
+    @property
+    def pace(self) -> float:
+        """Mean seconds from one request's leaving the queue to the next's; 0: unknown."""
+        return self._stats.pace
 
     @property
     def in_flight(self) -> int:
@@ -171,6 +185,18 @@ class EngineClient:
         delivery = Delivery(request, interval, inbox, which, self._holding)
         self._deliveries[request.id] = delivery
         return delivery
+
+    def has(self, request_id: int) -> bool:
+        """Whether this request is in flight."""
+        return request_id in self._deliveries
+
+    def client_of(self, request_id: int) -> EngineClient:
+        """Itself."""
+        return self
+
+    def keeps_apart(self, owner: str, id: str, other: str) -> bool:
+        """One engine keeps all of them."""
+        return False
 
     def abort(
         self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()

@@ -24,6 +24,7 @@ Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 # reading a sequence; prompt chunks that end at such multiples leave every bit as it would be.
 SCAN_CHUNK = 128
 
+MOST_ENGINES = 256  # of one server
 MOST_TTL = 1e9  # seconds that a kept state may be asked to stay
 
 QUEUE_PART = 3
@@ -244,10 +245,14 @@ class EngineConfig:
     disk_cache_bytes: int = 0  # of cached states there, beside the kept ones; 0 = none
     state_ttl: float = 86400.0  # seconds after its last use that a kept state is forgotten
     max_states: int = 2**17  # kept states of one owner; more are refused
-    threads: int | None = None  # CPU threads of the engine; None = what the container may use
+    # CPU threads of the engine; None = its part of what the container may use
+    threads: int | None = None
     cuda_graphs: bool = True
     # A sequence's logits are the same bits in any company and wherever its prompt is split.
     deterministic: bool = False
+    # One server may have several engines, which serve the same model; all else here is each one's.
+    engines: int = 1
+    rank: int = 0  # of this one among them, from 0; on GPUs its device's number too
 
     @property
     def quantization(self) -> Quantization | None:
@@ -261,6 +266,24 @@ class EngineConfig:
             "device",
             self.device,
             '"auto", "cpu", "cuda" or "cuda:N"',
+        )
+        _check(
+            _is_int(self.engines) and 1 <= self.engines <= MOST_ENGINES,
+            "engines",
+            self.engines,
+            f"an integer from 1 to {MOST_ENGINES}",
+        )
+        _check(
+            _is_int(self.rank) and 0 <= self.rank < self.engines,
+            "rank",
+            self.rank,
+            f"an integer from 0 to {self.engines - 1}",
+        )
+        _check(
+            self.engines == 1 or ":" not in self.device,
+            "device",
+            self.device,
+            '"auto", "cpu" or "cuda" with several engines, of which each has a GPU of its own',
         )
         _check(
             self.dtype == "auto" or self.dtype in get_args(DtypeName),

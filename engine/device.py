@@ -38,16 +38,19 @@ def resolve(config: EngineConfig, checkpoint_dtype: str) -> EngineConfig:
     """`config` with every open choice made.
 
     device "auto" is the GPU where there is one that the extension holds code for, else the CPU;
-    dtype "auto" is as resolve_dtype() has it. Raises DeviceError when a GPU is asked for that
+    dtype "auto" is as resolve_dtype() has it. Of several engines each has a GPU of its own, or its
+    part of the processors and of main memory. Raises DeviceError when a GPU is asked for that
     cannot be used.
     """
     device = resolve_device(config.device)
+    if config.engines > 1 and device.type == "cuda":
+        device = resolve_device(f"cuda:{config.rank}")
     return dataclasses.replace(
         config,
         device=str(device),
         dtype=resolve_dtype(config.dtype, device, checkpoint_dtype),
         max_step_tokens=config.max_step_tokens or STEP_TOKENS[device.type],
-        threads=config.threads or usable_cpus(),
+        threads=config.threads or max(1, usable_cpus() // config.engines),
         host_state_bytes=_host_state_bytes(config),
     )
 
@@ -55,7 +58,8 @@ def resolve(config: EngineConfig, checkpoint_dtype: str) -> EngineConfig:
 def _host_state_bytes(config: EngineConfig) -> int:
     if config.host_state_bytes is not None:
         return config.host_state_bytes
-    return min(available_memory(torch.device("cpu")) // 4, MOST_HOST_STATE_BYTES)
+    free = available_memory(torch.device("cpu")) // config.engines
+    return min(free // 4, MOST_HOST_STATE_BYTES)
 
 
 def resolve_device(name: str) -> torch.device:

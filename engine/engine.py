@@ -23,11 +23,12 @@ from engine.config import EngineConfig, host_rows
 from engine.desk import StateDesk
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.grammars import Grammars
+from engine.home import Home
 from engine.keeper import Keeper
+from engine.layout import open_shelf
 from engine.messages import AskState, FinishReason, ModelInfo, Request, StateReply, StepEvents
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler
-from engine.shelf import Shelf
 from engine.snapshot import Shape
 
 log = logging.getLogger(__name__)
@@ -89,8 +90,10 @@ class Engine:
         self.info = info
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
-        folder = config.state_folder
-        shelf = None if folder is None else Shelf(Path(folder), info.fingerprint)
+        home, variant = Home(config.rank, config.engines), _variant(info)
+        shelf = None
+        if config.state_folder is not None:
+            shelf = open_shelf(Path(config.state_folder), info.fingerprint, variant, home)
         keeper = Keeper(
             config.share_slots,
             config.max_slots,
@@ -102,7 +105,8 @@ class Engine:
             shelf=shelf,
             disk_bytes=config.disk_state_bytes,
             disk_cache_bytes=config.disk_cache_bytes,
-            variant=_variant(info),
+            variant=variant,
+            home=home,
         )
         self._keeper = keeper
         self._desk = StateDesk(keeper)

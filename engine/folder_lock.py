@@ -84,6 +84,23 @@ class FolderLock:
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
 
 
+def is_used(path: Path) -> bool:
+    """Whether an engine has the folder open whose locks are this file; not, where there are none
+    or no locks. Raises no error."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        told = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+        return bool(_LOCK.unpack(told)[0] != fcntl.F_UNLCK)
+    except (OSError, AttributeError):  # a system without such locks
+        return False
+    finally:
+        os.close(file)
+
+
 def _byte(name: str) -> int:
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return 1 + int.from_bytes(digest) % 2**62

@@ -20,6 +20,7 @@ from engine import snapshot
 from engine.config import SCAN_CHUNK
 from engine.disk_cache import DiskCache
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
+from engine.home import Home
 from engine.keeping import Keeping
 from engine.messages import (
     ID_BYTES,
@@ -62,10 +63,11 @@ class Keeper:
         disk_bytes: int = 0,
         disk_cache_bytes: int = 0,
         variant: str = "",
+        home: Home | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """What is on the shelf is there: named states, up to `disk_bytes`, and cached ones of the
-        same `variant` of the model; `clock` is the time of day."""
+        same `variant` of the model; `home` chooses ids; `clock` is the time of day."""
         self.shape = shape or Shape("", 2**31, (1, 1), None)
         self.row_bytes = self.shape.bytes + 4 * self.shape.vocab_size  # of main memory
         self.tiers = Tiers(device_rows, first_row, host_rows)
@@ -80,6 +82,7 @@ class Keeper:
             disk_bytes=disk_bytes,
             fetch=self.traffic.fetch,
             clock=clock,
+            home=home or Home(),
         )
         self.disk = DiskCache(
             self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes

@@ -11,8 +11,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from engine.backend import Backend
 from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineUnavailable
+from engine.group import EngineGroup
 from engine.messages import ModelInfo
 from engine.pipe import Pipe, SocketPipe
 from engine.protocol import (
@@ -26,6 +28,7 @@ from engine.protocol import (
     Left,
     Reload,
     Samples,
+    Seat,
     Serve,
     ToMember,
     Using,
@@ -40,10 +43,10 @@ GATHER_SECONDS = 10.0  # for the supervisor to tell what other members count
 
 @dataclass(frozen=True)
 class Serving:
-    """New requests are to go to this engine: say so by `use`."""
+    """New requests are to go here: say so by `use`."""
 
-    client: EngineClient  # connected
-    generation: int
+    backend: Backend  # connected
+    generations: tuple[int, ...]  # of the engines that it stands for
     restarts: int = 0  # so far, of engines that died
 
 
@@ -97,7 +100,7 @@ class Member:
         return await self._events.get()
 
     def use(self, generation: int) -> None:
-        """New requests go to this engine now."""
+        """New requests go to engines up to this one now, the youngest of a `Serving`."""
         self._pipe.send(Using(generation))
 
     async def leave(self, generation: int) -> None:
@@ -183,11 +186,20 @@ class Member:
                 self._events.put_nowait(Stop(now=isinstance(message, Cut)))
 
     async def _connect(self, order: Serve) -> None:
-        transport = SocketTransport(order.address, name=self._name)
-        client = EngineClient(transport)
-        self._connections[order.generation] = client, transport
-        await client.start()
-        self._events.put_nowait(Serving(client, order.generation, order.restarts))
+        clients: list[EngineClient | None] = []
+        for seat in order.seats:
+            clients.append(None if seat is None else await self._client(seat))
+        backend = EngineGroup(clients) if len(clients) > 1 else clients[0]
+        assert backend is not None
+        self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
+
+    async def _client(self, seat: Seat) -> EngineClient:
+        if seat.generation not in self._connections:
+            transport = SocketTransport(seat.address, name=self._name)
+            client = EngineClient(transport)
+            self._connections[seat.generation] = client, transport
+            await client.start()
+        return self._connections[seat.generation][0]
 
     def _lose(self, message: Down) -> None:
         error = message.problem.error()

@@ -38,7 +38,7 @@ COLLECT_SECONDS = 2.0  # for a member to tell its metrics; then those it told la
 class _Member:
     name: str
     pipe: MemberPipe
-    using: int = 0  # the generation of the engine that its new requests go to
+    using: int = 0  # the generation of the youngest engine that its new requests go to
     needs: set[int] = field(default_factory=set)  # generations on which it may have requests
     samples: bytes | None = None  # as it told them last
     asked: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by nonce, for samples
@@ -88,10 +88,10 @@ class Members:
             member.pipe.send(message)
 
     def serve(self, order: Serve, only: str | None = None) -> None:
-        """Tells everybody, or one, which engine new requests are to go to."""
+        """Tells everybody, or one, which engines new requests are to go to."""
         for member in self._members.values():
             if only in (None, member.name):
-                member.needs.add(order.generation)
+                member.needs.update(order.generations)
                 member.pipe.send(order)
 
     def need(self, generation: int) -> bool:

@@ -1,8 +1,9 @@
 """What a supervisor of engines and its members, the API processes, tell each other; plain data.
 
-Every engine that a supervisor starts has a generation, a number that grows. A member is told of the
-one that is to serve (`Serve`), of its end (`Down`), and says when it has nothing more in flight
-there (`Left`). Requests and tokens do not pass here: members talk to engines themselves.
+Every engine that a supervisor starts has a generation, a number that grows, and a rank among those
+that serve together. A member is told which ones serve (`Serve`), of the end of one (`Down`), and
+says when it has nothing more in flight there (`Left`). Requests and tokens do not pass here:
+members talk to engines themselves.
 """
 
 from __future__ import annotations
@@ -40,23 +41,35 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class Serve(msgspec.Struct, frozen=True, tag=True):
-    """From now on new requests go to this engine, which has loaded its model."""
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that has loaded its model."""
 
     generation: int
     address: str
+
+
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """From now on new requests go to these engines, of one model; by rank, None for one that is
+    missing just now. There is at least one."""
+
+    seats: list[Seat | None]
     info: ModelInfo
     restarts: int  # so far, of engines that died
+
+    @property
+    def generations(self) -> list[int]:
+        """Those of all that are there."""
+        return [seat.generation for seat in self.seats if seat is not None]
 
 
 class Down(msgspec.Struct, frozen=True, tag=True):
     """An engine has ended by itself; what is in flight there is lost. May be said again, with news
-    of when there is to be another."""
+    of when there is to be another. Where others serve on, a `Serve` says which."""
 
     generation: int
     problem: Problem
-    final: bool = False  # no other one will be started in its place
-    current: bool = True  # it was the one that serves
+    final: bool = False  # there is none any more, and will be none
+    current: bool = True  # none is left that serves
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +101,8 @@ ToMember = Welcome | Serve | Down | Collect | Answer | Drain | Cut
 
 
 class Using(msgspec.Struct, frozen=True, tag=True):
-    """New requests go to this engine, and to no older one."""
+    """New requests go to engines up to this one, the youngest of a `Serve`, and to none of those
+    that they have replaced."""
 
     generation: int
 
@@ -100,7 +114,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reload(msgspec.Struct, frozen=True, tag=True):
-    """Asks for an engine with a freshly loaded model in place of the one that serves."""
+    """Asks for engines with a freshly loaded model in place of those that serve."""
 
     nonce: int
     model: str | None = None  # None = the present one

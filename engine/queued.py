@@ -3,6 +3,9 @@ API process its own, as far as the engine has told (`Queued`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 
 class Counts:
     """Counts requests and their prompt tokens."""
@@ -42,6 +45,34 @@ class Counts:
         own[1] -= tokens
         if not own[0]:
             del self._owners[owner]
+
+
+class Waiters(Protocol):
+    """What is to be known of requests that wait."""
+
+    @property
+    def owners(self) -> int:
+        """How many owners have requests that wait."""
+
+    def of(self, owner: str) -> tuple[int, int]:
+        """How many requests of an owner wait, and their prompt tokens."""
+
+
+class WaitersOfAll:
+    """Those of several engines together."""
+
+    def __init__(self, parts: Sequence[Waiters]) -> None:
+        self._parts = parts
+
+    @property
+    def owners(self) -> int:
+        """Of the engine where there are the most: most have requests everywhere."""
+        return max(part.owners for part in self._parts)
+
+    def of(self, owner: str) -> tuple[int, int]:
+        """How many requests of an owner wait, and their prompt tokens."""
+        requests, tokens = zip(*(part.of(owner) for part in self._parts), strict=True)
+        return sum(requests), sum(tokens)
 
 
 class Queued:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import logging
 import os
 import queue
@@ -31,11 +30,13 @@ from typing import BinaryIO
 
 from engine.errors import ConfigError
 from engine.folder_lock import FolderLock
+from engine.home import DIGEST_CHARACTERS, digest_of
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
+HEXADECIMAL = frozenset("0123456789abcdef")
 CLOSE_SECONDS = 10.0  # for what is still to be written at the end
 
 Work = Callable[[], bytes | OSError]
@@ -56,7 +57,7 @@ class Shelf:
             probe = folder / f"{_model_part(model)}probe{self._temporary}"
             _write_new(probe, b"")
             probe.unlink()
-            self.lock = FolderLock(folder / f"{_model_part(model)}lock")
+            self.lock = FolderLock(lock_of(folder, model))
         except OSError as error:
             raise _unusable(folder, error) from error
         self._asked: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
@@ -67,8 +68,7 @@ class Shelf:
     @staticmethod
     def name(model: str, *parts: str) -> str:
         """The name of a model's file of what these parts tell apart: of one length."""
-        text = json.dumps(parts).encode()
-        return _model_part(model) + hashlib.blake2b(text, digest_size=24).hexdigest() + SUFFIX
+        return _model_part(model) + digest_of(*parts) + SUFFIX
 
     def write(self, name: str, content: Callable[[], bytes], done: Done) -> None:
         """`done` is called with the file's `tag` when it is written, or with the error."""
@@ -217,6 +217,21 @@ class Shelf:
 def tag_of(status: os.stat_result) -> bytes:
     """Of a file with this status, as of `Shelf.tag`."""
     return b"%d %d %d" % (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def lock_of(folder: Path, model: str) -> Path:
+    """The file of the locks that engines of a model share in a folder."""
+    return folder / f"{_model_part(model)}lock"
+
+
+def digest_in(name: str, model: str) -> str | None:
+    """Of `engine.home.digest_of`, what the name of one of the model's files has; None for what is
+    no such name."""
+    mine = _model_part(model)
+    digest = name[len(mine) : -len(SUFFIX)]
+    if not (name.startswith(mine) and name.endswith(SUFFIX)) or len(digest) != DIGEST_CHARACTERS:
+        return None
+    return digest if HEXADECIMAL.issuperset(digest) else None
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import bisect
 import logging
-import secrets
 from collections.abc import Callable
 
 from engine import snapshot
 from engine.claims import Claims, Key
 from engine.errors import ConfigError, EngineError, StateNotFound, StateQuota
+from engine.home import Home
 from engine.messages import ID_BYTES, StateInfo
 from engine.ranking import Ranking
 from engine.shelf import Shelf, tag_of
@@ -52,6 +52,7 @@ class States:
         disk_bytes: int,
         fetch: Callable[[Kept, Callable[[bytes | None], None]], None],
         clock: Callable[[], float],
+        home: Home,
     ) -> None:
         self._tiers = tiers
         self._shape = shape
@@ -61,6 +62,7 @@ class States:
         self._disk_bytes = disk_bytes
         self._fetch = fetch
         self._clock = clock
+        self._home = home
         self._named: dict[Key, Named] = {}
         self._ids: dict[str, list[str]] = {}  # by owner, in order
         self._expiry: Ranking[Key] = Ranking()
@@ -128,7 +130,7 @@ class States:
         if id:
             check_id(param, id)
         else:
-            id = f"st_{secrets.token_hex(16)}"
+            id = self._home.new_id(owner)
         key = owner, id
         self.claims.take(key, param)
         self._look(owner, id)
@@ -314,9 +316,8 @@ class States:
         else:
             self._forget(owner, id)
             read = found.snapshot.tokens - len(found.snapshot.tail) // ID_BYTES
-            kept = Kept(
-                read, owner, files={file}, written={file}, digest=found.snapshot.digest
-            )  # fmt: skip
+            digest = found.snapshot.digest
+            kept = Kept(read, owner, files={file}, written={file}, digest=digest)
             standing = Standing.of(self._tiers.hold(kept), found.snapshot)
             times = found.created, found.ttl, expires
             self._add(Named(owner, id, standing, *times, file, tag_of(status), written))

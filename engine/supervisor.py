@@ -1,8 +1,9 @@
-"""Supervisor: starts an engine for its members, the API processes, and keeps one running.
+"""Supervisor: starts engines for its members, the API processes, and keeps them running.
 
-An engine that dies, or that has not answered for too long and is killed, is started again, a
-limited number of times; a first engine that cannot be loaded is not. A reload loads another engine
-beside the one that serves, which then finishes what it has in flight, and ends. Only orders pass
+There may be several, of one model, which serve together; each has a rank. One that dies, or that
+has not answered for too long and is killed, is started again, a limited number of times, while the
+others go on; where one of the first cannot be loaded, none serves. A reload loads other engines
+beside those that serve, which then finish what they have in flight, and end. Only orders pass
 through here: members talk to engines themselves.
 """
 
@@ -18,15 +19,22 @@ from typing import Any
 
 from engine.charge import Charge
 from engine.config import EngineConfig
-from engine.errors import Draining, EngineDead, EngineError, EngineLoading, ReloadUnderWay
+from engine.errors import (
+    CheckpointError,
+    Draining,
+    EngineDead,
+    EngineError,
+    EngineLoading,
+    ReloadUnderWay,
+)
 from engine.members import MemberPipe, Members
 from engine.messages import ModelInfo
-from engine.protocol import Down, Problem
+from engine.protocol import Down, Problem, Serve
 from engine.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-USE_SECONDS = 30.0  # for all members to use another engine; who hangs so long holds up no answer
+USE_SECONDS = 30.0  # for all members to use other engines; who hangs so long holds up no answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,8 @@ class Rules:
 
 
 class Supervisor:
-    """`run` starts the engine and keeps it; members `join` at any time. All on one event loop."""
+    """`run` starts the engines and keeps them; members `join` at any time. All on one event
+    loop."""
 
     def __init__(
         self,
@@ -50,98 +59,123 @@ class Supervisor:
         fold: Callable[[list[bytes]], bytes] | None = None,
         engine: str | None = None,
     ) -> None:
-        """`check` is awaited with every model before it serves; what it raises (an EngineError) is
+        """`config` is every engine's, but for the rank; `config.engines` says how many there are.
+        `check` is awaited with every model before it serves; what it raises (an EngineError) is
         a failure to load. `fold`: as of `Members`; `engine`: as of `ProcessTransport`."""
-        self._config = config  # of the engine that serves
+        self._config = config  # of the engines that serve
         self._rules = rules
         self._check = check
         self._engine = engine
-        self._restarts = Restarts(rules.restarts, rules.window)
-        self._current: Charge | None = None  # serves, or has died and is to be replaced
+        self._restarts = [Restarts(rules.restarts, rules.window) for _ in range(config.engines)]
+        # By rank: who serves, or has died and is to be replaced; None: not there yet, or no more.
+        self._seats: list[Charge | None] = [None] * config.engines
         self._engines: set[Charge] = set()  # all that live: loading, serving, finishing
         self._generations = 0
         self._load_seconds = 1.0  # of the latest one
-        self._deaths: asyncio.Queue[tuple[Charge, EngineError]] = asyncio.Queue()
-        self._reload: asyncio.Task[Charge] | None = None
+        self._over: asyncio.Queue[EngineError] = asyncio.Queue()  # why no engine is left
+        self._reload: asyncio.Task[list[Charge]] | None = None
         self._held = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.members = Members(self.reload, self._on_unneeded, fold)
 
     async def run(self) -> EngineError:
-        """Starts the engine, and again when it dies; returns why there is none any more."""
-        error: EngineError | None = None
+        """Starts the engines, and again those that die; returns why there is none any more."""
         try:
-            await self._start(self._config)
-            while error is None:
-                error = await self._replace(*await self._deaths.get())
-        except EngineError as failure:  # of the first one, for which there is no second try
+            await self._start_all(self._config)
+            error = await self._over.get()
+        except EngineError as failure:  # of the first ones, for which there is no second try
             error = failure
-        except Exception as unexpected:  # nobody would keep the engine, nor know it
+        except Exception as unexpected:  # nobody would keep the engines, nor know them
             log.exception("unexpected error of the supervisor")
             error = EngineDead(f"the supervisor has failed: {unexpected}")
-        generation = self._current.generation if self._current else 0
-        self.members.tell(Down(generation, Problem.of(error), final=True))
+        self.members.tell(Down(self._generations, Problem.of(error), final=True))
         return error
 
-    async def _replace(self, engine: Charge, error: EngineError) -> EngineError | None:
-        """Returns when another engine serves (None), or why none will."""
-        if self._reload is not None and not self._held:
-            # What is being loaded takes its place: memory may not suffice for a third.
-            log.warning("%s; the one that is being loaded takes its place", error.message)
-            await asyncio.wait({self._reload})
-        while self._current is engine:
-            seconds = None if self._held else self._restarts.wait(time.monotonic())
+    async def _replace(self, engine: Charge, error: EngineError) -> None:
+        """Returns when another engine serves in its place, or none will."""
+        try:
+            reason = await self._try_to_replace(engine, error)
+        except Exception as unexpected:
+            log.exception("unexpected error of the supervisor")
+            reason = EngineDead(f"the supervisor has failed: {unexpected}")
+        if reason is None:
+            return
+        self._seats[engine.rank] = None
+        if any(self._seats):
+            who = self._name(engine.rank)
+            log.error("error: %s%s; the others go on without it", who, reason.message)
+        else:
+            self._over.put_nowait(reason)
+
+    async def _try_to_replace(self, engine: Charge, error: EngineError) -> EngineError | None:
+        """None, or why none will serve in its place."""
+        rank = engine.rank
+        restarts = self._restarts[rank]
+        while self._seats[rank] is engine:
+            if self._reload is not None and not self._held:
+                # What is being loaded takes its place: memory may not suffice for a third.
+                who = self._name(rank)
+                log.warning("%s%s; what is being loaded takes its place", who, error.message)
+                await asyncio.wait({self._reload})
+                continue
+            seconds = None if self._held else restarts.wait(time.monotonic())
             if seconds is None:
-                count = self._restarts.recent
+                count = restarts.recent
                 tries = f", after {count} restart{'s' if count > 1 else ''}" if count else ""
                 return EngineDead(error.message + tries)
             log.warning(
-                "%s; starting another%s (%d of at most %d within %g s)",
+                "%s%s; starting another%s (%d of at most %d within %g s)",
+                self._name(rank),
                 error.message,
                 f" in {seconds:g} s" if seconds else "",
-                self._restarts.recent,
-                self._restarts.most,
-                self._restarts.window,
+                restarts.recent,
+                restarts.most,
+                restarts.window,
             )
             self._tell_down(engine, error, seconds + self._load_seconds)
             await asyncio.sleep(seconds)
             if self._held:
                 return error
             try:
-                await self._start(self._config)
+                another = await self._load(self._config, rank)
             except EngineError as failure:
                 error = EngineDead(f"the model could not be loaded again: {failure.message}")
+            else:
+                if self._seats[rank] is engine:
+                    self._seat([another])
+                else:  # a reload was quicker
+                    await self._end(another)
         return None
 
     async def reload(self, model: str | None) -> ModelInfo:
         """Loads `model` (None: the present one again) and returns when new requests go there.
 
         Raises ConfigError, CheckpointError, DeviceError or another EngineError where it cannot be
-        loaded; ReloadUnderWay; EngineLoading while no engine serves; Draining. The engine that
-        serves goes on in all these cases.
+        loaded; ReloadUnderWay; EngineLoading while no engine serves; Draining. The engines that
+        serve go on in all these cases.
         """
         if self._held:
             raise Draining("the server is shutting down and loads no model")
         if self._reload is not None:
             raise ReloadUnderWay("another reload is under way; one at a time")
-        if self._current is None or not self._current.serves:
+        if not self._serving():
             raise EngineLoading("no engine serves just now, whose place another could take")
         config = replace(self._config, model=model or self._config.model)
-        reload = self._reload = asyncio.create_task(self._start(config))
+        reload = self._reload = asyncio.create_task(self._start_all(config))
         self._tasks.add(reload)
         reload.add_done_callback(self._on_reloaded)
         try:
-            engine = await asyncio.shield(reload)
+            engines = await asyncio.shield(reload)
         except asyncio.CancelledError:
             if not reload.cancelled():  # who asked for it was; it goes on
                 raise
             raise Draining("the server is shutting down; the reload was given up") from None
         with suppress(TimeoutError):
             async with asyncio.timeout(USE_SECONDS):
-                await self.members.all_use(engine.generation)
-        return engine.info
+                await self.members.all_use(max(engine.generation for engine in engines))
+        return engines[0].info
 
-    def _on_reloaded(self, reload: asyncio.Task[Charge]) -> None:
+    def _on_reloaded(self, reload: asyncio.Task[list[Charge]]) -> None:
         """Only now another one may begin, whether or not anybody has waited for this one."""
         self._tasks.discard(reload)
         self._reload = None
@@ -167,8 +201,7 @@ class Supervisor:
     def join(self, pipe: MemberPipe) -> str:
         """Takes in a member, of whom `pipe` is this side's end; returns its name."""
         name = self.members.add(pipe)
-        if self._current is not None and self._current.serves:
-            self.members.serve(self._current.order(self._restarts.total), name)
+        self._tell_serving(name)
         self._keep(self._listen(name))
         return name
 
@@ -181,25 +214,74 @@ class Supervisor:
 
     # Engines.
 
-    async def _start(self, config: EngineConfig) -> Charge:
-        """Loads another engine, to which new requests go from then on."""
+    async def _start_all(self, config: EngineConfig) -> list[Charge]:
+        """Loads an engine for every rank, to which new requests go from then on, or none."""
+        loads = [asyncio.create_task(self._load(config, rank)) for rank in range(config.engines)]
+        try:
+            engines = list(await asyncio.gather(*loads))
+        except BaseException:
+            for load in loads:
+                load.cancel()
+            ended = await asyncio.gather(*loads, return_exceptions=True)
+            loaded = [self._end(one) for one in ended if isinstance(one, Charge)]
+            await asyncio.shield(asyncio.gather(*loaded))
+            raise
+        self._config = config
+        self._seat(engines)
+        return engines
+
+    async def _load(self, config: EngineConfig, rank: int) -> Charge:
+        """An engine that has loaded its model. Raises EngineError."""
         self._generations += 1
-        engine = Charge(self._generations, config, self._engine)
+        engine = Charge(self._generations, replace(config, rank=rank), self._engine)
         self._engines.add(engine)
         try:
             await engine.load(self._rules.load_timeout)
             if self._check is not None:
                 await self._check(engine.info)
+            self._check_company(engine, config)
         except BaseException:
             await asyncio.shield(self._end(engine))
             raise
-        self._keep(self._mourn(engine))
         self._load_seconds = engine.load_seconds
-        old, self._current, self._config = self._current, engine, config
-        self.members.serve(engine.order(self._restarts.total))
-        if old is not None and not self.members.need(old.generation):
-            self._on_unneeded(old.generation)
         return engine
+
+    def _check_company(self, engine: Charge, config: EngineConfig) -> None:
+        """Raises CheckpointError for another model than those have that it is to serve with."""
+        others = self._serving() if config is self._config else []
+        if others and engine.info.fingerprint != others[0].info.fingerprint:
+            raise CheckpointError(
+                f"{config.model} is another model now than the one that other engines serve; "
+                "a reload loads it everywhere"
+            )
+
+    def _seat(self, engines: list[Charge]) -> None:
+        """They serve from now on, in the place of those that had their ranks."""
+        replaced = [self._seats[engine.rank] for engine in engines]
+        for engine in engines:
+            self._seats[engine.rank] = engine
+            self._keep(self._mourn(engine))
+        self._tell_serving()
+        for old in replaced:
+            if old is not None and not self.members.need(old.generation):
+                self._on_unneeded(old.generation)
+
+    def _name(self, rank: int) -> str:
+        """What messages about one of several begin with."""
+        engines = len(self._seats)
+        return f"engine {rank} of {engines}: " if engines > 1 else ""
+
+    def _serving(self) -> list[Charge]:
+        return [engine for engine in self._seats if engine is not None and engine.serves]
+
+    def _tell_serving(self, only: str | None = None) -> None:
+        """Tells members, or one, who serves, if anybody does."""
+        serving = self._serving()
+        if not serving:
+            return
+        seats = [engine.seat if engine in serving else None for engine in self._seats]
+        restarts = sum(restarts.total for restarts in self._restarts)
+        self.members.serve(Serve(seats, serving[0].info, restarts), only)
 
     async def _mourn(self, engine: Charge) -> None:
         """Sees to what an engine leaves that ends by itself."""
@@ -208,8 +290,9 @@ class Supervisor:
             return  # it was ended here
         # At once: whatever comes next, what its members have in flight there is lost.
         self._tell_down(engine, error, self._load_seconds)
-        if engine is self._current:
-            self._deaths.put_nowait((engine, error))
+        if engine in self._seats:
+            self._tell_serving()
+            self._keep(self._replace(engine, error))
         else:
             log.error("error: %s, while it finished what it had", error.message)
         await self._end(engine)
@@ -217,7 +300,7 @@ class Supervisor:
     def _on_unneeded(self, generation: int) -> None:
         """No member has anything in flight on this engine."""
         for engine in self._engines:
-            if engine.generation == generation and engine is not self._current:
+            if engine.generation == generation and engine not in self._seats:
                 self._keep(self._end(engine))
 
     async def _end(self, engine: Charge) -> None:
@@ -226,7 +309,7 @@ class Supervisor:
 
     def _tell_down(self, engine: Charge, error: EngineError, seconds: float) -> None:
         """With how many seconds it may take until another serves, unless one does."""
-        current = engine is self._current
+        current = engine in self._seats and not self._serving()
         problem = Problem(error.code, error.message, retry_after=seconds if current else None)
         self.members.tell(Down(engine.generation, problem, current=current))
 

@@ -49,7 +49,7 @@ class OneEngine:
             return NoEngine(error)
         except EngineError as error:
             return NoEngine(error)
-        return Serving(self._client, generation=1)
+        return Serving(self._client, generations=(1,))
 
     def use(self, generation: int) -> None:
         """There is no other."""

@@ -7,8 +7,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from engine.backend import Backend
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError, ReaderBehind
 from engine.messages import FinishReason, Request, StateAction, StateInfo, StateReply
@@ -34,7 +36,7 @@ class Flight:
 
     def __init__(
         self,
-        client: EngineClient,
+        backend: Backend,
         metrics: Metrics,
         places: Places,
         aloft: set[Flight],
@@ -45,7 +47,7 @@ class Flight:
         """`aloft` holds the flights under way; the request's headers came at `arrived`, by
         time.perf_counter; what it shares, it shares with requests of the same `owner`, whose
         priorities begin at `least_priority`."""
-        self._client = client
+        self._backend = backend
         self._metrics = metrics
         self._places = places
         self._reserved = 0  # places that are not used yet
@@ -54,7 +56,7 @@ class Flight:
         self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
-        self._inbox = Inbox(client.taps)
+        self._inbox = Inbox(backend.taps)
         self._deliveries: list[Delivery] = []
         self._unread = 0  # requests whose end nobody has read
         self._latest: list[float | None] = []  # when tokens of each came last
@@ -85,10 +87,14 @@ class Flight:
             _tasks.add(task)  # which the loop itself would forget
             task.add_done_callback(_tasks.discard)
 
+    def keeps_apart(self, id: str, other: str) -> bool:
+        """As `Backend.keeps_apart`, of this request's owner."""
+        return self._backend.keeps_apart(self.owner, id, other)
+
     async def ask_state(self, action: StateAction, **fields: Any) -> StateReply:
-        """As `EngineClient.ask_state`, of the states of this request's owner."""
+        """As `Backend.ask_state`, of the states of this request's owner."""
         try:
-            return await self._client.ask_state(
+            return await self._backend.ask_state(
                 action, timeout=ASK_SECONDS, owner=self.owner, **fields
             )
         except EngineError as error:
@@ -109,15 +115,15 @@ class Flight:
         """Nobody reads an answer any more."""
         if not self._open:
             return
-        client, metrics = self._client, self._metrics
-        since, rounds = time.perf_counter(), client.rounds
+        released, since = self._metrics.released, time.perf_counter()
 
-        def note() -> None:
-            metrics.released(since, client.rounds - rounds)
+        def note(client: EngineClient, rounds: int) -> None:
+            released(since, client.rounds - rounds)
 
         for delivery in self._deliveries:
             if delivery.id in self._open:
-                delivery.on_finish = note
+                client = self._backend.client_of(delivery.id)
+                delivery.on_finish = partial(note, client, client.rounds)
         self.abort()
 
     def check_room(self) -> None:
@@ -147,22 +153,22 @@ class Flight:
         grammar_field: str | None = None,
         **fields: Any,
     ) -> None:
-        """Makes a request, for which a place is reserved: `prompt` packed, `interval` as in
-        engine.client.Delivery, `timeout` in seconds from the arrival, `grammar_field` that by which
-        the client asked for its grammar, `fields` the others of messages.Request but `owner`.
+        """Makes a request, for which a place is reserved: `prompt` packed, `interval` as of a
+        Delivery, `timeout` in seconds from the arrival, `grammar_field` that by which the client
+        asked for its grammar, `fields` the others of messages.Request but `owner`.
         Raises EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
         request = Request(
-            id=self._client.new_id(),
+            id=self._backend.new_id(),
             prompt=prompt,
             owner=self.owner,
             timeout=max(timeout - self._before_engine, LEAST_TIMEOUT),
             **fields,
         )
         place = len(self._deliveries)
-        self._deliveries.append(self._client.submit(request, interval, self._inbox, place))
+        self._deliveries.append(self._backend.submit(request, interval, self._inbox, place))
         self._unread += 1
         self._latest.append(None)
         self._chosen.append(request.keep is not None and bool(request.keep.id))
@@ -177,7 +183,7 @@ class Flight:
     def abort(self) -> None:
         """Ends all requests early."""
         if self._open:
-            self._client.abort(sorted(self._open), "abort")
+            self._backend.abort(sorted(self._open), "abort")
 
     def stop(self, which: int, kept: int | None) -> None:
         """Ends the request at this position, which a stop string ended; `kept` of its answer's
@@ -185,7 +191,7 @@ class Flight:
         request = self._deliveries[which].id
         if request in self._open:
             reason: FinishReason = "stop"
-            self._client.abort([request], reason, [] if kept is None else [kept])
+            self._backend.abort([request], reason, [] if kept is None else [kept])
 
     def end_if_behind(self, most: int) -> None:
         """Ends a stream of which more than `most` tokens and alternatives wait for its reader; what
@@ -201,7 +207,7 @@ class Flight:
         )
         for delivery in self._deliveries:
             if delivery.id in self._open:
-                self._client.give_up(delivery.id, error)
+                self._backend.give_up(delivery.id, error)
 
     @property
     def is_over(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from fastapi import Request
@@ -44,15 +44,20 @@ class Lifecycle:
     ) -> None:
         self.engines = engines
         self.settings = settings
-        self.metrics = Metrics(self.load, lambda: self.restarts)
-        self.metrics.set_limits(settings.max_waiting, settings.max_waiting_tokens)
+        self.metrics = Metrics(self.load, lambda: self.restarts, self._serving)
+        self.metrics.set_limits(
+            settings.max_waiting * settings.engines,
+            settings.max_waiting_tokens * settings.engines,
+            settings.engines,
+        )
         self.failure: EngineError | None = None
         self.outage: EngineError | None = None  # while the engine is started again
         self.draining = False
         self.restarts = 0  # of engines that died
         self.on_stop: Callable[[bool], None] = lambda now: None
         self.current: Runtime | None = None  # of new requests
-        self._generations: dict[Runtime, int] = {}  # those that serve or finish what they have
+        # Of the engines of runtimes that serve or finish what they have.
+        self._generations: dict[Runtime, tuple[int, ...]] = {}
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -87,11 +92,6 @@ class Lifecycle:
             raise EngineLoading("the model is still loading")
         return self.current
 
-    @property
-    def client(self) -> EngineClient:
-        """Of the engine that new requests go to. Raises EngineLoading."""
-        return self.runtime.client
-
     def most_snapshot_bytes(self) -> int:
         """What a file may have that is a state of the present model."""
         state = 0 if self.current is None else self.current.info.state_bytes
@@ -104,7 +104,7 @@ class Lifecycle:
 
     def load(self) -> Stats:
         """Of all engines that this process has to do with, together."""
-        known = [one.client.stats for one in self._generations if one.client.state == "ready"]
+        known = [client.stats for client in self._clients() if client.state == "ready"]
         if len(known) == 1:
             return known[0].load()
         return Stats(
@@ -126,9 +126,9 @@ class Lifecycle:
         return snapshot.render(await self.engines.gather(snapshot.pack()))
 
     async def ping(self) -> None:
-        """Returns when the engine has answered. Raises EngineUnavailable."""
+        """Returns when an engine has answered. Raises EngineUnavailable."""
         if self.current is not None:
-            await self.current.client.ping(self.settings.ping_timeout)
+            await self.current.backend.ping(self.settings.ping_timeout)
 
     async def live(self) -> None:
         """Follows what happens to the engines, until there is none any more or this is
@@ -181,19 +181,22 @@ class Lifecycle:
         await self.engines.close()
 
     async def _take(self, event: Serving) -> None:
+        backend, known = event.backend, self._clients()
         try:
-            runtime = await Runtime.load(event.client, self.settings, self.metrics)
+            runtime = await Runtime.load(backend, self.settings, self.metrics, self.current)
         except EngineError:
-            if event.client.state != "dead":
+            if backend.state != "dead":
                 raise
-            await self.engines.leave(event.generation)  # the next event tells of its end
+            await self._leave(event.generations)  # the next event tells of their end
             return
-        event.client.on_step(self.metrics.on_step)
+        for client in backend.clients:
+            if client not in known:
+                client.on_step(self.metrics.on_step)
         self.metrics.model_loaded(runtime.model_name, runtime.info)
         old, self.current = self.current, runtime
-        self._generations[runtime] = event.generation
+        self._generations[runtime] = event.generations
         self.outage, self.restarts = None, event.restarts
-        self.engines.use(event.generation)
+        self.engines.use(max(event.generations))
         if old is not None:
             task = asyncio.create_task(self._retire(old))
             self._tasks.add(task)
@@ -203,17 +206,40 @@ class Lifecycle:
             "ready: %s (%s parameters) on %s, %s%s%s",
             runtime.model_name,
             f"{info.parameters:,}",
-            info.device_name,
+            self._where(info.device_name),
             info.dtype,
             f", {info.quantization} weights" if info.quantization else "",
             ", deterministic" if info.deterministic else "",
         )
 
+    def _where(self, device_name: str) -> str:
+        there, wanted = self._serving(), self.settings.engines
+        if wanted == 1:
+            return device_name
+        return f"{there} x {device_name}" + (f" of {wanted}" if there < wanted else "")
+
     async def _retire(self, runtime: Runtime) -> None:
-        """Gives an engine up when nothing is in flight there any more."""
+        """Gives engines up when nothing is in flight there any more."""
         while runtime.flights:
             await asyncio.sleep(LOOK_SECONDS)
-        await self.engines.leave(self._generations.pop(runtime))
+        await self._leave(self._generations.pop(runtime))
+
+    async def _leave(self, generations: Iterable[int]) -> None:
+        """Those of these engines that no other runtime has."""
+        needed = set().union(*self._generations.values())
+        for generation in generations:
+            if generation not in needed:
+                await self.engines.leave(generation)
+
+    def _serving(self) -> int:
+        """How many engines new requests go to."""
+        if self.current is None:
+            return 0
+        return sum(client.state == "ready" for client in self.current.backend.clients)
+
+    def _clients(self) -> set[EngineClient]:
+        """Of all engines that this process has to do with."""
+        return {client for runtime in self._generations for client in runtime.backend.clients}
 
     def _fail(self, error: EngineError) -> None:
         self.failure = error

@@ -39,8 +39,13 @@ CUTS = ("stalled", "late_head")  # why a connection was cut
 class Metrics:
     """The series, and what feeds them."""
 
-    def __init__(self, load: Callable[[], Stats], restarts: Callable[[], int]) -> None:
-        """What the gauges tell is asked of `load` and `restarts`."""
+    def __init__(
+        self,
+        load: Callable[[], Stats],
+        restarts: Callable[[], int],
+        engines: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """What the gauges tell is asked of `load`, `restarts` and `engines`: how many serve."""
         self.registry = CollectorRegistry()
         self._tallies: list[Tally | Counts] = []  # of all histograms, and of what counts requests
         self.first_tokens = self._histogram(
@@ -138,6 +143,7 @@ class Metrics:
         self._request_counts = self._counts(self._requests)
         self._success_counts = self._counts(self._success)
         self._gauges(load)
+        self._engine_gauges(engines)
         self._begin()
         self.registry.register(RestartsCollector(restarts))
 
@@ -191,6 +197,14 @@ class Metrics:
         for tier, field in zip(TIERS, fields, strict=True):
             state.labels(tier=tier).set_function(partial(_stat, load, field))
 
+    def _engine_gauges(self, engines: Callable[[], int]) -> None:
+        Gauge(
+            "minserve_engines_serving", "Engines that requests go to.", registry=self.registry
+        ).set_function(engines)
+        self._engines = Gauge(
+            "minserve_engines", "Engines that are meant to serve.", registry=self.registry
+        )
+
     def _begin(self) -> None:
         """Labels that are known from the start count from zero, so that rates see the first."""
         for endpoint in ENDPOINTS:
@@ -207,8 +221,9 @@ class Metrics:
         for tier in TIERS:
             self._evictions.labels(tier=tier)
 
-    def set_limits(self, requests: int, prompt_tokens: int) -> None:
-        """What the queue holds at most."""
+    def set_limits(self, requests: int, prompt_tokens: int, engines: int = 1) -> None:
+        """What the queues of all engines hold at most, and how many engines there are to be."""
+        self._engines.set(engines)
         self._most_waiting.set(requests)
         self._most_waiting_tokens.set(prompt_tokens)
 

@@ -1,10 +1,10 @@
-"""Places: how many more requests the engine can hold, all in all and of one owner.
+"""Places: how many more requests the engines can hold, all in all and of one owner.
 
-The engine holds as many as it has slots and room in its queue, and of one owner no more than leaves
-room for others (engine.config.has_room). What one HTTP request asks of it is taken whole or refused
-whole: its places are spoken for before its prompts are tokenised, so that nobody else takes them
-meanwhile. With several API processes the others are seen as of the latest message; the engine's own
-bound stays the last word.
+An engine holds as many as it has slots and room in its queue, and of one owner no more than leaves
+room for others (engine.config.has_room); several are looked at as one. What one HTTP request asks
+for is taken whole or refused whole: its places are spoken for before its prompts are tokenised, so
+that nobody else takes them meanwhile. With several API processes the others are seen as of the
+latest message; an engine's own bound stays the last word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from engine.client import EngineClient
+from engine.backend import Backend
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.errors import QueueFull, ShareFull
 from service.errors import ApiError
@@ -23,19 +23,16 @@ LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
 
 
 class Places:
-    """`slots` gives how many requests run at once; `most_waiting` more may wait, of
-    `most_tokens` prompt tokens."""
+    """`most_waiting` requests, of `most_tokens` prompt tokens, may wait beside those that run."""
 
     def __init__(
         self,
-        client: EngineClient,
-        slots: Callable[[], int],
+        backend: Backend,
         most_waiting: int,
         most_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
-        self._slots = slots
+        self._backend = backend
         self._most = most_waiting
         self._most_tokens = most_tokens
         self._clock = clock
@@ -46,8 +43,8 @@ class Places:
     def check(self, requests: int, owner: str) -> None:
         """Raises QueueFull where so many more of an owner find no room just now, and ApiError 400
         for more than ever could."""
-        slots = self._slots()
-        taken = self._client.in_flight + self._all_reserved
+        slots = self._backend.slots
+        taken = self._backend.in_flight + self._all_reserved
         excess = taken + requests - slots
         if excess <= 0:  # they wait for nobody's end
             return
@@ -61,7 +58,7 @@ class Places:
                 code="too_many_prompts",
             )
         queued = max(taken - slots, 0)
-        own = min(self._client.queued.of(owner)[0] + self._reserved[owner], queued)
+        own = min(self._backend.queued.of(owner)[0] + self._reserved[owner], queued)
         more = excess - queued
         if not has_room(taken=queued, own=own, more=more, most=self._most, owner=owner):
             missing = queued + more - self._most
@@ -74,7 +71,7 @@ class Places:
                 )
             reason = f"{reason}, and there is no room for {requests} more"
             if owner:  # a departure frees a place for all, and one of each owner's turn its own
-                own_departures = 1 / max(self._client.queued.owners, 1)
+                own_departures = 1 / max(self._backend.queued.owners, 1)
                 surplus = own + more + QUEUE_PART * missing
                 missing = max(missing, math.ceil(surplus / (QUEUE_PART + own_departures)))
             raise self._refusal(kind, reason, missing, requests, queued)
@@ -83,7 +80,7 @@ class Places:
     def check_tokens(self, tokens: int, requests: int, owner: str) -> None:
         """Raises QueueFull where requests of so many prompt tokens, which have their places, are
         too many for the queue just now, and ApiError 400 where they would be for an empty one."""
-        slots, most = self._slots(), most_of_one(self._most_tokens, owner)
+        slots, most = self._backend.slots, most_of_one(self._most_tokens, owner)
         if requests > max(slots, 1) and tokens > most:
             whose = " of one key" if owner else ""
             raise ApiError(
@@ -93,8 +90,8 @@ class Places:
                 f"most {most} prompt tokens{whose} (max_waiting_tokens); send fewer at a time",
                 code="too_many_prompt_tokens",
             )
-        taken, own = self._client.waiting_tokens, self._client.queued.of(owner)[1]
-        waiting = self._client.in_flight + self._all_reserved - slots
+        taken, own = self._backend.waiting_tokens, self._backend.queued.of(owner)[1]
+        waiting = self._backend.in_flight + self._all_reserved - slots
         if waiting <= 0 or not tokens:
             return
         if requests == 1 and not taken:  # the first that waits may have any length
@@ -131,7 +128,7 @@ class Places:
         """`missing` requests have to leave the queue first, at the pace seen lately. Those that are
         refused are given turns one after the other, so that not all come back at once; but when
         all that waits now has left, there is room for everyone."""
-        now, pace = self._clock(), self._client.stats.pace
+        now, pace = self._clock(), self._backend.pace
         free = now + max(missing, 1) * pace
         emptied = now + max(missing, queued) * pace
         self._turn = min(max(free, self._turn + requests * pace), emptied)

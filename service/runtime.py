@@ -1,5 +1,5 @@
-"""Runtime: one model with its engine, and what its requests share. A request keeps the runtime that
-it began with, also when another one has taken its place meanwhile."""
+"""Runtime: one model with its engines, and what its requests share. A request keeps the runtime
+that it began with, also when another one has taken its place meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from fastapi import Request
 
-from engine.client import EngineClient
+from engine.backend import Backend
 from engine.messages import ModelInfo
 from service.chat_template import ChatTemplate
 from service.flight import Flight
@@ -24,14 +24,14 @@ class Runtime:
 
     def __init__(
         self,
-        client: EngineClient,
+        backend: Backend,
         settings: Settings,
         metrics: Metrics,
         info: ModelInfo,
         tokenizer: Tokenizer | None,
         chat: ChatTemplate,
     ) -> None:
-        self.client = client
+        self.backend = backend
         self.settings = settings
         self.info = info
         self.tokenizer = tokenizer
@@ -39,24 +39,40 @@ class Runtime:
         self.model_name = settings.model_name or info.name  # what clients call the model
         self.loaded_at = int(time.time())  # seconds since 1970
         self.flights: set[Flight] = set()  # those that have not ended
+        engines = len(backend.clients)
         self.places = Places(
-            client, lambda: info.slots, settings.max_waiting, settings.max_waiting_tokens
+            backend, settings.max_waiting * engines, settings.max_waiting_tokens * engines
         )
         self._metrics = metrics
 
     @classmethod
-    async def load(cls, client: EngineClient, settings: Settings, metrics: Metrics) -> Runtime:
-        """What the model of this engine needs here. Raises what `EngineClient.ready` raises, and
-        CheckpointError for a tokenizer or template that cannot be used."""
-        info = await client.ready()
-        tokenizer, chat = await load_text(info)
-        return cls(client, settings, metrics, info, tokenizer, chat)
+    async def load(
+        cls,
+        backend: Backend,
+        settings: Settings,
+        metrics: Metrics,
+        before: Runtime | None = None,
+    ) -> Runtime:
+        """What the model of these engines needs here; of the runtime `before` what it has in common
+        with that. Raises what `EngineClient.ready` raises, and CheckpointError for a tokenizer or
+        template that cannot be used."""
+        info = await backend.ready()
+        if before is None or not before.shares(backend):
+            tokenizer, chat = await load_text(info)
+            return cls(backend, settings, metrics, info, tokenizer, chat)
+        runtime = cls(backend, settings, metrics, info, before.tokenizer, before.chat)
+        runtime.loaded_at = before.loaded_at  # the model is the same
+        return runtime
+
+    def shares(self, backend: Backend) -> bool:
+        """Whether they have an engine in common."""
+        return not set(self.backend.clients).isdisjoint(backend.clients)
 
     def flight(self, arrived: float, owner: str, least_priority: int) -> Flight:
         """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
         the name of its key, which may ask for priorities from `least_priority` on."""
         return Flight(
-            self.client, self._metrics, self.places, self.flights, arrived, owner, least_priority
+            self.backend, self._metrics, self.places, self.flights, arrived, owner, least_priority
         )
 
     def flight_beside(self, flight: Flight) -> Flight:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import EngineConfig
+from engine.config import MOST_ENGINES, EngineConfig
 from service.access_log import AccessLogFormat
 
 PREFIX = "MINSERVE_"
@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     admin_key_file: Path | None = None
     metrics_access: Literal["open", "key", "admin"] = "open"  # whose key /metrics asks for
 
-    # The engine (engine.config.EngineConfig checks the values).
+    # Each engine (engine.config.EngineConfig checks the values).
     model: str = "shakespeare-mingru"
     model_name: str | None = None  # what clients call the model; None = the checkpoint's name
     device: str = "auto"
@@ -100,6 +100,7 @@ class Settings(BaseSettings):
     deterministic: bool = False
 
     # The processes (times in seconds).
+    engines: int = Field(default=1, ge=1, le=MOST_ENGINES)  # each on a GPU of its own
     api_workers: int = Field(default=1, ge=1, le=256)  # that share the port
     engine_restarts: int = Field(default=3, ge=0)  # of an engine that died, within the window
     restart_window: PositiveFloat = 600.0
@@ -183,6 +184,7 @@ class Settings(BaseSettings):
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,
             deterministic=self.deterministic,
+            engines=self.engines,
         )
 
 

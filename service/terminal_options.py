@@ -91,8 +91,15 @@ MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may
 DrainTimeout = Annotated[
     float | None, Option(help="Seconds for what is in flight at shutdown [30].")
 ]
+Engines = Annotated[
+    int | None,
+    Option(
+        help="Engines that serve as one, each on a GPU of its own, with as much of everything as "
+        "the other options say [1]."
+    ),
+]
 ApiWorkers = Annotated[
-    int | None, Option(help="Processes that share the port, in front of one engine [1].")
+    int | None, Option(help="Processes that share the port, in front of the engines [1].")
 ]
 EngineRestarts = Annotated[
     int | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
+from msgspec import structs
 
 from engine.messages import Keep, SamplingParams, StateReply, pack_ids
 from service.admission import FlightRoute, InferenceRoute, get_flight
@@ -78,7 +79,10 @@ async def create(
     export = body.return_state == "snapshot"
     if export and body.ttl is not None and body.id is None:
         raise invalid("ttl", "allowed with an id only, where return_state is snapshot")
-    keep = Keep(id=body.id or "", ttl=body.ttl, export=export, store=bool(body.id) or not export)
+    # Where the id is another engine's than the state's, the new state goes there in the end.
+    apart = bool(body.id and use.source) and flight.keeps_apart(use.source, body.id or "")
+    id = "" if apart else body.id or ""
+    keep = Keep(id=id, ttl=body.ttl, export=export, store=bool(body.id) or not export)
     flight.keep_field = "id"
     flight.submit(
         pack_ids(ids),
@@ -89,6 +93,10 @@ async def create(
         **{**use.fields(), "keep": keep},
     )
     finished = await unless_client_leaves(request.scope, request.receive, read_whole(flight))
+    if apart and finished.state is not None:
+        flight.borrow(finished.state.id)  # should it not get there
+        moved = await flight.ask_state("move", id=finished.state.id, target=body.id, ttl=body.ttl)
+        finished = structs.replace(finished, state=moved.states[0])
     told = {**(kept_state(finished) or {}), "model": runtime.model_name}
     return JSONResponse({**told, "usage": usage(len(ids), 0, finished.cached_tokens)})
 

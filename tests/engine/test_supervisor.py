@@ -25,7 +25,7 @@ from engine.errors import (
 from engine.member_processes import Command, MemberProcesses
 from engine.messages import ModelInfo
 from engine.pipe import MemoryPipe, memory_pipe
-from engine.protocol import Collect, Down, Gather, Left, Samples, Serve, Using, Welcome
+from engine.protocol import Collect, Down, Gather, Left, Samples, Seat, Serve, Using, Welcome
 from engine.supervisor import Rules, Supervisor
 from tests.engine.fake import FakeRunner
 
@@ -49,8 +49,13 @@ class Charge:
     def serves(self) -> bool:
         return self.loaded.done() and not self.dead.done() and not self.closed
 
-    def order(self, restarts: int) -> Serve:
-        return Serve(self.generation, f"ipc://{self.generation}", self.info, restarts)
+    @property
+    def rank(self) -> int:
+        return self.config.rank
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(self.generation, f"ipc://{self.generation}")
 
     async def load(self, timeout: float) -> None:
         await asyncio.shield(self.loaded)
@@ -114,11 +119,16 @@ def told(pipe: MemoryPipe) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def ruling(
-    monkeypatch: pytest.MonkeyPatch, check: Any = None, fold: Any = None, **rules: Any
+    monkeypatch: pytest.MonkeyPatch,
+    check: Any = None,
+    fold: Any = None,
+    count: int = 1,
+    **rules: Any,
 ) -> AsyncIterator[tuple[Engines, asyncio.Task[EngineError]]]:
     monkeypatch.setattr(supervisor_module, "Charge", Charge)
     Charge.all = []
-    supervisor = Supervisor(EngineConfig(model="one"), Rules(**rules), check=check, fold=fold)
+    config = EngineConfig(model="one", engines=count)
+    supervisor = Supervisor(config, Rules(**rules), check=check, fold=fold)
     task = asyncio.create_task(supervisor.run())
     try:
         yield Engines(supervisor), task
@@ -140,7 +150,7 @@ async def test_members_are_told_of_the_engine_whenever_they_join(
         late = engines.join()
         for member in (early, late):
             (order,) = told(member)
-            assert (order.generation, order.restarts) == (1, 0)
+            assert (order.generations, order.restarts) == ([1], 0)
 
 
 async def test_a_first_engine_that_cannot_be_loaded_is_the_end(
@@ -163,7 +173,7 @@ async def test_members_hear_of_a_death_and_of_the_next_engine(
         (await engines.load(0)).die()
         await engines.load(1)
         first, *downs, second = told(member)
-        assert (first.generation, second.generation, second.restarts) == (1, 2, 1)
+        assert (first.generations, second.generations, second.restarts) == ([1], [2], 1)
         assert downs and all(
             (down.generation, down.current, down.final) == (1, True, False) for down in downs
         )
@@ -245,7 +255,7 @@ async def test_a_reload_goes_on_when_who_asked_for_it_is_cancelled(
                 await engines.supervisor.reload("three")
             assert old.serves and len(Charge.all) == number + 1
             await engines.load(number, error)
-        assert [one.generation for one in told(member) if isinstance(one, Serve)] == [1, 3]
+        assert [one.generations for one in told(member) if isinstance(one, Serve)] == [[1], [3]]
         again = asyncio.create_task(engines.supervisor.reload("three"))
         assert (await engines.load(3)).config.model == "three"
         member.send(Using(4))
@@ -278,7 +288,7 @@ async def test_an_engine_that_dies_as_another_takes_its_place_is_told_of(
             assert {one.generation for one in downs} == {1}
             for down in downs:  # another engine serves already, or will
                 assert (down.problem.retry_after is not None) == down.current
-            assert [one.generation for one in messages if isinstance(one, Serve)] == [2]
+            assert [one.generations for one in messages if isinstance(one, Serve)] == [[2]]
             # Whoever reads them in order ends up with the new engine.
             last = next(
                 one

@@ -38,6 +38,11 @@ class Service:
         lifecycle: Lifecycle = self.app.state.lifecycle
         return lifecycle
 
+    @property
+    def client(self) -> EngineClient:
+        """Of its engine; the first where there are several."""
+        return self.lifecycle.runtime.backend.clients[0]
+
     async def post(self, path: str, body: Any, status: int = 200) -> Any:
         response = await self.http.post(path, json=body)
         assert response.status_code == status, response.text

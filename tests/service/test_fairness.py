@@ -107,7 +107,7 @@ async def test_one_keys_flood_neither_refuses_nor_holds_up_another(byte_folder: 
             return await service.http.post(GENERATE, json=body, headers=headers(name))
 
         flood = [asyncio.create_task(post("alice")) for _ in range(7)]
-        await until(lambda: service.lifecycle.runtime.client.stats.waiting == 6)
+        await until(lambda: service.client.stats.waiting == 6)
         refused = await post("alice")
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "share_full"
@@ -116,7 +116,7 @@ async def test_one_keys_flood_neither_refuses_nor_holds_up_another(byte_folder: 
         assert answer.status_code == 200
         assert sum(task.done() for task in flood) <= 2, "it was next, though it came last"
         assert [(await task).status_code for task in flood] == [200] * 7
-        assert service.lifecycle.runtime.client.queued.owners == 0
+        assert service.client.queued.owners == 0
 
 
 async def test_the_queue_is_bounded_in_tokens(byte_folder: Path) -> None:
@@ -124,9 +124,9 @@ async def test_the_queue_is_bounded_in_tokens(byte_folder: Path) -> None:
     async with running(runner, max_waiting_tokens=100) as service:
         body = {"prompts": ["a" * 90], "max_tokens": 100, "ignore_eos": True}
         held = [asyncio.create_task(service.http.post(GENERATE, json=body))]
-        await until(lambda: service.lifecycle.runtime.client.stats.running == 1)
+        await until(lambda: service.client.stats.running == 1)
         held.append(asyncio.create_task(service.http.post(GENERATE, json=body)))
-        await until(lambda: service.lifecycle.runtime.client.stats.waiting == 1)
+        await until(lambda: service.client.stats.waiting == 1)
         message = await service.refused(GENERATE, {"prompts": ["a" * 50]}, None, 429)
         assert "90 prompt tokens wait already" in message
         await service.post(GENERATE, {"prompts": ["a" * 10], "max_tokens": 1})
@@ -158,9 +158,9 @@ async def test_a_queue_that_is_full_of_tokens_reads_no_body(byte_folder: Path) -
     async with running(runner, max_waiting_tokens=100) as service:
         body = {"prompts": ["a" * 100], "max_tokens": 50, "ignore_eos": True}
         held = [asyncio.create_task(service.http.post(GENERATE, json=body))]
-        await until(lambda: service.lifecycle.runtime.client.stats.running == 1)
+        await until(lambda: service.client.stats.running == 1)
         held.append(asyncio.create_task(service.http.post(GENERATE, json=body)))
-        await until(lambda: service.lifecycle.runtime.client.stats.waiting == 1)
+        await until(lambda: service.client.stats.waiting == 1)
         response = await service.http.post(GENERATE, content=b"this is no JSON")
         assert response.status_code == 429
         assert [(await task).status_code for task in held] == [200, 200]

@@ -107,7 +107,7 @@ async def test_a_full_queue_is_429_with_retry_after(byte_folder: Path, stream: b
             asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
             for _ in range(2)
         ]
-        stats = lambda: service.lifecycle.client.stats  # noqa: E731
+        stats = lambda: service.client.stats  # noqa: E731
         await until(lambda: stats().waiting == 1 and stats().slots_used == 1)
         for body in ({"prompts": ["b"]}, {"prompts": ["b", "c"]}):
             response = await service.http.post(GENERATE, json={**body, "stream": stream})
@@ -136,7 +136,7 @@ async def test_a_batch_is_taken_whole_or_refused_whole(
 ) -> None:
     runner = fake_runner(byte_folder, slots=2, max_waiting=1, step_seconds=0.005)
     async with running(runner) as service:
-        stats = lambda: service.lifecycle.client.stats  # noqa: E731
+        stats = lambda: service.client.stats  # noqa: E731
         await service.post(path, body)
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
         await until(lambda: stats().slots_used == 1)
@@ -188,7 +188,7 @@ async def test_the_engines_own_refusal_is_429_too(
     runner = fake_runner(byte_folder, slots=1, max_waiting=0, step_seconds=0.005)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
-        await until(lambda: service.lifecycle.client.stats.slots_used == 1)
+        await until(lambda: service.client.stats.slots_used == 1)
         for stream in (False, True):
             body = {"prompts": ["b"], "stream": stream}
             response = await service.http.post(GENERATE, json=body)
@@ -285,7 +285,7 @@ async def test_a_requests_time_begins_with_its_arrival(byte_folder: Path) -> Non
 async def test_the_drains_end_cuts_what_is_left(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, step_seconds=0.002)) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
-        await until(lambda: service.lifecycle.client.stats.running == 1)
+        await until(lambda: service.client.stats.running == 1)
         await service.lifecycle.drain(timeout=0.05)
         (result,) = (await held).json()["results"]
         assert result["finish_reason"] == "abort"
@@ -307,7 +307,7 @@ async def test_engine_death(byte_folder: Path, monkeypatch: pytest.MonkeyPatch) 
             )
         ]
         plain = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
-        await until(lambda: service.lifecycle.client.stats.running == 4)
+        await until(lambda: service.client.stats.running == 4)
         seen = runner.steps
         await until(lambda: runner.steps > seen + 5)  # all have tokens: the status is sent
         monkeypatch.setattr(service.engine, "step", die)
@@ -400,7 +400,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
         task = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        stats = lambda: service.lifecycle.client.stats  # noqa: E731
+        stats = lambda: service.client.stats  # noqa: E731
         await until(lambda: stats().running == 2)
         connection.gone.set()
         await asyncio.wait_for(task, 10)
@@ -439,7 +439,7 @@ async def test_a_batch_of_which_the_engine_refuses_a_part_is_refused_whole(
     monkeypatch.setattr("service.places.Places.check", lambda *_: None)
     runner = fake_runner(byte_folder, slots=1, max_waiting=1, step_seconds=0.002)
     async with running(runner) as service:
-        stats = lambda: service.lifecycle.client.stats  # noqa: E731
+        stats = lambda: service.client.stats  # noqa: E731
         for path, body in (
             (GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 50}),
             (COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 50}),

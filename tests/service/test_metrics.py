@@ -125,11 +125,11 @@ async def test_errors_are_counted_by_their_code(byte_folder: Path) -> None:
         held = asyncio.create_task(
             service.http.post("/v1/generate", json={"prompts": ["a"], **LONG})
         )
-        await until(lambda: service.lifecycle.runtime.client.stats.running == 1)
+        await until(lambda: service.client.stats.running == 1)
         await service.post("/v1/generate", {"prompts": ["b"]}, 429)
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
-        await until(lambda: service.lifecycle.runtime.client.stats.running == 0)
+        await until(lambda: service.client.stats.running == 0)
         await service.post("/v1/generate", {}, 400)
         await service.post("/v1/generate", {"prompts": ["a"], "model": "x" * 999}, 404)
         await service.http.post("/v1/generate", content=b"{")
@@ -190,12 +190,12 @@ async def test_a_client_that_leaves_frees_its_slot_within_two_messages(
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.lifecycle.runtime.client.stats.running == 2)
+        await until(lambda: service.client.stats.running == 2)
         families = await scrape(service)
         assert value(families, "minserve_disconnect_release_seconds_count") == 0
         connection.gone.set()
         await held
-        await until(lambda: service.lifecycle.runtime.client.stats.slots_used == 0)
+        await until(lambda: service.client.stats.slots_used == 0)
         families = await scrape(service)
         assert value(families, "minserve_disconnect_release_seconds_count") == 2
         bucket = "minserve_disconnect_release_rounds_bucket"

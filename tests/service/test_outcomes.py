@@ -46,7 +46,7 @@ async def test_what_a_dead_engine_lost_is_an_error(
         ]
         stream = {**ENDPOINTS["generate"], "stream": True}
         streamed = asyncio.create_task(service.http.post("/v1/generate", json=stream))
-        await until(lambda: service.lifecycle.client.stats.running == 4)
+        await until(lambda: service.client.stats.running == 4)
         seen = runner.steps
         await until(lambda: runner.steps > seen + 5)
         monkeypatch.setattr(service.engine, "step", die)

@@ -7,20 +7,20 @@ from typing import cast
 
 import pytest
 
-from engine.client import EngineClient
+from engine.backend import Backend
 from engine.errors import QueueFull, ShareFull
-from engine.messages import Stats
 from engine.queued import Queued
 from service.errors import ApiError
 from service.places import Places
 
 
 class Engine:
-    """What an EngineClient tells of its engine, and a clock."""
+    """What a Backend tells of itself, and a clock."""
 
     def __init__(self, *, running: int = 0, pace: float = 0.0) -> None:
         self.running = running
-        self.stats = Stats(pace=pace)
+        self.pace = pace
+        self.slots = 0
         self.queued = Queued()
         self.now = 1000.0
         self._ids = 0
@@ -39,7 +39,8 @@ class Engine:
             self._ids += 1
 
     def places(self, slots: int = 2, most: int = 8, tokens: int = 1000) -> Places:
-        return Places(cast(EngineClient, self), lambda: slots, most, tokens, lambda: self.now)
+        self.slots = slots
+        return Places(cast(Backend, self), most, tokens, lambda: self.now)
 
 
 def refusal(places: Places, requests: int = 1, owner: str = "") -> QueueFull:

@@ -160,7 +160,7 @@ async def test_the_drains_end_is_named_too(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, step_seconds=0.02)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(PATH, json={"texts": ["a" * 40_000]}))
-        await until(lambda: service.lifecycle.client.stats.running == 1)
+        await until(lambda: service.client.stats.running == 1)
         await service.lifecycle.drain(timeout=0.05)
         response = await held
         assert response.status_code == 503

@@ -70,7 +70,7 @@ async def test_one_turn_at_a_time(service: Service, stream: bool) -> None:
     held = asyncio.create_task(
         service.http.post(COMPLETIONS, json={**long, "stream": stream, "temperature": 0})
     )
-    await until(lambda: service.lifecycle.runtime.client.stats.running == 1)
+    await until(lambda: service.client.stats.running == 1)
     body = {"prompt": "b", "session_id": "talk"}
     for request in (body, {**body, "stream": True}):
         answer = await service.post(COMPLETIONS, request, 409)
@@ -92,10 +92,10 @@ async def test_a_turn_that_nobody_waits_for_has_not_been(service: Service) -> No
     await turn(service, "abc")
     long = {"prompt": "a", "session_id": "talk", "max_tokens": 10**5, "ignore_eos": True}
     held = asyncio.create_task(service.http.post(COMPLETIONS, json=long))
-    await until(lambda: service.lifecycle.runtime.client.stats.running == 1)
+    await until(lambda: service.client.stats.running == 1)
     held.cancel()
     await asyncio.gather(held, return_exceptions=True)
-    await until(lambda: service.lifecycle.runtime.client.stats.running == 0)
+    await until(lambda: service.client.stats.running == 0)
     assert (await turn(service, ""))["text"] == "ghi"
 
 

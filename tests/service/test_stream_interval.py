@@ -168,9 +168,9 @@ async def test_what_is_held_when_all_ends(byte_folder: Path, end: str) -> None:
         else:
             connection.gone.set()
         await asyncio.wait_for(held, 10)
-        await until(lambda: service.lifecycle.runtime.client.stats.slots_used == 0)
+        await until(lambda: service.client.stats.slots_used == 0)
         assert not service.lifecycle.flights
-        assert not service.lifecycle.runtime.client._holding._until
+        assert not service.client._holding._until
     text = b"".join([message.get("body", b"") for message in connection.sent]).decode()
     frames = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
     tokens = [id for frame in frames for id in frame.get("token_ids", [])]

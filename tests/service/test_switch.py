@@ -71,7 +71,7 @@ class Script:
         self.clients.append(client)
         if dead:
             await client.close()
-        self.events.put_nowait(Serving(client, generation=len(self.clients) - 1))
+        self.events.put_nowait(Serving(client, (len(self.clients) - 1,)))
         return client
 
 

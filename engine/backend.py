@@ -1,0 +1,75 @@
+"""Backend: what an API process sends requests to: one engine, or several that serve as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from engine.delivery import Delivery, Inbox, Taps
+from engine.errors import EngineError
+from engine.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.queued import Waiters
+
+if TYPE_CHECKING:
+    from engine.client import EngineClient
+
+State = Literal["loading", "ready", "dead"]
+
+
+class Backend(Protocol):
+    """EngineClient says more of each; an EngineGroup answers for all of its engines."""
+
+    @property
+    def clients(self) -> Sequence[EngineClient]:
+        """Of each engine, by rank, but for those that are missing."""
+
+    @property
+    def state(self) -> State:
+        """ "ready" where any engine is."""
+
+    @property
+    def slots(self) -> int:
+        """How many requests run at once."""
+
+    @property
+    def pace(self) -> float:
+        """Mean seconds from one request's leaving the queue to the next's; 0: unknown."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def waiting_tokens(self) -> int: ...
+
+    @property
+    def queued(self) -> Waiters: ...
+
+    @property
+    def taps(self) -> Taps: ...
+
+    async def ready(self, timeout: float | None = None) -> ModelInfo: ...
+
+    def new_id(self) -> int: ...
+
+    def submit(
+        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
+    ) -> Delivery: ...
+
+    def client_of(self, request_id: int) -> EngineClient:
+        """The one that has this request in flight; where none has, any."""
+
+    def abort(
+        self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
+    ) -> None: ...
+
+    def give_up(self, request_id: int, error: EngineError) -> None: ...
+
+    def keeps_apart(self, owner: str, id: str, other: str) -> bool:
+        """Whether the owner's states of these ids are kept by different engines, so that no one
+        request can go on from one and leave the other."""
+
+    async def ask_state(
+        self, action: StateAction, *, timeout: float, owner: str = "", **fields: Any
+    ) -> StateReply: ...
+
+    async def ping(self, timeout: float) -> None: ...

@@ -1,0 +1,212 @@
+"""EngineGroup: several engines of one model, to be talked to as if they were one.
+
+A request that has to do with a kept state goes to the engine that keeps it (`engine.home`); any
+other to that with the least to do, or to the one that has read such a beginning before where that
+has little more. Calls about states go where their ids say, and what several engines know is put
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from engine.backend import State
+from engine.client import EngineClient
+from engine.delivery import Delivery, Inbox, Taps
+from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
+from engine.home import home_of
+from engine.messages import ID_BYTES, FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.queued import Waiters, WaitersOfAll
+
+# An engine caches the states after prompts that it has read. By so many first tokens prompts are
+# taken for continuations of one another, as turns of a conversation are,
+ALIKE_TOKENS = 64
+# and go to the same engine as long as it has no more in flight than the one with the least, but for
+# this part of its slots: to read a prompt again costs less than to wait for others.
+MORE_IN_FLIGHT = 1 / 8
+
+_ids = itertools.count()  # of requests: groups come and go, and their clients stay
+
+
+class EngineGroup:
+    """All methods are called on one event loop."""
+
+    def __init__(self, clients: Sequence[EngineClient | None]) -> None:
+        """By rank; None for an engine that is missing just now. There is at least one."""
+        self._by_rank = tuple(clients)
+        self.clients = [client for client in clients if client is not None]
+        self.queued: Waiters = WaitersOfAll([client.queued for client in self.clients])
+        self.taps = Taps()
+
+    @property
+    def state(self) -> State:
+        """As of the engine that is best off."""
+        states = {client.state for client in self.clients}
+        return "ready" if "ready" in states else "loading" if "loading" in states else "dead"
+
+    @property
+    def slots(self) -> int:
+        """Of all engines together."""
+        return sum(client.slots for client in self.clients)
+
+    @property
+    def pace(self) -> float:
+        """Mean seconds from one request's leaving any queue to the next's; 0: unknown."""
+        per_second = sum(1 / client.pace for client in self.clients if client.pace)
+        return 1 / per_second if per_second else 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the engines hold."""
+        return sum(client.in_flight for client in self.clients)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for a slot."""
+        return sum(client.waiting_tokens for client in self.clients)
+
+    async def ready(self, timeout: float | None = None) -> ModelInfo:
+        """Waits until every engine has loaded its model, or has ended. Raises EngineDead where all
+        have, EngineLoading when `timeout` seconds pass."""
+        loads = [client.ready(timeout) for client in self.clients]
+        told = await asyncio.gather(*loads, return_exceptions=True)
+        for one in told:
+            if isinstance(one, ModelInfo):
+                return one
+        assert isinstance(told[0], BaseException)
+        raise told[0]
+
+    def new_id(self) -> int:
+        """A request id that no group has used."""
+        return next(_ids)
+
+    def submit(
+        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
+    ) -> Delivery:
+        """As `EngineClient.submit`; raises EngineLoading also where the engine is missing that
+        keeps the request's state."""
+        keep = request.keep
+        id = request.state or (keep.id if keep is not None else "")
+        client = self._keeper(request.owner, id) if id else self._reader(request)
+        return client.submit(request, interval, inbox, which)
+
+    def client_of(self, request_id: int) -> EngineClient:
+        """The one that has this request in flight; where none has, any."""
+        found = (client for client in self.clients if client.has(request_id))
+        return next(found, self.clients[0])
+
+    def abort(
+        self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
+    ) -> None:
+        """As `EngineClient.abort`."""
+        ids, kept = list(ids), list(kept)
+        for client in self.clients:
+            mine = [place for place, id in enumerate(ids) if client.has(id)]
+            its_kept = [kept[place] for place in mine] if kept else []
+            client.abort([ids[place] for place in mine], reason, its_kept)
+
+    def give_up(self, request_id: int, error: EngineError) -> None:
+        """As `EngineClient.give_up`."""
+        self.client_of(request_id).give_up(request_id, error)
+
+    async def ping(self, timeout: float) -> None:
+        """Returns when any engine has answered; one that does not is its supervisor's to see to.
+
+        Raises EngineUnavailable after `timeout` seconds, EngineDead where all have ended.
+        """
+        pings = [client.ping(timeout) for client in self.clients]
+        told = await asyncio.gather(*pings, return_exceptions=True)
+        if all(isinstance(one, BaseException) for one in told):
+            assert isinstance(told[0], BaseException)
+            raise told[0]
+
+    # Who is asked.
+
+    def _missing(self) -> EngineLoading:
+        return EngineLoading("the engine that keeps this state is being started again")
+
+    def _keeper(self, owner: str, id: str) -> EngineClient:
+        """Raises EngineLoading where the one that keeps this state is missing."""
+        client = self._by_rank[home_of(owner, id, len(self._by_rank))]
+        if client is None or client.state != "ready":
+            raise self._missing()
+        return client
+
+    def _there(self) -> list[EngineClient]:
+        """Who can be asked; where nobody can, those who can say why."""
+        return [client for client in self.clients if client.state == "ready"] or self.clients
+
+    def _idlest(self) -> EngineClient:
+        return min(self._there(), key=lambda client: client.in_flight)
+
+    def _reader(self, request: Request) -> EngineClient:
+        there = self._there()
+        alike = zlib.crc32(request.prompt[: ALIKE_TOKENS * ID_BYTES])
+        alike = zlib.crc32(request.owner.encode() + request.cache_salt.encode(), alike)
+        familiar = there[alike % len(there)]
+        idlest = self._idlest()
+        more = max(1.0, familiar.slots * MORE_IN_FLIGHT)
+        return familiar if familiar.in_flight < idlest.in_flight + more else idlest
+
+    # States.
+
+    def keeps_apart(self, owner: str, id: str, other: str) -> bool:
+        """Whether the owner's states of these ids are kept by different engines."""
+        engines = len(self._by_rank)
+        return home_of(owner, id, engines) != home_of(owner, other, engines)
+
+    async def ask_state(
+        self, action: StateAction, *, timeout: float, owner: str = "", **fields: Any
+    ) -> StateReply:
+        """As `EngineClient.ask_state`; raises EngineLoading also where the engine is missing that
+        is to be asked."""
+        id, target = fields.get("id", ""), fields.get("target", "")
+        if action == "list":
+            return await self._list(timeout=timeout, owner=owner, **fields)
+        if action == "import":
+            client = self._keeper(owner, target) if target else self._idlest()
+        else:
+            client = self._keeper(owner, id)
+        if action in ("fork", "move") and target and self.keeps_apart(owner, id, target):
+            return await self._copy(action, client, timeout=timeout, owner=owner, **fields)
+        return await client.ask_state(action, timeout=timeout, owner=owner, **fields)
+
+    async def _list(self, *, limit: int = 100, **fields: Any) -> StateReply:
+        if len(self.clients) < len(self._by_rank):
+            raise EngineLoading("an engine that keeps states is being started again")
+        asked = [client.ask_state("list", limit=limit, **fields) for client in self.clients]
+        replies = await asyncio.gather(*asked)
+        states = [info for reply in replies for info in reply.states]
+        states.sort(key=lambda info: info.id)
+        more = len(states) > limit or any(reply.more for reply in replies)
+        return StateReply(replies[0].call, states=states[:limit], more=more)
+
+    async def _copy(
+        self,
+        action: StateAction,
+        client: EngineClient,
+        *,
+        timeout: float,
+        owner: str,
+        id: str,
+        target: str,
+        ttl: float | None = None,
+    ) -> StateReply:
+        """A fork or move from one engine to another."""
+        asked: dict[str, Any] = {"timeout": timeout, "owner": owner}
+        keeper = self._keeper(owner, target)
+        found = await client.ask_state("export", id=id, **asked)
+        if action == "move" and found.states[0].busy:
+            raise StateBusy(f"a request is under way that will take the place of {id!r}")
+        reply = await keeper.ask_state(
+            "import", content=found.content, target=target, ttl=ttl, **asked
+        )
+        if action == "move":
+            with contextlib.suppress(StateNotFound):  # it has expired meanwhile
+                await client.ask_state("delete", id=id, **asked)
+        return reply

@@ -1,0 +1,79 @@
+"""Layout: where in a state folder each of a server's engines has its files.
+
+A single engine has the folder itself, of several each has one within, `RANK-of-ENGINES`: so every
+engine is alone in its own, but for the one that takes its place in a reload. When a server starts
+with another number of engines than before, each takes over what is its own now (`engine.home`) from
+where it lay, unless another server is still using that.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from engine import disk_cache
+from engine.errors import ConfigError
+from engine.folder_lock import is_used
+from engine.home import Home, home_of_digest
+from engine.shelf import Shelf, digest_in, lock_of
+
+log = logging.getLogger(__name__)
+
+_OTHER = re.compile(r"(\d+)-of-(\d+)")
+
+
+def open_shelf(folder: Path, model: str, variant: str, home: Home) -> Shelf:
+    """The engine's own part of a state folder, with all files that belong there: of the model's
+    kept states, and of cached ones of this variant of it. Raises ConfigError where it cannot be
+    used."""
+    mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
+    shelf = Shelf(mine, model)
+    try:
+        others = _others(folder, home)
+    except OSError as error:
+        raise ConfigError(
+            f"state_folder {str(folder)!r} cannot be listed: {error.strerror or error}",
+            param="state_folder",
+        ) from error
+    moved = 0
+    for other in others:
+        if is_used(lock_of(other, model)):
+            log.warning("%s: left alone, since another server is using it", other)
+            continue
+        moved += _move(other, mine, model, home)
+        moved += _move(other / disk_cache.FOLDER, mine / disk_cache.FOLDER, variant, home)
+    if moved:
+        log.info("%s: took over %d files of another number of engines", mine, moved)
+    return shelf
+
+
+def _others(folder: Path, home: Home) -> list[Path]:
+    """Where engines had their files when there was another number of them."""
+    found = [folder] if home.engines > 1 else []
+    for path in sorted(folder.iterdir()):
+        match = _OTHER.fullmatch(path.name)
+        engines = int(match[2]) if match else home.engines
+        if engines != home.engines and path.is_dir() and not path.is_symlink():
+            found.append(path)
+    return found
+
+
+def _move(source: Path, target: Path, model: str, home: Home) -> int:
+    try:
+        paths = sorted(source.iterdir())
+    except OSError:  # mostly since there is none
+        return 0
+    moved = 0
+    for path in paths:
+        digest = digest_in(path.name, model)
+        if digest is None or home_of_digest(digest, home.engines) != home.rank:
+            continue
+        try:
+            target.mkdir(mode=0o700, exist_ok=True)
+            path.rename(target / path.name)
+        except OSError as error:
+            log.warning("%s: cannot be taken over: %s", path, error)
+        else:
+            moved += 1
+    return moved

@@ -1,0 +1,231 @@
+"""Several engines as one: who is asked, and what is put together of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engine.client import EngineClient
+from engine.delivery import Delivery
+from engine.engine import Engine
+from engine.errors import EngineDead, EngineLoading, EngineUnavailable, StateBusy, StateNotFound
+from engine.group import EngineGroup
+from engine.home import home_of
+from engine.messages import Finished, Keep, Request, SamplingParams, pack_ids
+from engine.transport import InlineTransport
+from tests.engine.fake import FakeRunner, recite
+
+ASK = {"timeout": 10.0, "owner": "alice"}
+
+
+@asynccontextmanager
+async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineGroup]:
+    clients: list[EngineClient] = []
+    outside: dict[bytes, list[int]] = {}  # what one exports any can take in
+    for rank in range(engines):
+        runner = FakeRunner(engines=engines, rank=rank, **options)
+        runner.outside = outside
+        clients.append(EngineClient(InlineTransport(Engine(runner))))
+        await clients[-1].start()
+    group = EngineGroup(clients)
+    await group.ready(10)
+    try:
+        yield group
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def ask(group: EngineGroup, text: str, **fields: Any) -> Delivery:
+    count = fields.pop("max_tokens", 3)
+    sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+    request = Request(
+        id=group.new_id(),
+        prompt=pack_ids(text.encode()),
+        sampling=sampling,
+        owner="alice",
+        timeout=60.0,
+        **fields,
+    )
+    return group.submit(request)
+
+
+def rank_of(group: EngineGroup, delivery: Delivery) -> int:
+    (rank,) = (rank for rank, one in enumerate(group.clients) if one.has(delivery.id))
+    return rank
+
+
+async def end(delivery: Delivery) -> Finished:
+    tokens: list[int] = []
+    async for update in delivery:
+        tokens += update.tokens
+        if update.finished is not None:
+            return update.finished
+    raise AssertionError
+
+
+async def keep(group: EngineGroup, id: str, text: str = "abc") -> None:
+    await end(ask(group, text, max_tokens=0, keep=Keep(id=id), stream=False))
+
+
+def ids_of(rank: int, engines: int = 3, count: int = 2) -> list[str]:
+    """Ids of states that the engine of this rank keeps."""
+    found = (f"id-{number}" for number in range(10_000))
+    return [id for id in found if home_of("alice", id, engines) == rank][:count]
+
+
+async def test_requests_are_spread_and_all_are_answered() -> None:
+    async with together(slots=8, step_seconds=0.002) as group:
+        asked = [ask(group, f"{number} abc", max_tokens=20) for number in range(24)]
+        assert len({one.id for one in asked}) == 24
+        loads = [client.in_flight for client in group.clients]
+        assert max(loads) - min(loads) <= 1
+        assert group.in_flight == 24 and group.slots == 24
+        finished = await asyncio.gather(*(end(one) for one in asked))
+        assert [one.completion_tokens for one in finished] == [20] * 24
+        assert group.in_flight == 0
+
+
+async def test_what_begins_alike_goes_to_one_engine_until_that_has_more_to_do() -> None:
+    async with together(slots=16, step_seconds=0.01) as group:
+        beginning = "x" * 64
+        first = rank_of(group, ask(group, f"{beginning} one", max_tokens=200))
+        # Up to an eighth of its slots more than the others have.
+        assert rank_of(group, ask(group, f"{beginning} two", max_tokens=200)) == first
+        assert rank_of(group, ask(group, f"{beginning} three", max_tokens=200)) != first
+        ends = {rank_of(group, ask(group, f"{number}")) for number in range(12)}
+        assert ends == {0, 1, 2}
+
+
+async def test_a_state_is_gone_on_from_where_it_is_kept() -> None:
+    async with together() as group:
+        for rank in range(3):
+            for id in ids_of(rank):
+                await keep(group, id)
+                asked = ask(group, "d", state=id)
+                assert rank_of(group, asked) == rank
+                (update,) = [update async for update in asked if update.tokens][:1]
+                assert update.tokens[:1] == recite(b"abcd", 1)
+                assert (await group.ask_state("get", id=id, **ASK)).states[0].tokens == 3
+        listed = await group.ask_state("list", id="", limit=100, **ASK)
+        ids = sorted(id for rank in range(3) for id in ids_of(rank))
+        assert [info.id for info in listed.states] == ids and not listed.more
+        first = await group.ask_state("list", id="", limit=4, **ASK)
+        assert [info.id for info in first.states] == ids[:4] and first.more
+        rest = await group.ask_state("list", id=ids[3], limit=4, **ASK)
+        assert [info.id for info in rest.states] == ids[4:] and not rest.more
+
+
+async def test_new_ids_say_where_they_are_kept() -> None:
+    async with together() as group:
+        asked = [ask(group, f"{number}", keep=Keep(), stream=False) for number in range(9)]
+        for finished in await asyncio.gather(*(end(one) for one in asked)):
+            assert finished.state is not None
+            info = (await group.ask_state("get", id=finished.state.id, **ASK)).states[0]
+            assert info.tokens == finished.state.tokens
+            forked = await group.ask_state("fork", id=info.id, target="", **ASK)
+            await group.ask_state("get", id=forked.states[0].id, **ASK)
+
+
+@pytest.mark.parametrize("action", ["fork", "move"])
+async def test_states_go_from_one_engine_to_another(action: Any) -> None:
+    async with together() as group:
+        source, (target,) = ids_of(0)[0], ids_of(2, count=1)
+        await keep(group, source)
+        assert group.keeps_apart("alice", source, target)
+        assert not group.keeps_apart("alice", source, ids_of(0)[1])
+        reply = await group.ask_state(action, id=source, target=target, ttl=50.0, **ASK)
+        info = reply.states[0]
+        assert (info.id, info.tokens, info.recent) == (target, 3, list(b"abc"))
+        assert round(info.expires - info.created) == 50
+        asked = ask(group, "d", state=target)
+        assert rank_of(group, asked) == 2
+        (update,) = [update async for update in asked if update.tokens][:1]
+        assert update.tokens[:1] == recite(b"abcd", 1)
+        if action == "fork":
+            await group.ask_state("get", id=source, **ASK)
+        else:
+            with pytest.raises(StateNotFound):
+                await group.ask_state("get", id=source, **ASK)
+        content = (await group.ask_state("export", id=target, **ASK)).content
+        for id in ("", source):
+            reply = await group.ask_state("import", content=content, target=id, **ASK)
+            assert (await group.ask_state("get", id=reply.states[0].id, **ASK)).states
+
+
+async def test_a_state_whose_place_is_about_to_be_taken_does_not_move() -> None:
+    async with together(step_seconds=0.01) as group:
+        source, (target,) = ids_of(0)[0], ids_of(1, count=1)
+        await keep(group, source)
+        turn = ask(group, "d", state=source, keep=Keep(id=source), max_tokens=30)
+        await turn.next()
+        with pytest.raises(StateBusy):
+            await group.ask_state("move", id=source, target=target, **ASK)
+        with pytest.raises(StateNotFound):
+            await group.ask_state("get", id=target, **ASK)
+        await end(turn)
+
+
+async def test_requests_are_ended_wherever_they_are() -> None:
+    async with together(slots=4, step_seconds=0.005) as group:
+        asked = [ask(group, f"{number}", max_tokens=10_000) for number in range(6)]
+        kept = ask(group, "abc", max_tokens=10_000, keep=Keep(id=ids_of(1)[0]))
+        for one in (*asked, kept):
+            await one.next()
+        group.abort([kept.id], "stop", [1])
+        finished = await end(kept)
+        assert finished.state is not None and finished.state.tokens == 4
+        group.abort([one.id for one in asked[:5]])
+        assert {(await end(one)).reason for one in asked[:5]} == {"abort"}
+        group.give_up(asked[5].id, EngineUnavailable("enough"))
+        with pytest.raises(EngineUnavailable, match="enough"):
+            await end(asked[5])
+        assert group.in_flight == 0
+
+
+async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> None:
+    async with together() as group:
+        mine, (theirs,) = ids_of(1), ids_of(2, count=1)
+        await keep(group, theirs)
+        await group.clients[1].close()
+        assert group.state == "ready"
+        await group.ping(10)
+        for number in range(9):
+            assert rank_of(group, ask(group, f"{number}", max_tokens=1000)) != 1
+        with pytest.raises(EngineLoading, match="being started again"):
+            ask(group, "d", state=mine[0])
+        left = EngineGroup([group.clients[0], None, group.clients[2]])
+        assert (await left.ready()).name == "fake" and left.slots == 16
+        for missing in (
+            left.ask_state("get", id=mine[0], **ASK),
+            left.ask_state("fork", id=theirs, target=mine[0], **ASK),
+            left.ask_state("list", id="", limit=5, **ASK),
+        ):
+            with pytest.raises(EngineLoading):
+                await missing
+        assert (await left.ask_state("get", id=theirs, **ASK)).states
+        for client in left.clients:
+            await client.close()
+        assert left.state == "dead"
+        with pytest.raises(EngineDead):
+            await left.ping(10)
+        with pytest.raises(EngineDead):
+            await left.ready()
+        with pytest.raises(EngineDead):
+            ask(left, "x")
+
+
+async def test_engines_that_free_places_quicker_do_so_together() -> None:
+    async with together(slots=1, max_waiting=64, step_seconds=0.005) as group:
+        assert group.pace == 0
+        asked = [ask(group, f"{number}", max_tokens=4) for number in range(24)]
+        assert group.queued.of("alice")[0] == 24 and group.queued.owners == 1
+        await asyncio.gather(*(end(one) for one in asked[:12]))
+        paces = [client.pace for client in group.clients]
+        assert min(paces) > 0
+        assert group.pace == pytest.approx(1 / sum(1 / pace for pace in paces))
+        await asyncio.gather(*(end(one) for one in asked[12:]))

@@ -1,0 +1,89 @@
+"""Where several engines have their files, also after there was another number of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine import disk_cache
+from engine.errors import ConfigError
+from engine.home import Home, home_of
+from engine.layout import open_shelf
+from engine.shelf import Shelf
+
+MODEL, VARIANT, OTHER = "model", "variant", "another model"
+IDS = [f"id-{number}" for number in range(40)]
+
+
+def opened(folder: Path, engines: int) -> list[Shelf]:
+    return [open_shelf(folder, MODEL, VARIANT, Home(rank, engines)) for rank in range(engines)]
+
+
+def write(shelf: Shelf, name: str, content: bytes) -> None:
+    shelf.write(name, lambda: content, lambda _: None)
+
+
+def names(shelf: Shelf) -> set[str]:
+    return {name for name, _ in shelf.names(MODEL)}
+
+
+def fill(folder: Path) -> None:
+    """As one engine leaves it."""
+    (shelf,) = opened(folder, 1)
+    for id in IDS:
+        write(shelf, Shelf.name(MODEL, "alice", id), id.encode())
+    write(shelf, Shelf.name(OTHER, "alice", "its own"), b"other")
+    shelf.names(VARIANT, disk_cache.FOLDER)  # makes the folder
+    write(shelf, f"{disk_cache.FOLDER}/{Shelf.name(VARIANT, 'a text')}", b"cached")
+    shelf.close()
+
+
+def test_files_follow_the_number_of_engines(tmp_path: Path) -> None:
+    fill(tmp_path)
+    for engines in (3, 2, 1, 4):
+        shelves = opened(tmp_path, engines)
+        cached = 0
+        for rank, shelf in enumerate(shelves):
+            mine = [id for id in IDS if home_of("alice", id, engines) == rank]
+            assert names(shelf) == {Shelf.name(MODEL, "alice", id) for id in mine}
+            for id in mine:
+                assert shelf.look(Shelf.name(MODEL, "alice", id), 100)[0] == id.encode()
+            cached += len(shelf.names(VARIANT, disk_cache.FOLDER))
+            shelf.close()
+        assert cached == 1
+    # Another model's is there for when it is served.
+    assert (tmp_path / Shelf.name(OTHER, "alice", "its own")).read_bytes() == b"other"
+
+
+def test_what_is_no_file_of_the_model_stays(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "9-of-9").symlink_to(tmp_path)  # is not followed
+    (tmp_path / "1-of-2 of them").mkdir()
+    for shelf in opened(tmp_path, 2):
+        shelf.close()
+    left = {path.name for path in tmp_path.iterdir() if not path.name.endswith("lock")}
+    named = {Shelf.name(OTHER, "alice", "its own"), "notes.txt", "9-of-9", "1-of-2 of them"}
+    assert left == {*named, disk_cache.FOLDER, "0-of-2", "1-of-2"}
+
+
+def test_what_another_server_uses_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path)
+    (user,) = opened(tmp_path, 1)
+    shelves = opened(tmp_path, 2)
+    assert "another server is using it" in caplog.text
+    assert [names(shelf) for shelf in shelves] == [set(), set()]
+    assert len(names(user)) == len(IDS)
+    user.close()
+    for shelf in (*shelves, *opened(tmp_path, 2)):  # those of a reload
+        shelf.close()
+    assert sum(len(names(shelf)) for shelf in opened(tmp_path, 2)) == len(IDS)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="state_folder"):
+        open_shelf(tmp_path / "file", MODEL, VARIANT, Home(0, 2))

@@ -1,0 +1,188 @@
+"""The supervisor's decisions where several engines serve together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from engine.errors import CheckpointError, EngineLoading
+from engine.protocol import Down, Left, Serve, Using
+from tests.engine.test_supervisor import Charge, ruling, settle, told, until
+
+
+def served(messages: list[Any]) -> list[list[int]]:
+    """The engines that a member is told of, 0 for one that is missing."""
+    orders = [one for one in messages if isinstance(one, Serve)]
+    return [[0 if seat is None else seat.generation for seat in one.seats] for one in orders]
+
+
+async def test_they_serve_when_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch, count=3) as (engines, _):
+        member = engines.join()
+        await until(lambda: len(Charge.all) == 3)
+        assert [one.config.rank for one in Charge.all] == [0, 1, 2]
+        assert {one.config.engines for one in Charge.all} == {3}
+        await engines.load(2)
+        await engines.load(0)
+        assert told(member) == []
+        await engines.load(1)
+        for one in (member, engines.join()):
+            assert served(told(one)) == [[1, 2, 3]]
+
+
+async def test_where_one_cannot_be_loaded_none_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch, count=3) as (engines, task):
+        member = engines.join()
+        first = await engines.load(0)
+        await engines.load(1, CheckpointError("no weights"))
+        assert isinstance(await task, CheckpointError)
+        (down,) = told(member)
+        assert down.final and first.closed and Charge.all[2].closed
+
+
+async def test_the_others_go_on_when_one_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch, count=2, restarts=1) as (engines, task):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        Charge.all[1].die()
+        await until(lambda: len(Charge.all) == 3)
+        assert Charge.all[2].config.rank == 1
+        messages = told(member)
+        assert served(messages) == [[1, 2], [1, 0]]
+        downs = [one for one in messages if isinstance(one, Down)]
+        assert {(one.generation, one.current, one.final) for one in downs} == {(2, False, False)}
+        await engines.load(2)
+        (order,) = told(member)
+        assert served([order]) == [[1, 3]] and order.restarts == 1
+        # Each may be started again as often; one that may not leaves the others.
+        Charge.all[2].die()
+        await settle()
+        assert served(told(member)) == [[1, 0]]
+        Charge.all[0].die("killed too")
+        await settle()
+        assert [one.current for one in told(member)] == [True, True]
+        await engines.load(3)
+        assert served(told(member)) == [[4, 0]]
+        Charge.all[3].die("killed again")
+        assert "killed again, after 1 restart" in (await task).message
+        assert told(member)[-1].final
+
+
+async def test_another_model_does_not_join_those_that_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder has been written to since they were loaded."""
+    async with ruling(monkeypatch, count=2, restarts=1) as (engines, _):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        Charge.all[0].die()
+        await until(lambda: len(Charge.all) == 3)
+        Charge.all[2].info = structs.replace(Charge.all[2].info, fingerprint="another")
+        await engines.load(2)
+        assert Charge.all[2].closed
+        assert served(told(member)) == [[1, 2], [0, 2]]
+        assert "engine 0 of 2: " in caplog.text and "is another model now" in caplog.text
+        reload = asyncio.create_task(engines.supervisor.reload(None))
+        await until(lambda: len(Charge.all) == 5)
+        for number in (3, 4):
+            Charge.all[number].info = structs.replace(Charge.all[0].info, fingerprint="another")
+            await engines.load(number)
+        assert served(told(member)) == [[4, 5]]
+        member.send(Using(5))
+        assert (await reload).fingerprint == "another"
+
+
+async def test_a_reload_takes_the_place_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, _):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        await engines.load(2)
+        assert served(told(member)) == [[1, 2]]
+        await engines.load(3)
+        assert served(told(member)) == [[3, 4]]
+        assert [one.config.model for one in Charge.all] == ["one", "one", "two", "two"]
+        await settle()
+        assert not reload.done()
+        member.send(Using(4))
+        await reload
+        assert not Charge.all[0].closed
+        member.send(Left(1))
+        await until(lambda: Charge.all[0].closed)
+        assert not Charge.all[1].closed
+        member.send(Left(2))
+        await until(lambda: Charge.all[1].closed)
+
+
+async def test_a_reload_that_fails_in_part_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, _):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        await engines.load(2)
+        await engines.load(3, CheckpointError("no memory"))
+        with pytest.raises(CheckpointError, match="no memory"):
+            await reload
+        assert Charge.all[2].closed and Charge.all[0].serves and Charge.all[1].serves
+        assert served(told(member)) == [[1, 2]]
+        Charge.all[1].die()
+        again = await engines.load(4)
+        assert (again.config.model, again.config.rank) == ("one", 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_one_that_dies_during_a_reload_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, _):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        await until(lambda: len(Charge.all) == 4)
+        Charge.all[0].die()
+        await settle()
+        assert len(Charge.all) == 4
+        await engines.load(2)
+        await engines.load(3, CheckpointError("no memory") if fails else None)
+        if fails:
+            with pytest.raises(CheckpointError):
+                await reload
+            assert (await engines.load(4)).config.model == "one"
+            assert served(told(member)) == [[1, 2], [0, 2], [5, 2]]
+        else:
+            member.send(Using(4))
+            await reload
+            assert served(told(member)) == [[1, 2], [0, 2], [3, 4]]
+            assert len(Charge.all) == 4
+
+
+async def test_a_reload_needs_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, _):
+        for number in range(2):
+            await engines.load(number)
+        Charge.all[0].die()
+        Charge.all[1].die()
+        await settle()
+        with pytest.raises(EngineLoading):
+            await engines.supervisor.reload("two")
+
+
+async def test_all_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, _):
+        for number in range(2):
+            await engines.load(number)
+        engines.supervisor.hold()
+        Charge.all[0].die()  # is not started again
+        await settle()
+        assert len(Charge.all) == 2 and Charge.all[1].serves
+    assert all(one.closed for one in Charge.all)
