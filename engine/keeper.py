@@ -82,7 +82,7 @@ class Keeper:
             disk_bytes=disk_bytes,
             fetch=self.traffic.fetch,
             clock=clock,
-            home=home or Home(),
+            new_id=(home or Home()).new_id,
         )
         self.disk = DiskCache(
             self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes

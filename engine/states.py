@@ -21,7 +21,6 @@ from collections.abc import Callable
 from engine import snapshot
 from engine.claims import Claims, Key
 from engine.errors import ConfigError, EngineError, StateNotFound, StateQuota
-from engine.home import Home
 from engine.messages import ID_BYTES, StateInfo
 from engine.ranking import Ranking
 from engine.shelf import Shelf, tag_of
@@ -52,7 +51,7 @@ class States:
         disk_bytes: int,
         fetch: Callable[[Kept, Callable[[bytes | None], None]], None],
         clock: Callable[[], float],
-        home: Home,
+        new_id: Callable[[str], str],  # of the owner's
     ) -> None:
         self._tiers = tiers
         self._shape = shape
@@ -62,7 +61,7 @@ class States:
         self._disk_bytes = disk_bytes
         self._fetch = fetch
         self._clock = clock
-        self._home = home
+        self._new_id = new_id
         self._named: dict[Key, Named] = {}
         self._ids: dict[str, list[str]] = {}  # by owner, in order
         self._expiry: Ranking[Key] = Ranking()
@@ -130,7 +129,7 @@ class States:
         if id:
             check_id(param, id)
         else:
-            id = self._home.new_id(owner)
+            id = self._new_id(owner)
         key = owner, id
         self.claims.take(key, param)
         self._look(owner, id)

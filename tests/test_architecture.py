@@ -23,6 +23,7 @@ TORCH_FREE = [
 ]
 # What the service (its composition root, cli.py, apart) may see of the engine.
 SERVICE_MAY_IMPORT = {
+    "engine.backend",
     "engine.client",
     "engine.collector",
     "engine.grammar_check",

@@ -441,6 +441,8 @@ def _runner(config: EngineConfig, **options: Any) -> FakeRunner:
         share_slots=config.share_slots,
         max_step_tokens=config.max_step_tokens or 256,
         max_waiting=config.max_waiting,
+        engines=config.engines,
+        rank=config.rank,
         **options,
     )
 
