@@ -1,6 +1,7 @@
 """What share of the engine's tokens arrives over HTTP, with a model that is not small.
 
     python -m loadtest.share --model 113m --device cuda     # plain batches, 1,024 slots
+    python -m loadtest.share --engines 2 --api-workers 4 --processes 4   # on two GPUs
     python -m loadtest.share --model 113m --device cpu --slots 32 --batch 1 --stream \\
         --prompt-length 64 --output-length 128 --peer
 
@@ -8,7 +9,8 @@ The engine alone decodes in as many slots in this process; then a server of its 
 a closed loop of requests, of twice as many prompts as there are slots (--waiting), whose answers
 are texts of a tokenizer of the model's size. With --peer PyTorch decodes 64 rows of the same model
 too (in a CUDA graph, or compiled with frozen weights), which is what other servers' figures can be
-set against.
+set against. With --engines the server has several, on a GPU each, and what they would do alone is
+so many times what the one does that is measured.
 """
 
 from __future__ import annotations
@@ -80,11 +82,12 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "max_slots": args.slots,
         "max_waiting": 4 * args.slots,
+        "engines": args.engines,
         "api_workers": args.api_workers,
     }
     if args.threads:
         settings["threads"] = args.threads
-    at_once = -(-args.slots // args.batch)
+    at_once = -(-args.slots * args.engines // args.batch)
     if not args.stream:
         at_once += -(-args.waiting * at_once // 100)
     asked = [
@@ -147,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--seconds", type=float, default=20.0)
     options.add_argument("--threads", type=int, help="of the engine on a CPU")
+    options.add_argument("--engines", type=int, default=1, help="of the server, a GPU for each")
     options.add_argument("--api-workers", type=int, default=1, help="of the server")
     options.add_argument("--processes", type=int, default=1, help="client processes")
     options.add_argument("--peer", action="store_true", help="measure PyTorch as well")
@@ -162,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         values = {"threads": args.threads} if args.threads else {}
         config = EngineConfig(model=str(folder), device=args.device, max_slots=args.slots, **values)
         runner = load(config, [args.slots])
-        engine = engine_alone(runner, args)
+        engine = engine_alone(runner, args) * args.engines
         del runner
         gc.collect()
         if device.type == "cuda":
@@ -170,8 +174,9 @@ def main(argv: list[str] | None = None) -> int:
         summary = over_http(folder, args)
     rate = float(summary["tokens_per_second"])
     latency = summary["latency_ms"]["e2e"]
+    alone = "engine alone" if args.engines == 1 else f"{args.engines} engines alone"
     print(
-        f"engine alone {engine:,.0f} tokens/s in {args.slots} slots; over HTTP {rate:,.0f} "
+        f"{alone} {engine:,.0f} tokens/s in {args.slots} slots; over HTTP {rate:,.0f} "
         f"({rate / engine:.0%}), a request in {latency['p50']:.0f} ms at p50, "
         f"{latency['p99']:.0f} at p99"
         + (f"; PyTorch {peer:,.0f}" if peer else "")
