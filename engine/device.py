@@ -42,9 +42,7 @@ def resolve(config: EngineConfig, checkpoint_dtype: str) -> EngineConfig:
     part of the processors and of main memory. Raises DeviceError when a GPU is asked for that
     cannot be used.
     """
-    device = resolve_device(config.device)
-    if config.engines > 1 and device.type == "cuda":
-        device = resolve_device(f"cuda:{config.rank}")
+    device = resolve_device(config.device, config.rank if config.engines > 1 else None)
     return dataclasses.replace(
         config,
         device=str(device),
@@ -62,16 +60,19 @@ def _host_state_bytes(config: EngineConfig) -> int:
     return min(free // 4, MOST_HOST_STATE_BYTES)
 
 
-def resolve_device(name: str) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:N" -> the device. Raises DeviceError, which says the mend."""
+def resolve_device(name: str, rank: int | None = None) -> torch.device:
+    """ "auto", "cpu", "cuda" or "cuda:N" -> the device. `rank`: of one of several engines; its GPU
+    is the one of this number, and no other is touched. Raises DeviceError, which says the mend."""
     if name == "cpu":
         return torch.device("cpu")
-    problem = _why_no_gpu(name)
+    index = rank if name in ("auto", "cuda") else torch.device(name).index
+    problem = _why_no_gpu(index or 0)
     if problem is None:
-        index = torch.device(name).index if name != "auto" else None
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    if name != "auto":
-        raise DeviceError(f"device {name!r} cannot be used: {problem}", param="device")
+    others_have_one = rank is not None and 0 < torch.cuda.device_count() <= rank
+    if name != "auto" or others_have_one:
+        who = "" if rank is None else f" for engine {rank} of several"
+        raise DeviceError(f"device {name!r} cannot be used{who}: {problem}", param="device")
     if torch.cuda.is_available() or _DRIVER_GPUS.is_dir():
         log.warning("running on the CPU although a GPU is there: %s", problem)
     return torch.device("cpu")
@@ -93,14 +94,13 @@ def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def _why_no_gpu(name: str) -> str | None:
-    """Why the device that `name` asks for cannot be used, with the mend; None when it can."""
+def _why_no_gpu(index: int) -> str | None:
+    """Why the GPU of this number cannot be used, with the mend; None when it can."""
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
             return "this PyTorch is built without CUDA; install one that is built with it"
         return "PyTorch finds no NVIDIA GPU; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
     count = torch.cuda.device_count()
-    index = torch.device("cuda" if name == "auto" else name).index or 0
     if index >= count:
         return f"there are {count} GPUs, numbered from 0"
     if not library.has_cuda_kernels():

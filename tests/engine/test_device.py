@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine import device
+from engine.config import EngineConfig
 from engine.errors import DeviceError
 from engine.ops import library
 
@@ -100,6 +101,34 @@ def test_kernels_for_another_architecture_mean_the_cpu_and_one_line(
 def test_a_gpu_number_that_does_not_exist_is_refused() -> None:
     with pytest.raises(DeviceError, match="numbered from 0"):
         device.resolve_device("cuda:7")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_of_several_engines_each_takes_the_gpu_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    touched: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(library, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(device, "_why_no_code", touched.append)  # a GPU's context takes memory
+    assert device.resolve_device(name, 1) == torch.device("cuda:1")
+    assert touched == [torch.device("cuda:1")]
+    with pytest.raises(DeviceError, match="engine 2 of several: there are 2 GPUs"):
+        device.resolve_device(name, 2)
+
+
+def test_several_engines_share_processors_and_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "usable_cpus", lambda: 6)
+    monkeypatch.setattr(device, "available_memory", lambda _: 2**33)
+    for engines, threads in ((1, 6), (2, 3), (8, 1)):
+        config = EngineConfig(device="cpu", engines=engines)
+        resolved = device.resolve(config, "float32")
+        assert resolved.threads == threads
+        assert resolved.host_state_bytes == 2**31 // engines
+    config = EngineConfig(device="cpu", engines=2, threads=5, host_state_bytes=7)
+    resolved = device.resolve(config, "float32")
+    assert (resolved.threads, resolved.host_state_bytes) == (5, 7)
 
 
 @pytest.mark.parametrize(
