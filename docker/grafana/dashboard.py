@@ -230,6 +230,11 @@ ROWS: dict[str, list[Panel]] = {
             steps=BAD_FROM_ONE,
         ),
         Panel(
+            "Engines that are missing", "Of those that are meant to serve.",
+            {"{{instance}}": f"{of('minserve_engines')} - {of('minserve_engines_serving')}"},
+            steps=BAD_FROM_ONE,
+        ),
+        Panel(
             "Connections cut",
             "stalled: the client read nothing. late_head: it sent no whole head.",
             {"{{reason}}": f"sum by (reason) ({rate('minserve_connections_cut_total')})"},

@@ -44,6 +44,7 @@ RULES = (
     Rule("minserve serve --help", "run"),
     Rule("python docker/grafana/dashboard.py", "run"),
     Rule("minserve serve --api-keys-file", "options", "it serves until it is told to stop"),
+    Rule("minserve serve --engines", "options", "it serves until it is told to stop"),
     Rule("minserve train", "options", "5,000 steps take hours on a CPU"),
     Rule("python -m loadtest.kernels", "options", GPU),
     Rule("python -m loadtest.layers", "options", GPU),

@@ -26,6 +26,8 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "e2e_request_latency_seconds": ("histogram", ()),
     "engine_restarts": ("counter", ()),
     "engine_step_seconds": ("histogram", ("phase",)),
+    "engines": ("gauge", ()),
+    "engines_serving": ("gauge", ()),
     "generation_tokens": ("counter", ()),
     "grammar_compile_seconds": ("histogram", ()),
     "http_requests": ("counter", ("method", "path", "status")),
