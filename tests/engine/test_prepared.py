@@ -45,7 +45,7 @@ def test_what_a_failed_round_was_to_bring_is_nobodys_beginning() -> None:
 
 def settled(talk: Talk) -> None:
     """The disk has done what it was asked for."""
-    talk.engine._keeper.traffic.wait(5)
+    talk.engine._keeper.traffic.flush()
     talk.engine._keeper.traffic.collect()
 
 

@@ -145,7 +145,7 @@ def test_the_cases_are_those_of_the_bars() -> None:
 
 def test_a_case_runs_on_all_three_servers_in_turns(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    options = ["--cases", "6", "--seconds", "2", "--warm-up", "1", "--rounds", "1"]
+    options = ["--cases", "6", "--seconds", "1", "--warm-up", "0.5", "--rounds", "1"]
     assert main([*options, "--no-pin", "--no-pace", "--json", str(figures)]) == 0
     (case,) = json.loads(figures.read_text())["cases"]
     assert case["tokens_per_second"] > 0 and case["ceiling"] > 0
