@@ -33,6 +33,10 @@ MORE_IN_FLIGHT = 1 / 8
 _ids = itertools.count()  # of requests: groups come and go, and their clients stay
 
 
+def _load(client: EngineClient) -> int:
+    return client.in_flight
+
+
 class EngineGroup:
     """All methods are called on one event loop."""
 
@@ -142,14 +146,14 @@ class EngineGroup:
         return [client for client in self.clients if client.state == "ready"] or self.clients
 
     def _idlest(self) -> EngineClient:
-        return min(self._there(), key=lambda client: client.in_flight)
+        return min(self._there(), key=_load)
 
     def _reader(self, request: Request) -> EngineClient:
         there = self._there()
         alike = zlib.crc32(request.prompt[: ALIKE_TOKENS * ID_BYTES])
         alike = zlib.crc32(request.owner.encode() + request.cache_salt.encode(), alike)
         familiar = there[alike % len(there)]
-        idlest = self._idlest()
+        idlest = min(there, key=_load)
         more = max(1.0, familiar.slots * MORE_IN_FLIGHT)
         return familiar if familiar.in_flight < idlest.in_flight + more else idlest
 

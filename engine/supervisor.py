@@ -219,6 +219,8 @@ class Supervisor:
         loads = [asyncio.create_task(self._load(config, rank)) for rank in range(config.engines)]
         try:
             engines = list(await asyncio.gather(*loads))
+            if len({engine.info.fingerprint for engine in engines}) > 1:
+                raise CheckpointError(f"{config.model} was changed while it was loaded")
         except BaseException:
             for load in loads:
                 load.cancel()

@@ -107,6 +107,25 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
         second.stop()
 
 
+def test_sessions_survive_another_number_of_engines(tmp_path: Path) -> None:
+    names = "abcdef"
+    whole = PROMPT
+    for engines, threads in (("2", "1"), ("1", "2")):
+        server = Server(
+            *("--device", "cpu", "--engines", engines, "--threads", threads),
+            *("--state-folder", str(tmp_path / "states")),
+        )
+        try:
+            prompt = PROMPT if whole == PROMPT else ""
+            (text,) = {generate(server.url, prompt, session_id=name)["text"] for name in names}
+            whole += text
+            listed = httpx.get(f"{server.url}/v1/states").json()["data"]
+            assert [state["id"] for state in listed] == [f"session:{name}" for name in names]
+            assert {state["tokens"] for state in listed} == {len(whole)}
+        finally:
+            assert server.stop() == 0
+
+
 def reloading(tmp_path: Path) -> tuple[Server, Callable[[], None]]:
     """A server with a state folder, and what reloads its model."""
     key = tmp_path / "key"

@@ -139,6 +139,18 @@ async def test_a_reload_that_fails_in_part_changes_nothing(
         assert (again.config.model, again.config.rank) == ("one", 1)
 
 
+async def test_engines_of_different_models_do_not_begin_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, task):
+        await until(lambda: len(Charge.all) == 2)
+        Charge.all[0].info = structs.replace(Charge.all[0].info, fingerprint="another")
+        for number in range(2):
+            await engines.load(number)
+        assert "changed while it was loaded" in (await task).message
+        assert all(one.closed for one in Charge.all)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_one_that_dies_during_a_reload_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, fails: bool
