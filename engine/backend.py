@@ -64,6 +64,9 @@ class Backend(Protocol):
 
     def give_up(self, request_id: int, error: EngineError) -> None: ...
 
+    def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
+        """Of requests that go on from these states of the owner, how many one engine gets."""
+
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:
         """Whether the owner's states of these ids are kept by different engines, so that no one
         request can go on from one and leave the other."""

@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import itertools
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from engine.backend import State
 from engine.client import EngineClient
@@ -26,11 +27,28 @@ from engine.queued import Waiters, WaitersOfAll
 # An engine caches the states after prompts that it has read. By so many first tokens prompts are
 # taken for continuations of one another, as turns of a conversation are,
 ALIKE_TOKENS = 64
-# and go to the same engine as long as it has no more in flight than the one with the least, but for
-# this part of its slots: to read a prompt again costs less than to wait for others.
+# and go to the same engine as long as it has a free slot, and no more in flight than the one with
+# the least but for this part of its slots: to read a prompt again costs less than to wait.
 MORE_IN_FLIGHT = 1 / 8
 
+Answer = TypeVar("Answer")
+
 _ids = itertools.count()  # of requests: groups come and go, and their clients stay
+
+
+async def _first(asked: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
+    """The first answer; where there are errors alone, the last one is raised."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    try:
+        for soonest in asyncio.as_completed(tasks):
+            try:
+                return await soonest
+            except EngineError as error:
+                last = error
+        raise last
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _load(client: EngineClient) -> int:
@@ -40,8 +58,12 @@ def _load(client: EngineClient) -> int:
 class EngineGroup:
     """All methods are called on one event loop."""
 
-    def __init__(self, clients: Sequence[EngineClient | None]) -> None:
-        """By rank; None for an engine that is missing just now. There is at least one."""
+    def __init__(
+        self, clients: Sequence[EngineClient | None], retry_after: float | None = None
+    ) -> None:
+        """By rank; None for an engine that is missing just now, and may be back after so many
+        seconds. There is at least one."""
+        self._retry_after = retry_after
         self._by_rank = tuple(clients)
         self.clients = [client for client in clients if client is not None]
         self.queued: Waiters = WaitersOfAll([client.queued for client in self.clients])
@@ -75,15 +97,9 @@ class EngineGroup:
         return sum(client.waiting_tokens for client in self.clients)
 
     async def ready(self, timeout: float | None = None) -> ModelInfo:
-        """Waits until every engine has loaded its model, or has ended. Raises EngineDead where all
-        have, EngineLoading when `timeout` seconds pass."""
-        loads = [client.ready(timeout) for client in self.clients]
-        told = await asyncio.gather(*loads, return_exceptions=True)
-        for one in told:
-            if isinstance(one, ModelInfo):
-                return one
-        assert isinstance(told[0], BaseException)
-        raise told[0]
+        """Waits until an engine has loaded its model; others are asked when they have. Raises
+        EngineDead where all have ended, EngineLoading when `timeout` seconds pass."""
+        return await _first([client.ready(timeout) for client in self.clients])
 
     def new_id(self) -> int:
         """A request id that no group has used."""
@@ -123,16 +139,13 @@ class EngineGroup:
 
         Raises EngineUnavailable after `timeout` seconds, EngineDead where all have ended.
         """
-        pings = [client.ping(timeout) for client in self.clients]
-        told = await asyncio.gather(*pings, return_exceptions=True)
-        if all(isinstance(one, BaseException) for one in told):
-            assert isinstance(told[0], BaseException)
-            raise told[0]
+        await _first([client.ping(timeout) for client in self.clients])
 
     # Who is asked.
 
-    def _missing(self) -> EngineLoading:
-        return EngineLoading("the engine that keeps this state is being started again")
+    def _missing(self, what: str = "the engine that keeps this state") -> EngineLoading:
+        message = f"{what} is missing just now; it is started again where that is possible"
+        return EngineLoading(message, retry_after=self._retry_after)
 
     def _keeper(self, owner: str, id: str) -> EngineClient:
         """Raises EngineLoading where the one that keeps this state is missing."""
@@ -155,9 +168,16 @@ class EngineGroup:
         familiar = there[alike % len(there)]
         idlest = min(there, key=_load)
         more = max(1.0, familiar.slots * MORE_IN_FLIGHT)
-        return familiar if familiar.in_flight < idlest.in_flight + more else idlest
+        if familiar.in_flight < min(familiar.slots, idlest.in_flight + more):
+            return familiar
+        return idlest
 
     # States.
+
+    def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
+        """Of requests that go on from these states, how many one engine gets at most."""
+        homes = Counter(home_of(owner, id, len(self._by_rank)) for id in ids)
+        return max(homes.values(), default=0)
 
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:
         """Whether the owner's states of these ids are kept by different engines."""
@@ -181,8 +201,8 @@ class EngineGroup:
         return await client.ask_state(action, timeout=timeout, owner=owner, **fields)
 
     async def _list(self, *, limit: int = 100, **fields: Any) -> StateReply:
-        if len(self.clients) < len(self._by_rank):
-            raise EngineLoading("an engine that keeps states is being started again")
+        if any(client is None or client.state != "ready" for client in self._by_rank):
+            raise self._missing("an engine that keeps states")
         asked = [client.ask_state("list", limit=limit, **fields) for client in self.clients]
         replies = await asyncio.gather(*asked)
         states = [info for reply in replies for info in reply.states]

@@ -41,8 +41,10 @@ def open_shelf(folder: Path, model: str, variant: str, home: Home) -> Shelf:
         if is_used(lock_of(other, model)):
             log.warning("%s: left alone, since another server is using it", other)
             continue
-        moved += _move(other, mine, model, home)
-        moved += _move(other / disk_cache.FOLDER, mine / disk_cache.FOLDER, variant, home)
+        moved += _move_all(other, mine, model, home)
+        cached = other / disk_cache.FOLDER
+        if not cached.is_symlink():
+            moved += _move_all(cached, mine / disk_cache.FOLDER, variant, home)
     if moved:
         log.info("%s: took over %d files of another number of engines", mine, moved)
     return shelf
@@ -59,7 +61,7 @@ def _others(folder: Path, home: Home) -> list[Path]:
     return found
 
 
-def _move(source: Path, target: Path, model: str, home: Home) -> int:
+def _move_all(source: Path, target: Path, model: str, home: Home) -> int:
     try:
         paths = sorted(source.iterdir())
     except OSError:  # mostly since there is none
@@ -71,9 +73,23 @@ def _move(source: Path, target: Path, model: str, home: Home) -> int:
             continue
         try:
             target.mkdir(mode=0o700, exist_ok=True)
-            path.rename(target / path.name)
+            _move(path, target / path.name)
         except OSError as error:
             log.warning("%s: cannot be taken over: %s", path, error)
         else:
             moved += 1
     return moved
+
+
+def _move(source: Path, target: Path) -> None:
+    """Of two files of one name the one stays that was used last: here the state may have gone on
+    while another server had the other. Raises OSError."""
+    try:
+        there = target.lstat()
+    except FileNotFoundError:
+        source.rename(target)
+        return
+    if source.lstat().st_mtime > there.st_mtime:
+        source.rename(target)
+    else:
+        source.unlink()

@@ -189,7 +189,7 @@ class Member:
         clients: list[EngineClient | None] = []
         for seat in order.seats:
             clients.append(None if seat is None else await self._client(seat))
-        backend = EngineGroup(clients) if len(clients) > 1 else clients[0]
+        backend = EngineGroup(clients, order.retry_after) if len(clients) > 1 else clients[0]
         assert backend is not None
         self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
 

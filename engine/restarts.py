@@ -22,6 +22,10 @@ class Restarts:
         """Starts within the window, as of the latest one."""
         return len(self._times)
 
+    def room_in(self, now: float) -> float:
+        """After how many seconds `wait` may allow another start that it has refused."""
+        return max(0.0, self._times[0] + self.window - now) if self._times else self.window
+
     def wait(self, now: float) -> float | None:
         """Counts one more start and tells how many seconds from now it is due; None: no more."""
         while self._times and now - self._times[0] > self.window:

@@ -34,6 +34,7 @@ from engine.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
+FOR_LONG = 3600.0  # seconds until one is back that is not started again by itself
 USE_SECONDS = 30.0  # for all members to use other engines; who hangs so long holds up no answer
 
 
@@ -69,6 +70,8 @@ class Supervisor:
         self._restarts = [Restarts(rules.restarts, rules.window) for _ in range(config.engines)]
         # By rank: who serves, or has died and is to be replaced; None: not there yet, or no more.
         self._seats: list[Charge | None] = [None] * config.engines
+        self._spent: set[int] = set()  # ranks that may be started again later, if others last
+        self._back_at: dict[int, float] = {}  # by rank, when who is missing may be back
         self._engines: set[Charge] = set()  # all that live: loading, serving, finishing
         self._generations = 0
         self._load_seconds = 1.0  # of the latest one
@@ -98,14 +101,18 @@ class Supervisor:
         except Exception as unexpected:
             log.exception("unexpected error of the supervisor")
             reason = EngineDead(f"the supervisor has failed: {unexpected}")
-        if reason is None:
+        if reason is None or self._seats[engine.rank] is not engine:
             return
         self._seats[engine.rank] = None
-        if any(self._seats):
+        if self._is_over():
+            self._over.put_nowait(reason)
+        else:
             who = self._name(engine.rank)
             log.error("error: %s%s; the others go on without it", who, reason.message)
-        else:
-            self._over.put_nowait(reason)
+
+    def _is_over(self) -> bool:
+        """Nobody serves, and nobody is being started."""
+        return all(seat is None or rank in self._spent for rank, seat in enumerate(self._seats))
 
     async def _try_to_replace(self, engine: Charge, error: EngineError) -> EngineError | None:
         """None, or why none will serve in its place."""
@@ -118,11 +125,15 @@ class Supervisor:
                 log.warning("%s%s; what is being loaded takes its place", who, error.message)
                 await asyncio.wait({self._reload})
                 continue
-            seconds = None if self._held else restarts.wait(time.monotonic())
+            now = time.monotonic()
+            seconds = None if self._held else restarts.wait(now)
             if seconds is None:
                 count = restarts.recent
                 tries = f", after {count} restart{'s' if count > 1 else ''}" if count else ""
-                return EngineDead(error.message + tries)
+                spent = EngineDead(error.message + tries)
+                if self._held or not count or not await self._waits(rank, spent):
+                    return spent
+                continue
             log.warning(
                 "%s%s; starting another%s (%d of at most %d within %g s)",
                 self._name(rank),
@@ -133,9 +144,10 @@ class Supervisor:
                 restarts.window,
             )
             self._tell_down(engine, error, seconds + self._load_seconds)
-            await asyncio.sleep(seconds)
-            if self._held:
-                return error
+            if seconds:
+                await asyncio.sleep(seconds)
+                if self._held or self._seats[rank] is not engine or self._reload is not None:
+                    continue
             try:
                 another = await self._load(self._config, rank)
             except EngineError as failure:
@@ -146,6 +158,24 @@ class Supervisor:
                 else:  # a reload was quicker
                     await self._end(another)
         return None
+
+    async def _waits(self, rank: int, spent: EngineDead) -> bool:
+        """Until one of this rank may be started again, where others serve meanwhile."""
+        self._spent.add(rank)
+        if self._is_over():
+            return False
+        seconds = self._restarts[rank].room_in(time.monotonic())
+        log.error(
+            "error: %s%s; the others go on, and it is tried again in %.0f s",
+            self._name(rank),
+            spent.message,
+            seconds,
+        )
+        self._back_at[rank] = time.monotonic() + seconds
+        self._tell_serving()
+        await asyncio.sleep(seconds)
+        self._spent.discard(rank)
+        return True
 
     async def reload(self, model: str | None) -> ModelInfo:
         """Loads `model` (None: the present one again) and returns when new requests go there.
@@ -262,6 +292,7 @@ class Supervisor:
         replaced = [self._seats[engine.rank] for engine in engines]
         for engine in engines:
             self._seats[engine.rank] = engine
+            self._spent.discard(engine.rank)
             self._keep(self._mourn(engine))
         self._tell_serving()
         for old in replaced:
@@ -283,7 +314,13 @@ class Supervisor:
             return
         seats = [engine.seat if engine in serving else None for engine in self._seats]
         restarts = sum(restarts.total for restarts in self._restarts)
-        self.members.serve(Serve(seats, serving[0].info, restarts), only)
+        waits = [
+            self._back_at.get(rank, 0.0) - time.monotonic() if one is not None else FOR_LONG
+            for rank, one in enumerate(self._seats)
+            if one not in serving
+        ]
+        order = Serve(seats, serving[0].info, restarts, max(0.0, *waits) if waits else None)
+        self.members.serve(order, only)
 
     async def _mourn(self, engine: Charge) -> None:
         """Sees to what an engine leaves that ends by itself."""
@@ -293,6 +330,7 @@ class Supervisor:
         # At once: whatever comes next, what its members have in flight there is lost.
         self._tell_down(engine, error, self._load_seconds)
         if engine in self._seats:
+            self._back_at[engine.rank] = time.monotonic() + self._load_seconds
             self._tell_serving()
             self._keep(self._replace(engine, error))
         else:

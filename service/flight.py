@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -134,6 +134,12 @@ class Flight:
         """Raises QueueFull where requests of so many prompt tokens are too many just now; they are
         submitted right after, or not at all."""
         self._places.check_tokens(tokens, requests, self.owner)
+
+    def check_kept(self, ids: Sequence[str]) -> None:
+        """Raises ApiError 400 where so many requests go on from kept states, of these ids, that the
+        engine that keeps them cannot hold them all."""
+        if len(ids) > 1:
+            self._places.check_kept(self._backend.most_of_one(self.owner, ids), self.owner)
 
     def reserve(self, requests: int) -> None:
         """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more

@@ -256,6 +256,7 @@ def stream(
 def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
     """All of them, or none: then raises EngineError."""
     flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    flight.check_kept([task.use.source for task in tasks if task.use.source])
     points: Points = {}
     if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
         points = junctions_of((task.use.company, task.packed) for task in tasks)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, Literal
 
 from fastapi import Request
 
@@ -45,11 +46,7 @@ class Lifecycle:
         self.engines = engines
         self.settings = settings
         self.metrics = Metrics(self.load, lambda: self.restarts, self._serving)
-        self.metrics.set_limits(
-            settings.max_waiting * settings.engines,
-            settings.max_waiting_tokens * settings.engines,
-            settings.engines,
-        )
+        self._tell_limits(settings.engines)
         self.failure: EngineError | None = None
         self.outage: EngineError | None = None  # while the engine is started again
         self.draining = False
@@ -192,15 +189,15 @@ class Lifecycle:
         for client in backend.clients:
             if client not in known:
                 client.on_step(self.metrics.on_step)
+                self._keep(self._greet(client))
+        self._tell_limits(len(backend.clients))
         self.metrics.model_loaded(runtime.model_name, runtime.info)
         old, self.current = self.current, runtime
         self._generations[runtime] = event.generations
         self.outage, self.restarts = None, event.restarts
         self.engines.use(max(event.generations))
         if old is not None:
-            task = asyncio.create_task(self._retire(old))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._retire(old))
         info = runtime.info
         logger.info(
             "ready: %s (%s parameters) on %s, %s%s%s",
@@ -212,11 +209,26 @@ class Lifecycle:
             ", deterministic" if info.deterministic else "",
         )
 
+    def _tell_limits(self, engines: int) -> None:
+        """To the metrics, where so many serve."""
+        waiting, tokens = self.settings.max_waiting, self.settings.max_waiting_tokens
+        self.metrics.set_limits(waiting * engines, tokens * engines, self.settings.engines)
+
     def _where(self, device_name: str) -> str:
         there, wanted = self._serving(), self.settings.engines
         if wanted == 1:
             return device_name
         return f"{there} x {device_name}" + (f" of {wanted}" if there < wanted else "")
+
+    async def _greet(self, client: EngineClient) -> None:
+        """So that it tells its load, though it may have nothing to do yet."""
+        with suppress(EngineError):
+            await client.ping(self.settings.ping_timeout)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _retire(self, runtime: Runtime) -> None:
         """Gives engines up when nothing is in flight there any more."""

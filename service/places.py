@@ -23,18 +23,23 @@ LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
 
 
 class Places:
-    """`most_waiting` requests, of `most_tokens` prompt tokens, may wait beside those that run."""
+    """For each engine `most_waiting` requests, of `most_tokens` prompt tokens, may wait beside
+    those that run. There are to be so many `engines`, though some may be missing just now."""
 
     def __init__(
         self,
         backend: Backend,
         most_waiting: int,
         most_tokens: int,
+        engines: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._most = most_waiting
-        self._most_tokens = most_tokens
+        self._there = len(backend.clients)
+        self._most, self._most_tokens = most_waiting * self._there, most_tokens * self._there
+        # What is refused for good, and not until there is room, is more than all of them hold.
+        self._engines = engines
+        self._whole, self._whole_tokens = most_waiting * engines, most_tokens * engines
         self._clock = clock
         self._reserved: Counter[str] = Counter()  # by owner: spoken for, not sent yet
         self._all_reserved = 0  # the sum of these
@@ -48,15 +53,7 @@ class Places:
         excess = taken + requests - slots
         if excess <= 0:  # they wait for nobody's end
             return
-        capacity = slots + most_of_one(self._most, owner)
-        if requests > capacity:
-            whose = " of one key" if owner else ""
-            raise ApiError(
-                400,
-                f"{requests} prompts at once (samples count too), but this server holds "
-                f"at most {capacity}{whose}; send fewer at a time",
-                code="too_many_prompts",
-            )
+        self._check_capacity(requests, self._engines, owner, "this server holds")
         queued = max(taken - slots, 0)
         own = min(self._backend.queued.of(owner)[0] + self._reserved[owner], queued)
         more = excess - queued
@@ -77,10 +74,27 @@ class Places:
             raise self._refusal(kind, reason, missing, requests, queued)
         self.check_tokens(1, requests, owner)
 
+    def check_kept(self, requests: int, owner: str) -> None:
+        """Raises ApiError 400 for more requests than one engine holds, which go on from states that
+        it keeps."""
+        self._check_capacity(requests, 1, owner, "the engine that keeps their state holds")
+
+    def _check_capacity(self, requests: int, engines: int, owner: str, who: str) -> None:
+        slots = engines * self._backend.slots // self._there
+        capacity = slots + most_of_one(engines * self._whole // self._engines, owner)
+        if requests > capacity:
+            whose = " of one key" if owner else ""
+            raise ApiError(
+                400,
+                f"{requests} prompts at once (samples count too), but {who} "
+                f"at most {capacity}{whose}; send fewer at a time",
+                code="too_many_prompts",
+            )
+
     def check_tokens(self, tokens: int, requests: int, owner: str) -> None:
         """Raises QueueFull where requests of so many prompt tokens, which have their places, are
         too many for the queue just now, and ApiError 400 where they would be for an empty one."""
-        slots, most = self._backend.slots, most_of_one(self._most_tokens, owner)
+        slots, most = self._backend.slots, most_of_one(self._whole_tokens, owner)
         if requests > max(slots, 1) and tokens > most:
             whose = " of one key" if owner else ""
             raise ApiError(

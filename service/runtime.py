@@ -39,9 +39,8 @@ class Runtime:
         self.model_name = settings.model_name or info.name  # what clients call the model
         self.loaded_at = int(time.time())  # seconds since 1970
         self.flights: set[Flight] = set()  # those that have not ended
-        engines = len(backend.clients)
         self.places = Places(
-            backend, settings.max_waiting * engines, settings.max_waiting_tokens * engines
+            backend, settings.max_waiting, settings.max_waiting_tokens, settings.engines
         )
         self._metrics = metrics
 

@@ -172,6 +172,7 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
         if len(task.tokens) > task.start or task.use.keep is not None
     ]
     flight.check_tokens(sum(len(tasks[i].tokens) for i in submitted), len(submitted))
+    flight.check_kept([tasks[i].use.source for i in submitted if tasks[i].use.source])
     failed = 0
     contexts = [pack_ids(tasks[i].tokens[: max(tasks[i].start - 1, 0)]) for i in submitted]
     points: Points = {}

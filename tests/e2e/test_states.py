@@ -122,6 +122,14 @@ def test_sessions_survive_another_number_of_engines(tmp_path: Path) -> None:
             listed = httpx.get(f"{server.url}/v1/states").json()["data"]
             assert [state["id"] for state in listed] == [f"session:{name}" for name in names]
             assert {state["tokens"] for state in listed} == {len(whole)}
+            for name in names:  # some of them are another engine's
+                forked = ask(server.url, "/v1/states/session:a/fork", {"id": f"copy-{name}"})
+                assert forked["tokens"] == len(whole)
+                ends = {
+                    generate(server.url, "", state=id)["text"] for id in (forked["id"], "session:b")
+                }
+                assert len(ends) == 1
+                httpx.delete(f"{server.url}/v1/states/copy-{name}")
         finally:
             assert server.stop() == 0
 

@@ -31,8 +31,9 @@ async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineGrou
         runner.outside = outside
         clients.append(EngineClient(InlineTransport(Engine(runner))))
         await clients[-1].start()
+        await clients[-1].ready(10)
     group = EngineGroup(clients)
-    await group.ready(10)
+    assert (await group.ready(10)).name == "fake"
     try:
         yield group
     finally:
@@ -99,6 +100,26 @@ async def test_what_begins_alike_goes_to_one_engine_until_that_has_more_to_do() 
         assert rank_of(group, ask(group, f"{beginning} three", max_tokens=200)) != first
         ends = {rank_of(group, ask(group, f"{number}")) for number in range(12)}
         assert ends == {0, 1, 2}
+
+
+async def test_one_that_is_full_gets_nothing_while_others_have_slots() -> None:
+    async with together(2, slots=16, max_waiting=0, step_seconds=0.01) as group:
+        beginning = "x" * 64
+        first = rank_of(group, ask(group, f"{beginning} 0", max_tokens=500))
+        for number in range(1, 32):  # never refused
+            asked = ask(group, f"{beginning} {number}", max_tokens=500)
+            await asked.next()
+            loads = [client.in_flight for client in group.clients]
+            assert max(loads) <= 16 and loads[first] <= loads[1 - first] + 2
+
+
+async def test_owners_and_salts_are_no_familiars() -> None:
+    async with together(slots=64, step_seconds=0.01) as group:
+        ranks = {
+            rank_of(group, ask(group, "x" * 64, max_tokens=500, cache_salt=f"{number}"))
+            for number in range(12)
+        }
+        assert len(ranks) > 1
 
 
 async def test_a_state_is_gone_on_from_where_it_is_kept() -> None:
@@ -196,17 +217,18 @@ async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> No
         await group.ping(10)
         for number in range(9):
             assert rank_of(group, ask(group, f"{number}", max_tokens=1000)) != 1
-        with pytest.raises(EngineLoading, match="being started again"):
+        with pytest.raises(EngineLoading, match="is missing just now"):
             ask(group, "d", state=mine[0])
-        left = EngineGroup([group.clients[0], None, group.clients[2]])
+        left = EngineGroup([group.clients[0], None, group.clients[2]], retry_after=17.0)
         assert (await left.ready()).name == "fake" and left.slots == 16
         for missing in (
             left.ask_state("get", id=mine[0], **ASK),
             left.ask_state("fork", id=theirs, target=mine[0], **ASK),
             left.ask_state("list", id="", limit=5, **ASK),
         ):
-            with pytest.raises(EngineLoading):
+            with pytest.raises(EngineLoading) as raised:
                 await missing
+            assert raised.value.retry_after == 17
         assert (await left.ask_state("get", id=theirs, **ASK)).states
         for client in left.clients:
             await client.close()
@@ -217,6 +239,30 @@ async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> No
             await left.ready()
         with pytest.raises(EngineDead):
             ask(left, "x")
+
+
+class Hanging(EngineClient):
+    """Never answers."""
+
+    async def ready(self, timeout: float | None = None) -> Any:
+        await asyncio.sleep(60)
+
+    async def ping(self, timeout: float) -> None:
+        await asyncio.sleep(60)
+        raise EngineUnavailable("it hangs")
+
+
+async def test_nobody_waits_for_one_that_hangs() -> None:
+    async with together(2) as group:
+        hanging = Hanging(InlineTransport(Engine(FakeRunner())))
+        beside = EngineGroup([hanging, *group.clients])
+        async with asyncio.timeout(5):
+            assert (await beside.ready()).name == "fake"
+            await beside.ping(60)
+        for number in range(6):
+            assert not hanging.has(ask(beside, f"{number}").id)
+        with pytest.raises(EngineLoading):
+            await beside.ask_state("list", id="", limit=5, **ASK)
 
 
 async def test_engines_that_free_places_quicker_do_so_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,19 @@ def test_what_another_server_uses_is_left_alone(
     assert "another server is using it" in caplog.text
     assert [names(shelf) for shelf in shelves] == [set(), set()]
     assert len(names(user)) == len(IDS)
-    user.close()
-    for shelf in (*shelves, *opened(tmp_path, 2)):  # those of a reload
+    # Meanwhile two states go on here, and one there.
+    for id in IDS[:2]:
+        write(shelves[home_of("alice", id, 2)], Shelf.name(MODEL, "alice", id), b"here")
+    write(user, Shelf.name(MODEL, "alice", IDS[2]), b"there")
+    for shelf in (*shelves, user):
         shelf.close()
-    assert sum(len(names(shelf)) for shelf in opened(tmp_path, 2)) == len(IDS)
+    os.utime(tmp_path / Shelf.name(MODEL, "alice", IDS[1]), (2e9, 2e9))  # used there since
+    again = opened(tmp_path, 2)  # as by a reload
+    assert sum(len(names(shelf)) for shelf in again) == len(IDS)
+    for id, content in zip(IDS, (b"here", IDS[1].encode(), b"there"), strict=False):
+        name = Shelf.name(MODEL, "alice", id)
+        assert again[home_of("alice", id, 2)].look(name, 100)[0] == content
+        assert not (tmp_path / name).exists()
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

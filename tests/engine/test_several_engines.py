@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from tests.engine.test_supervisor import Charge, ruling, settle, told, until
 
 
 def served(messages: list[Any]) -> list[list[int]]:
-    """The engines that a member is told of, 0 for one that is missing."""
+    """The engines that a member is told of, 0 for one that is missing, at each change."""
     orders = [one for one in messages if isinstance(one, Serve)]
-    return [[0 if seat is None else seat.generation for seat in one.seats] for one in orders]
+    seats = [[0 if seat is None else seat.generation for seat in one.seats] for one in orders]
+    return [one for one, _ in itertools.groupby(seats)]
 
 
 async def test_they_serve_when_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,9 @@ async def test_where_one_cannot_be_loaded_none_serves(monkeypatch: pytest.Monkey
         assert down.final and first.closed and Charge.all[2].closed
 
 
-async def test_the_others_go_on_when_one_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_others_go_on_when_one_dies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with ruling(monkeypatch, count=2, restarts=1) as (engines, task):
         member = engines.join()
         for number in range(2):
@@ -61,7 +65,12 @@ async def test_the_others_go_on_when_one_dies(monkeypatch: pytest.MonkeyPatch) -
         # Each may be started again as often; one that may not leaves the others.
         Charge.all[2].die()
         await settle()
-        assert served(told(member)) == [[1, 0]]
+        messages = told(member)
+        assert served(messages) == [[1, 0]]
+        soon, late = (one.retry_after for one in messages if isinstance(one, Serve))
+        assert 6 < soon <= 7  # as long as a load took
+        assert 590 < late <= 600  # when its time has room
+        assert "it is tried again in 600 s" in caplog.text
         Charge.all[0].die("killed too")
         await settle()
         assert [one.current for one in told(member)] == [True, True]
@@ -70,6 +79,62 @@ async def test_the_others_go_on_when_one_dies(monkeypatch: pytest.MonkeyPatch) -
         Charge.all[3].die("killed again")
         assert "killed again, after 1 restart" in (await task).message
         assert told(member)[-1].final
+
+
+async def test_one_that_was_given_up_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch, count=2, restarts=1, window=0.2) as (engines, _):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        Charge.all[0].die()
+        (await engines.load(2)).die()
+        assert len(Charge.all) == 3
+        assert (await engines.load(3)).rank == 0
+        assert served(told(member)) == [[1, 2], [0, 2], [3, 2], [0, 2], [4, 2]]
+
+
+async def test_a_server_that_shuts_down_loses_no_engine_that_has_taken_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reload was quicker than a start that was to wait."""
+    async with ruling(monkeypatch, count=2, restarts=3) as (engines, task):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        Charge.all[0].die()
+        (await engines.load(2)).die()  # now the next one waits for a second
+        await settle()
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        for number in (3, 4):
+            await engines.load(number)
+        member.send(Using(5))
+        await reload
+        engines.supervisor.hold()
+        await asyncio.sleep(1.1)
+        assert len(Charge.all) == 5
+        Charge.all[4].die()
+        await settle()
+        assert not task.done() and served(told(member))[-1] == [4, 0]
+
+
+async def test_one_that_was_being_started_gives_way_to_a_reload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ruling(monkeypatch, count=2) as (engines, _):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        Charge.all[0].die()
+        await until(lambda: len(Charge.all) == 3)  # is being started
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        for number in (3, 4):
+            await engines.load(number)
+        member.send(Using(5))
+        await reload
+        assert (await engines.load(2)).closed
+        assert served(told(member)) == [[1, 2], [0, 2], [4, 5]]
 
 
 async def test_another_model_does_not_join_those_that_serve(

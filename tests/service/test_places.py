@@ -21,6 +21,7 @@ class Engine:
         self.running = running
         self.pace = pace
         self.slots = 0
+        self.clients = [self]
         self.queued = Queued()
         self.now = 1000.0
         self._ids = 0
@@ -40,7 +41,7 @@ class Engine:
 
     def places(self, slots: int = 2, most: int = 8, tokens: int = 1000) -> Places:
         self.slots = slots
-        return Places(cast(Backend, self), most, tokens, lambda: self.now)
+        return Places(cast(Backend, self), most, tokens, clock=lambda: self.now)
 
 
 def refusal(places: Places, requests: int = 1, owner: str = "") -> QueueFull:

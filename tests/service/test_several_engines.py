@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from engine.client import EngineClient
 from engine.engine import Engine
 from engine.group import EngineGroup
+from engine.home import home_of
 from engine.member import Event, Serving
 from engine.messages import ModelInfo
 from engine.transport import InlineTransport
@@ -36,6 +38,7 @@ class Together:
     async def start(self, collect: Any) -> None:
         for client in self.clients:
             await client.start()
+            await client.ready()
         self.seat(*range(self._count))
 
     def seat(self, *numbers: int | None) -> None:
@@ -69,21 +72,53 @@ class Together:
 
 @asynccontextmanager
 async def together(
-    folder: Path, count: int, spare: int = 0, **options: Any
+    folder: Path, count: int, spare: int = 0, max_waiting: int = 64, **options: Any
 ) -> AsyncIterator[tuple[Service, Together]]:
     """So many engines serve; `spare` are there beside them, for the first ranks."""
     outside: dict[bytes, list[int]] = {}
     clients = []
     for number in range(count + spare):
-        runner = fake_runner(folder, engines=count, rank=number % count, **options)
+        runner = fake_runner(
+            folder, engines=count, rank=number % count, max_waiting=max_waiting, **options
+        )
         runner.outside = outside
         clients.append(EngineClient(InlineTransport(Engine(runner))))
     script = Together(clients, count)
-    app = create_app(script, Settings(model="fake", engines=count))
+    settings = Settings(model="fake", engines=count, max_waiting=max_waiting)
+    app = create_app(script, settings)
     async with app.router.lifespan_context(app), http_client(app) as http:
         service = Service(app, http, None, None)  # type: ignore[arg-type]
         await until(lambda: service.lifecycle.state == "ready")
         yield service, script
+
+
+async def counted(service: Service) -> float:
+    """Generated tokens."""
+    text = (await service.http.get("/metrics")).text
+    (count,) = re.findall(r"^minserve_generation_tokens_total (.*)$", text, re.M)
+    return float(count)
+
+
+async def test_a_copy_that_cannot_get_to_its_place_is_not_kept_elsewhere(byte_folder: Path) -> None:
+    async with together(byte_folder, 2, step_seconds=0.01) as (service, script):
+        name = next(n for n in "abcdef" if home_of("", f"session:{n}", 2) != home_of("", "one", 2))
+        await service.post(STATES, {"prompt": "a", "id": "one"})
+        body = {"prompts": ["b"], "session_id": name, "max_tokens": 60, "stream": True, **GREEDY}
+        turn = asyncio.create_task(service.http.post(GENERATE, json=body))
+        await until(lambda: sum(client.stats.running for client in script.clients) == 1)
+        copy = {"prompt": "z", "state": "one", "id": f"session:{name}"}
+        for _ in range(2):
+            answer = await service.http.post(STATES, json=copy)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (409, "id")
+        assert (await turn).status_code == 200
+
+        async def listed() -> list[str]:
+            return [one["id"] for one in (await service.http.get(STATES)).json()["data"]]
+
+        while len(await listed()) > 2:  # what was borrowed goes a moment later
+            await asyncio.sleep(0.01)
+        assert await listed() == ["one", f"session:{name}"]
+        assert (await service.post(STATES, copy))["tokens"] == 2
 
 
 async def conversation(service: Service) -> list[Any]:
@@ -179,11 +214,29 @@ async def test_a_batch_is_shared_and_counted_whole(byte_folder: Path) -> None:
 
 
 async def test_a_batch_is_refused_by_what_all_hold(byte_folder: Path) -> None:
-    options = {"slots": 2, "max_waiting": 1}
-    async with together(byte_folder, 2, **options) as (service, _):
-        service.lifecycle.runtime.places._most = 2  # of both queues
+    options = {"slots": 2}
+    async with together(byte_folder, 2, max_waiting=1, **options) as (service, script):
         body = {"prompts": ["a"] * 7, "max_tokens": 1}
-        assert "at most 6" in await service.refused(GENERATE, body, None)
+        assert "this server holds at most 6" in await service.refused(GENERATE, body, None)
+        lines = (await service.http.get("/metrics")).text.splitlines()
+        assert "minserve_requests_waiting_limit 2.0" in lines
+        await service.post(STATES, {"prompt": "a", "id": "one"})
+        kept = {"prompts": ["a"] * 4, "max_tokens": 1, "state": "one"}
+        told = await service.refused(GENERATE, kept, None)
+        assert "the engine that keeps their state holds at most 3" in told
+        scored = {"texts": ["ab"] * 4, "state": "one"}
+        assert "holds at most 3" in await service.refused("/v1/score", scored, None)
+        # While one is missing there is no room for what there will be room for.
+        script.seat(None, 1)
+        await until(lambda: len(service.lifecycle.runtime.backend.clients) == 1)
+        body = {"prompts": ["a"] * 5, "max_tokens": 1}
+        refused = await service.http.post(GENERATE, json=body)
+        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (429, True)
+        lines = (await service.http.get("/metrics")).text.splitlines()
+        assert "minserve_requests_waiting_limit 1.0" in lines
+        script.seat(0, 1)
+        await until(lambda: len(service.lifecycle.runtime.backend.clients) == 2)
+        await service.post(GENERATE, body)
 
 
 async def test_one_that_leaves_and_comes_back_is_noticed_by_its_own_requests_alone(
@@ -191,7 +244,7 @@ async def test_one_that_leaves_and_comes_back_is_noticed_by_its_own_requests_alo
 ) -> None:
     options = {"step_seconds": 0.005, "share_slots": 32}
     async with together(byte_folder, 2, spare=1, **options) as (service, script):
-        created = (await service.http.get("/v1/models")).json()["data"][0]["created"]
+        service.lifecycle.runtime.loaded_at = 5
         tokenizer = service.lifecycle.runtime.tokenizer
         body = {"max_tokens": 100, "stream": True, **GREEDY}
 
@@ -214,7 +267,7 @@ async def test_one_that_leaves_and_comes_back_is_noticed_by_its_own_requests_alo
             answer = await service.http.post(STATES, json={"prompt": name, "id": name})
             assert answer.status_code in (200, 503)
             if answer.status_code == 503:
-                assert "being started again" in answer.json()["error"]["message"]
+                assert "is missing just now" in answer.json()["error"]["message"]
                 assert int(answer.headers["retry-after"]) >= 1
         assert (await service.http.get(STATES)).status_code == 503  # a part would be no list
         script.seat(2, 1)
@@ -227,4 +280,7 @@ async def test_one_that_leaves_and_comes_back_is_noticed_by_its_own_requests_alo
         await until(lambda: script.left == [0])
         runtime = service.lifecycle.runtime
         assert runtime.tokenizer is tokenizer  # of the same model
-        assert (await service.http.get("/v1/models")).json()["data"][0]["created"] == created
+        assert (await service.http.get("/v1/models")).json()["data"][0]["created"] == 5
+        before = await counted(service)
+        await service.post(GENERATE, {"prompts": ["a", "b", "c"], "max_tokens": 7, **GREEDY})
+        assert await counted(service) == before + 21  # each engine's tokens once
