@@ -254,6 +254,10 @@ class EngineConfig:
     engines: int = 1
     rank: int = 0  # of this one among them, from 0; on GPUs its device's number too
 
+    def of_rank(self, rank: int) -> EngineConfig:
+        """Another one's, of the same server. Raises ConfigError."""
+        return dataclasses.replace(self, rank=rank)
+
     @property
     def quantization(self) -> Quantization | None:
         """`quantize`, None for "none"."""
@@ -280,7 +284,7 @@ class EngineConfig:
             f"an integer from 0 to {self.engines - 1}",
         )
         _check(
-            self.engines == 1 or ":" not in self.device,
+            self.engines == 1 or self.device in ("auto", "cpu", "cuda", f"cuda:{self.rank}"),
             "device",
             self.device,
             '"auto", "cpu" or "cuda" with several engines, of which each has a GPU of its own',

@@ -62,7 +62,9 @@ class Supervisor:
     ) -> None:
         """`config` is every engine's, but for the rank; `config.engines` says how many there are.
         `check` is awaited with every model before it serves; what it raises (an EngineError) is
-        a failure to load. `fold`: as of `Members`; `engine`: as of `ProcessTransport`."""
+        a failure to load. `fold`: as of `Members`; `engine`: as of `ProcessTransport`. Raises
+        ConfigError for what is not allowed where there are so many."""
+        config.of_rank(config.engines - 1)
         self._config = config  # of the engines that serve
         self._rules = rules
         self._check = check
@@ -265,7 +267,7 @@ class Supervisor:
     async def _load(self, config: EngineConfig, rank: int) -> Charge:
         """An engine that has loaded its model. Raises EngineError."""
         self._generations += 1
-        engine = Charge(self._generations, replace(config, rank=rank), self._engine)
+        engine = Charge(self._generations, config.of_rank(rank), self._engine)
         self._engines.add(engine)
         try:
             await engine.load(self._rules.load_timeout)

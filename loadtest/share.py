@@ -45,7 +45,7 @@ SHARE_BAR = 0.85  # of the engine's own tokens/s, plain answers of batches
 LLAMA_SERVER, LLAMA_TTFT = 727 / 4429, 632.0
 TIMES_LLAMA_SERVER, OF_LLAMA_TTFT = 3.0, 1 / 3
 PEER_ROWS = 64
-TOKENS_ALONE = 128  # of each request to the engine alone
+TOKENS_ALONE = 512  # of each request to the engine alone: many rounds of a small model too
 LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer with ids
 
 

@@ -118,6 +118,13 @@ def test_of_several_engines_each_takes_the_gpu_of_its_rank(
         device.resolve_device(name, 2)
 
 
+def test_an_engine_of_several_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "resolve_device", lambda name, rank: torch.device("cuda", rank))
+    for rank in range(2):
+        resolved = device.resolve(EngineConfig(device="cuda", engines=2, rank=rank), "bfloat16")
+        assert (resolved.device, resolved.rank) == (f"cuda:{rank}", rank)
+
+
 def test_several_engines_share_processors_and_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "usable_cpus", lambda: 6)
     monkeypatch.setattr(device, "available_memory", lambda _: 2**33)

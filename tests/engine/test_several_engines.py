@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.errors import CheckpointError, EngineLoading
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError, EngineLoading
 from engine.protocol import Down, Left, Serve, Using
+from engine.supervisor import Rules, Supervisor
 from tests.engine.test_supervisor import Charge, ruling, settle, told, until
 
 
@@ -19,6 +21,11 @@ def served(messages: list[Any]) -> list[list[int]]:
     orders = [one for one in messages if isinstance(one, Serve)]
     seats = [[0 if seat is None else seat.generation for seat in one.seats] for one in orders]
     return [one for one, _ in itertools.groupby(seats)]
+
+
+def test_a_gpu_of_a_number_is_no_gpu_for_each() -> None:
+    with pytest.raises(ConfigError, match='allowed: "auto", "cpu" or "cuda" with several engines'):
+        Supervisor(EngineConfig(device="cuda:0", engines=2), Rules())
 
 
 async def test_they_serve_when_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
