@@ -1,9 +1,9 @@
 """EngineGroup: several engines of one model, to be talked to as if they were one.
 
 A request that has to do with a kept state goes to the engine that keeps it (`engine.home`); any
-other to that with the least to do, or to the one that has read such a beginning before where that
-has little more. Calls about states go where their ids say, and what several engines know is put
-together.
+other to that with the least to do, or to the one that has read most of its prompt before
+(`engine.familiar`) where that has little more. Calls about states go where their ids say, and what
+several engines know is put together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import zlib
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -20,15 +19,14 @@ from engine.backend import State
 from engine.client import EngineClient
 from engine.delivery import Delivery, Inbox, Taps
 from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
+from engine.familiar import Familiars, marks_of
 from engine.home import home_of
-from engine.messages import ID_BYTES, FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
 from engine.queued import Waiters, WaitersOfAll
 
-# An engine caches the states after prompts that it has read. By so many first tokens prompts are
-# taken for continuations of one another, as turns of a conversation are,
-ALIKE_TOKENS = 64
-# and go to the same engine as long as it has a free slot, and no more in flight than the one with
-# the least but for this part of its slots: to read a prompt again costs less than to wait.
+# An engine that has read so many of a prompt's tokens before may have one request more in flight
+# than the one with the least, if it has a free slot; at most this part of its slots more.
+TOKENS_PER_REQUEST = 256
 MORE_IN_FLIGHT = 1 / 8
 
 Answer = TypeVar("Answer")
@@ -59,11 +57,16 @@ class EngineGroup:
     """All methods are called on one event loop."""
 
     def __init__(
-        self, clients: Sequence[EngineClient | None], retry_after: float | None = None
+        self,
+        clients: Sequence[EngineClient | None],
+        retry_after: float | None = None,
+        familiars: Familiars[EngineClient] | None = None,
     ) -> None:
         """By rank; None for an engine that is missing just now, and may be back after so many
-        seconds. There is at least one."""
+        seconds. There is at least one. `familiars`: what groups before this one knew."""
         self._retry_after = retry_after
+        self._familiars = Familiars() if familiars is None else familiars
+        self._familiars.keep_only(clients)
         self._by_rank = tuple(clients)
         self.clients = [client for client in clients if client is not None]
         self.queued: Waiters = WaitersOfAll([client.queued for client in self.clients])
@@ -163,14 +166,17 @@ class EngineGroup:
 
     def _reader(self, request: Request) -> EngineClient:
         there = self._there()
-        alike = zlib.crc32(request.prompt[: ALIKE_TOKENS * ID_BYTES])
-        alike = zlib.crc32(request.owner.encode() + request.cache_salt.encode(), alike)
-        familiar = there[alike % len(there)]
-        idlest = min(there, key=_load)
-        more = max(1.0, familiar.slots * MORE_IN_FLIGHT)
-        if familiar.in_flight < min(familiar.slots, idlest.in_flight + more):
-            return familiar
-        return idlest
+        chosen = min(there, key=_load)
+        marks = marks_of(f"{request.owner}\0{request.cache_salt}", request.prompt)
+        if not marks:
+            return chosen
+        familiar, tokens = self._familiars.find(marks, there)
+        if familiar is not None:
+            more = min(tokens / TOKENS_PER_REQUEST, familiar.slots * MORE_IN_FLIGHT)
+            if familiar.in_flight < min(familiar.slots, chosen.in_flight + more):
+                chosen = familiar
+        self._familiars.note(marks, chosen)
+        return chosen
 
     # States.
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from engine.backend import Backend
 from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineUnavailable
+from engine.familiar import Familiars
 from engine.group import EngineGroup
 from engine.messages import ModelInfo
 from engine.pipe import Pipe, SocketPipe
@@ -83,6 +84,7 @@ class Member:
         self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
         self._lost: set[int] = set()  # generations of engines that have ended by themselves
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._familiars: Familiars[EngineClient] = Familiars()
         self._nonces = itertools.count()
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -189,7 +191,9 @@ class Member:
         clients: list[EngineClient | None] = []
         for seat in order.seats:
             clients.append(None if seat is None else await self._client(seat))
-        backend = EngineGroup(clients, order.retry_after) if len(clients) > 1 else clients[0]
+        backend: Backend | None = clients[0]
+        if len(clients) > 1:
+            backend = EngineGroup(clients, order.retry_after, self._familiars)
         assert backend is not None
         self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
 

@@ -91,15 +91,40 @@ async def test_requests_are_spread_and_all_are_answered() -> None:
         assert group.in_flight == 0
 
 
-async def test_what_begins_alike_goes_to_one_engine_until_that_has_more_to_do() -> None:
+async def test_turns_of_a_conversation_go_where_the_last_one_was_read() -> None:
+    async with together(slots=16, share_slots=64) as group:
+        ranks, texts = {}, {name: name * 64 for name in "abcdef"}
+        for turn in range(6):
+            for name in texts:  # one after the other: nobody has anything to do
+                asked = ask(group, texts[name], cache_points=(len(texts[name]),))
+                assert ranks.setdefault(name, rank_of(group, asked)) == rank_of(group, asked)
+                finished = await end(asked)
+                assert finished.cached_tokens >= (len(texts[name]) - 40 if turn else 0)
+                texts[name] += f" {turn}" * 20
+
+
+async def test_conversations_begin_where_there_is_the_least_to_do() -> None:
     async with together(slots=16, step_seconds=0.01) as group:
-        beginning = "x" * 64
-        first = rank_of(group, ask(group, f"{beginning} one", max_tokens=200))
-        # Up to an eighth of its slots more than the others have.
-        assert rank_of(group, ask(group, f"{beginning} two", max_tokens=200)) == first
-        assert rank_of(group, ask(group, f"{beginning} three", max_tokens=200)) != first
-        ends = {rank_of(group, ask(group, f"{number}")) for number in range(12)}
-        assert ends == {0, 1, 2}
+        for count in range(1, 4):
+            ends = [rank_of(group, ask(group, "ab" * count, max_tokens=500)) for _ in range(3)]
+            assert sorted(ends) == [0, 1, 2]
+
+
+async def test_who_has_read_much_of_a_prompt_may_have_more_to_do() -> None:
+    async with together(slots=32, step_seconds=0.01) as group:
+        for length, more in ((128, 0), (512, 1), (100_000, 3)):
+            text = chr(length % 91 + 33) * length
+            first = rank_of(group, asked := ask(group, text, max_tokens=100_000))
+            extra = 0
+            while rank_of(group, ask(group, text, max_tokens=100_000)) == first:
+                extra += 1
+            assert extra == more
+            ids = [id for client in group.clients for id in client._deliveries]
+            group.abort(ids)
+            async with asyncio.timeout(10):
+                while group.in_flight:
+                    await asyncio.sleep(0.01)
+            assert asked.id in ids
 
 
 async def test_one_that_is_full_gets_nothing_while_others_have_slots() -> None:

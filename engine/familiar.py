@@ -1,0 +1,70 @@
+"""Familiars: which of several engines has read the beginning of a prompt, as far as an API process
+has sent it there.
+
+An engine caches the states after prompts that it has read, so a prompt that goes on from one, as
+turns of a conversation do, is best read where that was. What is remembered is a hint and no more:
+prompts are known by checksums of their beginnings, whole blocks of tokens long, and the engine may
+have forgotten the state since.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Container
+from typing import Generic, TypeVar
+
+from engine.messages import ID_BYTES
+
+Engine = TypeVar("Engine")
+
+BLOCK_TOKENS = 64  # shorter prompts are read as quickly as they are looked up
+MOST_BLOCKS = 1024  # of a prompt that are looked at
+# Of these the first ones are remembered, where prompts part that begin with the same instructions,
+# and the last ones, where the next turn goes on.
+FIRST_BLOCKS, LAST_BLOCKS = 64, 4
+MOST_MARKS = 2**16  # that are remembered; the least recently used go first
+
+_BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
+
+
+def marks_of(scope: str, prompt: bytes) -> list[int]:
+    """What tells the beginnings of a prompt apart, the shortest first: of one block, of two, and so
+    on. Prompts of different scopes have nothing in common."""
+    mark, packed = zlib.crc32(scope.encode()), memoryview(prompt)
+    marks = []
+    for end in range(_BLOCK_BYTES, min(len(prompt), MOST_BLOCKS * _BLOCK_BYTES) + 1, _BLOCK_BYTES):
+        mark = zlib.crc32(packed[end - _BLOCK_BYTES : end], mark)
+        marks.append(mark)
+    return marks
+
+
+class Familiars(Generic[Engine]):
+    """By marks of what they have read."""
+
+    def __init__(self, most: int = MOST_MARKS) -> None:
+        self._most = most
+        self._engines: dict[int, Engine] = {}  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def find(self, marks: list[int], among: Container[Engine]) -> tuple[Engine | None, int]:
+        """Who of these has read the longest beginning, and its tokens."""
+        for blocks in range(len(marks), 0, -1):
+            engine = self._engines.get(marks[blocks - 1])
+            if engine is not None and engine in among:
+                return engine, blocks * BLOCK_TOKENS
+        return None, 0
+
+    def note(self, marks: list[int], engine: Engine) -> None:
+        """It is going to read a prompt with these beginnings."""
+        engines = self._engines
+        for mark in (*marks[:FIRST_BLOCKS], *marks[FIRST_BLOCKS:][-LAST_BLOCKS:]):
+            engines.pop(mark, None)
+            engines[mark] = engine
+        while len(engines) > self._most:
+            del engines[next(iter(engines))]
+
+    def keep_only(self, among: Container[Engine | None]) -> None:
+        """Others are no more."""
+        self._engines = {mark: one for mark, one in self._engines.items() if one in among}
