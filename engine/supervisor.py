@@ -133,7 +133,7 @@ class Supervisor:
                 count = restarts.recent
                 tries = f", after {count} restart{'s' if count > 1 else ''}" if count else ""
                 spent = EngineDead(error.message + tries)
-                if self._held or not count or not await self._waits(rank, spent):
+                if self._held or not count or not await self._waits(engine, spent):
                     return spent
                 continue
             log.warning(
@@ -161,8 +161,9 @@ class Supervisor:
                     await self._end(another)
         return None
 
-    async def _waits(self, rank: int, spent: EngineDead) -> bool:
-        """Until one of this rank may be started again, where others serve meanwhile."""
+    async def _waits(self, engine: Charge, spent: EngineDead) -> bool:
+        """Until another may be started in its place, where others serve meanwhile."""
+        rank = engine.rank
         self._spent.add(rank)
         if self._is_over():
             return False
@@ -176,7 +177,8 @@ class Supervisor:
         self._back_at[rank] = time.monotonic() + seconds
         self._tell_serving()
         await asyncio.sleep(seconds)
-        self._spent.discard(rank)
+        if self._seats[rank] is engine:  # and not one that a reload has brought
+            self._spent.discard(rank)
         return True
 
     async def reload(self, model: str | None) -> ModelInfo:
