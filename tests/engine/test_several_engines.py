@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, ConfigError, EngineLoading
+from engine.errors import CheckpointError, ConfigError, EngineError, EngineLoading
+from engine.pipe import MemoryPipe
 from engine.protocol import Down, Left, Serve, Using
 from engine.supervisor import Rules, Supervisor
-from tests.engine.test_supervisor import Charge, ruling, settle, told, until
+from tests.engine.test_supervisor import Charge, Engines, ruling, settle, told, until
 
 
 def served(messages: list[Any]) -> list[list[int]]:
@@ -21,6 +24,18 @@ def served(messages: list[Any]) -> list[list[int]]:
     orders = [one for one in messages if isinstance(one, Serve)]
     seats = [[0 if seat is None else seat.generation for seat in one.seats] for one in orders]
     return [one for one, _ in itertools.groupby(seats)]
+
+
+@asynccontextmanager
+async def two(
+    monkeypatch: pytest.MonkeyPatch, **rules: Any
+) -> AsyncIterator[tuple[Engines, asyncio.Task[EngineError], MemoryPipe]]:
+    """Engines that serve, and a member."""
+    async with ruling(monkeypatch, count=2, **rules) as (engines, task):
+        member = engines.join()
+        for number in range(2):
+            await engines.load(number)
+        yield engines, task, member
 
 
 def test_a_gpu_of_a_number_is_no_gpu_for_each() -> None:
@@ -55,10 +70,7 @@ async def test_where_one_cannot_be_loaded_none_serves(monkeypatch: pytest.Monkey
 async def test_the_others_go_on_when_one_dies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with ruling(monkeypatch, count=2, restarts=1) as (engines, task):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch, restarts=1) as (engines, task, member):
         Charge.all[1].die()
         await until(lambda: len(Charge.all) == 3)
         assert Charge.all[2].config.rank == 1
@@ -91,10 +103,7 @@ async def test_the_others_go_on_when_one_dies(
 async def test_one_that_was_given_up_is_tried_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with ruling(monkeypatch, count=2, restarts=1, window=0.2) as (engines, _):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch, restarts=1, window=0.2) as (engines, _, member):
         Charge.all[0].die()
         (await engines.load(2)).die()
         assert len(Charge.all) == 3
@@ -106,10 +115,7 @@ async def test_a_server_that_shuts_down_loses_no_engine_that_has_taken_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reload was quicker than a start that was to wait."""
-    async with ruling(monkeypatch, count=2, restarts=3) as (engines, task):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch, restarts=3) as (engines, task, member):
         Charge.all[0].die()
         (await engines.load(2)).die()  # now the next one waits for a second
         await settle()
@@ -129,10 +135,7 @@ async def test_a_server_that_shuts_down_loses_no_engine_that_has_taken_a_place(
 async def test_one_that_was_being_started_gives_way_to_a_reload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with ruling(monkeypatch, count=2) as (engines, _):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch) as (engines, _, member):
         Charge.all[0].die()
         await until(lambda: len(Charge.all) == 3)  # is being started
         reload = asyncio.create_task(engines.supervisor.reload("two"))
@@ -148,10 +151,7 @@ async def test_another_model_does_not_join_those_that_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The folder has been written to since they were loaded."""
-    async with ruling(monkeypatch, count=2, restarts=1) as (engines, _):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch, restarts=1) as (engines, _, member):
         Charge.all[0].die()
         await until(lambda: len(Charge.all) == 3)
         Charge.all[2].info = structs.replace(Charge.all[2].info, fingerprint="another")
@@ -170,10 +170,7 @@ async def test_another_model_does_not_join_those_that_serve(
 
 
 async def test_a_reload_takes_the_place_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ruling(monkeypatch, count=2) as (engines, _):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch) as (engines, _, member):
         reload = asyncio.create_task(engines.supervisor.reload("two"))
         await engines.load(2)
         assert served(told(member)) == [[1, 2]]
@@ -195,10 +192,7 @@ async def test_a_reload_takes_the_place_of_all(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_reload_that_fails_in_part_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with ruling(monkeypatch, count=2) as (engines, _):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch) as (engines, _, member):
         reload = asyncio.create_task(engines.supervisor.reload("two"))
         await engines.load(2)
         await engines.load(3, CheckpointError("no memory"))
@@ -227,10 +221,7 @@ async def test_engines_of_different_models_do_not_begin_together(
 async def test_one_that_dies_during_a_reload_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    async with ruling(monkeypatch, count=2) as (engines, _):
-        member = engines.join()
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch) as (engines, _, member):
         reload = asyncio.create_task(engines.supervisor.reload("two"))
         await until(lambda: len(Charge.all) == 4)
         Charge.all[0].die()
@@ -251,9 +242,7 @@ async def test_one_that_dies_during_a_reload_waits_for_it(
 
 
 async def test_a_reload_needs_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ruling(monkeypatch, count=2) as (engines, _):
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch) as (engines, *_):
         Charge.all[0].die()
         Charge.all[1].die()
         await settle()
@@ -262,9 +251,7 @@ async def test_a_reload_needs_one_that_serves(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_all_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ruling(monkeypatch, count=2) as (engines, _):
-        for number in range(2):
-            await engines.load(number)
+    async with two(monkeypatch) as (engines, *_):
         engines.supervisor.hold()
         Charge.all[0].die()  # is not started again
         await settle()
