@@ -102,7 +102,8 @@ class Subject:
         return None
 
     def engine(self) -> int:
-        """The engine's process. Raises RuntimeError where there is none."""
+        """The engine's process, of several the first one's. Raises RuntimeError where there is
+        none."""
         for pid in _descendants(self.process.pid):
             if b"engine.worker" in _read(pid, "cmdline"):
                 return pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import resource
 import signal
@@ -39,9 +40,10 @@ async def _kill(subject: Subject) -> None:
 
 
 async def _stop(subject: Subject) -> None:
-    subject.signal_engine(signal.SIGSTOP)
+    engine = subject.engine()
+    os.kill(engine, signal.SIGSTOP)
     await asyncio.sleep(STOPPED)
-    subject.signal_engine(signal.SIGCONT)
+    os.kill(engine, signal.SIGCONT)
 
 
 async def _cuda_error(subject: Subject) -> None:
@@ -107,10 +109,13 @@ def _small_files() -> None:
 
 FAULTS = "loadtest.chaos.faults:load"
 LOGGED = {"access_log": "json"}
+TWO = {"engines": 2}
 SCENARIOS = {
     "none": Scenario("nothing but load", _nothing),
     "kill": Scenario("kill -9 of the engine", _kill),
     "stop": Scenario(f"engine stopped for {STOPPED:g} s", _stop),
+    "kill-one": Scenario("kill -9 of one engine of two", _kill, TWO),
+    "stop-one": Scenario(f"one engine of two stopped for {STOPPED:g} s", _stop, TWO),
     "cuda": Scenario("CUDA error in a round", _cuda_error, factory=FAULTS),
     "step": Scenario("three rounds that fail", _step_error, factory=FAULTS),
     "storm": Scenario("1,000 clients that leave", _storm),
