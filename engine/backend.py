@@ -24,6 +24,10 @@ class Backend(Protocol):
         """Of each engine, by rank, but for those that are missing."""
 
     @property
+    def by_rank(self) -> Sequence[EngineClient | None]:
+        """Of all engines; None for one that is missing."""
+
+    @property
     def state(self) -> State:
         """ "ready" where any engine is."""
 

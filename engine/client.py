@@ -110,6 +110,11 @@ class EngineClient:
         return [self]
 
     @property
+    def by_rank(self) -> list[EngineClient]:
+        """Itself."""
+        return [self]
+
+    @property
     def slots(self) -> int:
         """How many requests run at once, once the model is loaded."""
         return 0 if self._info is None else self._info.slots

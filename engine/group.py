@@ -67,7 +67,7 @@ class EngineGroup:
         self._retry_after = retry_after
         self._familiars = Familiars() if familiars is None else familiars
         self._familiars.keep_only(clients)
-        self._by_rank = tuple(clients)
+        self.by_rank = tuple(clients)
         self.clients = [client for client in clients if client is not None]
         self.queued: Waiters = WaitersOfAll([client.queued for client in self.clients])
         self.taps = Taps()
@@ -152,7 +152,7 @@ class EngineGroup:
 
     def _keeper(self, owner: str, id: str) -> EngineClient:
         """Raises EngineLoading where the one that keeps this state is missing."""
-        client = self._by_rank[home_of(owner, id, len(self._by_rank))]
+        client = self.by_rank[home_of(owner, id, len(self.by_rank))]
         if client is None or client.state != "ready":
             raise self._missing()
         return client
@@ -182,12 +182,12 @@ class EngineGroup:
 
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
         """Of requests that go on from these states, how many one engine gets at most."""
-        homes = Counter(home_of(owner, id, len(self._by_rank)) for id in ids)
+        homes = Counter(home_of(owner, id, len(self.by_rank)) for id in ids)
         return max(homes.values(), default=0)
 
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:
         """Whether the owner's states of these ids are kept by different engines."""
-        engines = len(self._by_rank)
+        engines = len(self.by_rank)
         return home_of(owner, id, engines) != home_of(owner, other, engines)
 
     async def ask_state(
@@ -207,7 +207,7 @@ class EngineGroup:
         return await client.ask_state(action, timeout=timeout, owner=owner, **fields)
 
     async def _list(self, *, limit: int = 100, **fields: Any) -> StateReply:
-        if any(client is None or client.state != "ready" for client in self._by_rank):
+        if any(client is None or client.state != "ready" for client in self.by_rank):
             raise self._missing("an engine that keeps states")
         asked = [client.ask_state("list", limit=limit, **fields) for client in self.clients]
         replies = await asyncio.gather(*asked)

@@ -45,7 +45,9 @@ class Lifecycle:
     ) -> None:
         self.engines = engines
         self.settings = settings
-        self.metrics = Metrics(self.load, lambda: self.restarts, self._serving)
+        self.metrics = Metrics(
+            self.load, lambda: self.restarts, self._held_by_each, settings.engines
+        )
         self._tell_limits(settings.engines)
         self.failure: EngineError | None = None
         self.outage: EngineError | None = None  # while the engine is started again
@@ -212,10 +214,11 @@ class Lifecycle:
     def _tell_limits(self, engines: int) -> None:
         """To the metrics, where so many serve."""
         waiting, tokens = self.settings.max_waiting, self.settings.max_waiting_tokens
-        self.metrics.set_limits(waiting * engines, tokens * engines, self.settings.engines)
+        self.metrics.set_limits(waiting * engines, tokens * engines)
 
     def _where(self, device_name: str) -> str:
-        there, wanted = self._serving(), self.settings.engines
+        there = sum(held is not None for held in self._held_by_each())
+        wanted = self.settings.engines
         if wanted == 1:
             return device_name
         return f"{there} x {device_name}" + (f" of {wanted}" if there < wanted else "")
@@ -243,11 +246,13 @@ class Lifecycle:
             if generation not in needed:
                 await self.engines.leave(generation)
 
-    def _serving(self) -> int:
-        """How many engines new requests go to."""
-        if self.current is None:
-            return 0
-        return sum(client.state == "ready" for client in self.current.backend.clients)
+    def _held_by_each(self) -> list[int | None]:
+        """How many requests each engine holds, None for one that is missing."""
+        clients = [] if self.current is None else self.current.backend.by_rank
+        return [
+            client.in_flight if client is not None and client.state == "ready" else None
+            for client in clients
+        ]
 
     def _clients(self) -> set[EngineClient]:
         """Of all engines that this process has to do with."""

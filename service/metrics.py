@@ -6,7 +6,7 @@ Every application has a registry of its own. Gauges are read when they are scrap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import get_args
 
@@ -43,9 +43,11 @@ class Metrics:
         self,
         load: Callable[[], Stats],
         restarts: Callable[[], int],
-        engines: Callable[[], int] = lambda: 1,
+        engines: Callable[[], Sequence[int | None]] = lambda: [],
+        count: int = 1,
     ) -> None:
-        """What the gauges tell is asked of `load`, `restarts` and `engines`: how many serve."""
+        """What the gauges tell is asked of `load`, `restarts` and `engines`: how many requests each
+        holds, None for one that is missing. `count` engines are meant to serve."""
         self.registry = CollectorRegistry()
         self._tallies: list[Tally | Counts] = []  # of all histograms, and of what counts requests
         self.first_tokens = self._histogram(
@@ -143,7 +145,7 @@ class Metrics:
         self._request_counts = self._counts(self._requests)
         self._success_counts = self._counts(self._success)
         self._gauges(load)
-        self._engine_gauges(engines)
+        self._engine_gauges(engines, count)
         self._begin()
         self.registry.register(RestartsCollector(restarts))
 
@@ -197,13 +199,21 @@ class Metrics:
         for tier, field in zip(TIERS, fields, strict=True):
             state.labels(tier=tier).set_function(partial(_stat, load, field))
 
-    def _engine_gauges(self, engines: Callable[[], int]) -> None:
+    def _engine_gauges(self, engines: Callable[[], Sequence[int | None]], count: int) -> None:
+        Gauge("minserve_engines", "Engines that are meant to serve.", registry=self.registry).set(
+            count
+        )
         Gauge(
             "minserve_engines_serving", "Engines that requests go to.", registry=self.registry
-        ).set_function(engines)
-        self._engines = Gauge(
-            "minserve_engines", "Engines that are meant to serve.", registry=self.registry
+        ).set_function(lambda: sum(held is not None for held in engines()))
+        gauge = Gauge(
+            "minserve_engine_requests",
+            "Requests that run or wait in an engine.",
+            ["engine"],
+            registry=self.registry,
         )
+        for rank in range(count):
+            gauge.labels(engine=str(rank)).set_function(partial(_held, engines, rank))
 
     def _begin(self) -> None:
         """Labels that are known from the start count from zero, so that rates see the first."""
@@ -221,9 +231,8 @@ class Metrics:
         for tier in TIERS:
             self._evictions.labels(tier=tier)
 
-    def set_limits(self, requests: int, prompt_tokens: int, engines: int = 1) -> None:
-        """What the queues of all engines hold at most, and how many engines there are to be."""
-        self._engines.set(engines)
+    def set_limits(self, requests: int, prompt_tokens: int) -> None:
+        """What the queues of all engines hold at most."""
         self._most_waiting.set(requests)
         self._most_waiting_tokens.set(prompt_tokens)
 
@@ -330,6 +339,10 @@ class Metrics:
         for tally in self._tallies:
             tally.flush()
         return Snapshot(self.registry)
+
+
+def _held(engines: Callable[[], Sequence[int | None]], rank: int) -> float:
+    return dict(enumerate(engines())).get(rank) or 0
 
 
 def _stat(load: Callable[[], Stats], field: str) -> float:

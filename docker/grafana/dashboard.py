@@ -230,6 +230,10 @@ ROWS: dict[str, list[Panel]] = {
             steps=BAD_FROM_ONE,
         ),
         Panel(
+            "Requests by engine", "How evenly several engines are loaded.",
+            {"{{engine}}": f"sum by (engine) ({of('minserve_engine_requests')})"},
+        ),
+        Panel(
             "Engines that are missing", "Of those that are meant to serve.",
             {"{{instance}}": f"{of('minserve_engines')} - {of('minserve_engines_serving')}"},
             steps=BAD_FROM_ONE,

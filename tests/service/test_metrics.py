@@ -26,6 +26,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "e2e_request_latency_seconds": ("histogram", ()),
     "engine_restarts": ("counter", ()),
     "engine_step_seconds": ("histogram", ("phase",)),
+    "engine_requests": ("gauge", ("engine",)),
     "engines": ("gauge", ()),
     "engines_serving": ("gauge", ()),
     "generation_tokens": ("counter", ()),

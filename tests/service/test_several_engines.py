@@ -211,6 +211,12 @@ async def test_a_batch_is_shared_and_counted_whole(byte_folder: Path) -> None:
             "minserve_engines 3.0",
         ):
             assert line in text.splitlines()
+        asking = asyncio.create_task(service.post(GENERATE, {**body, "max_tokens": 200}))
+        await until(lambda: sum(client.in_flight for client in script.clients) == 12)
+        text = (await service.http.get("/metrics")).text
+        for rank in range(3):
+            assert f'minserve_engine_requests{{engine="{rank}"}} 4.0' in text.splitlines()
+        await asking
 
 
 async def test_a_batch_is_refused_by_what_all_hold(byte_folder: Path) -> None:
