@@ -47,6 +47,7 @@ async def _first(asked: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _load(client: EngineClient) -> int:
