@@ -108,7 +108,7 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_sessions_survive_another_number_of_engines(tmp_path: Path) -> None:
-    names = "abcdef"
+    names = "abcd"
     whole = PROMPT
     for engines, threads in (("2", "1"), ("1", "2")):
         server = Server(
