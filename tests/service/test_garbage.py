@@ -65,12 +65,12 @@ def test_what_a_request_brought_goes_with_it(tmp_path: Path, what: str) -> None:
                 for _ in range(5):
                     assert client.post(f"/{path}", json=body).status_code == status
                 client.get("/models")  # the connection's latest request
-                assert (len(left()), errors()) == (before, 0)
+                wait_for(lambda: (len(left()), errors()) == (before, 0))
             return
         for _ in range(5):
             assert client.post(f"/{path}", json=body).status_code == status
         client.get("/models")  # the connection's latest request
-        assert (left(), errors()) == ([], 0)
+        wait_for(lambda: (left(), errors()) == ([], 0))
         assert not service.lifecycle.runtime.flights
 
 
@@ -86,7 +86,7 @@ def test_so_does_a_stream_that_fails_in_the_middle(tmp_path: Path) -> None:
                 runner.failures.append(RuntimeError("boom"))
                 assert "step_failed" in list(lines)[-2]
         client.get("/models")  # the connection's latest request
-        assert (left(), errors()) == ([], 0)
+        wait_for(lambda: (left(), errors()) == ([], 0))
 
 
 @pytest.mark.usefixtures("_uncollected")
