@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from engine.delivery import Delivery, Inbox, Taps
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineLoading
 from engine.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
 from engine.queued import Waiters
 
@@ -67,6 +67,9 @@ class Backend(Protocol):
     ) -> None: ...
 
     def give_up(self, request_id: int, error: EngineError) -> None: ...
+
+    def missing(self, what: str, ranks: Iterable[int] | None = None) -> EngineLoading:
+        """That `what` cannot be had without the engines of these ranks (all)."""
 
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
         """Of requests that go on from these states of the owner, how many one engine gets."""

@@ -199,6 +199,10 @@ class EngineClient:
         """Itself."""
         return self
 
+    def missing(self, what: str, ranks: Iterable[int] | None = None) -> EngineLoading:
+        """As of a Backend; one engine that is missing is none at all."""
+        return EngineLoading(f"{what} is missing just now")
+
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
         """One engine keeps all states."""
         return len(list(ids))

@@ -69,8 +69,9 @@ def resolve_device(name: str, rank: int | None = None) -> torch.device:
     problem = _why_no_gpu(index or 0)
     if problem is None:
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    others_have_one = rank is not None and 0 < torch.cuda.device_count() <= rank
-    if name != "auto" or others_have_one:
+    # Engines on different devices would not be one server.
+    others_may = rank is not None and torch.cuda.is_available() and library.has_cuda_kernels()
+    if name != "auto" or others_may:
         who = "" if rank is None else f" for engine {rank} of several"
         raise DeviceError(f"device {name!r} cannot be used{who}: {problem}", param="device")
     if torch.cuda.is_available() or _DRIVER_GPUS.is_dir():

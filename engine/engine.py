@@ -26,7 +26,15 @@ from engine.grammars import Grammars
 from engine.home import Home
 from engine.keeper import Keeper
 from engine.layout import open_shelf
-from engine.messages import AskState, FinishReason, ModelInfo, Request, StateReply, StepEvents
+from engine.messages import (
+    AskState,
+    FinishReason,
+    ModelInfo,
+    Request,
+    StateReply,
+    Stats,
+    StepEvents,
+)
 from engine.plan import Plan, StepResult
 from engine.scheduler import Scheduler
 from engine.snapshot import Shape
@@ -171,6 +179,10 @@ class Engine:
         """What there is to answer, and to whom."""
         replies, self._desk.replies = self._desk.replies, []
         return replies
+
+    def load_now(self) -> Stats:
+        """The load alone, whatever happened."""
+        return self._scheduler.load()
 
     def close(self) -> None:
         """Returns when what is to lie on disk does; the last call."""

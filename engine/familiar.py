@@ -44,6 +44,7 @@ class Familiars(Generic[Engine]):
     def __init__(self, most: int = MOST_MARKS) -> None:
         self._most = most
         self._engines: dict[int, Engine] = {}  # the least recently used first
+        self._among: Container[Engine | None] | None = None  # who is still there, where it was told
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -59,6 +60,8 @@ class Familiars(Generic[Engine]):
     def note(self, marks: list[int], engine: Engine) -> None:
         """It is going to read a prompt with these beginnings."""
         engines = self._engines
+        if self._among is not None and engine not in self._among:
+            return
         for mark in (*marks[:FIRST_BLOCKS], *marks[FIRST_BLOCKS:][-LAST_BLOCKS:]):
             engines.pop(mark, None)
             engines[mark] = engine
@@ -66,5 +69,6 @@ class Familiars(Generic[Engine]):
             del engines[next(iter(engines))]
 
     def keep_only(self, among: Container[Engine | None]) -> None:
-        """Others are no more."""
+        """Others are no more, and are not noted again."""
+        self._among = among
         self._engines = {mark: one for mark, one in self._engines.items() if one in among}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -50,8 +51,8 @@ async def _first(asked: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _load(client: EngineClient) -> int:
-    return client.in_flight
+def _load(client: EngineClient) -> tuple[int, int]:
+    return client.in_flight, client.waiting_tokens
 
 
 class EngineGroup:
@@ -60,18 +61,21 @@ class EngineGroup:
     def __init__(
         self,
         clients: Sequence[EngineClient | None],
-        retry_after: float | None = None,
+        waits: Sequence[float] = (),
         familiars: Familiars[EngineClient] | None = None,
     ) -> None:
-        """By rank; None for an engine that is missing just now, and may be back after so many
-        seconds. There is at least one. `familiars`: what groups before this one knew."""
-        self._retry_after = retry_after
+        """By rank; None for an engine that is missing just now, and may be back in `waits` seconds.
+        There is at least one. `familiars`: what groups before this one knew."""
+        now = time.monotonic()
+        self._back_at = dict(enumerate([now + wait for wait in waits]))  # by rank
         self._familiars = Familiars() if familiars is None else familiars
         self._familiars.keep_only(clients)
         self.by_rank = tuple(clients)
         self.clients = [client for client in clients if client is not None]
         self.queued: Waiters = WaitersOfAll([client.queued for client in self.clients])
         self.taps = Taps()
+        self._turn = 0
+        self._latest: tuple[bytes, str, list[int]] = b"", "", []
 
     @property
     def state(self) -> State:
@@ -81,8 +85,8 @@ class EngineGroup:
 
     @property
     def slots(self) -> int:
-        """Of all engines together."""
-        return sum(client.slots for client in self.clients)
+        """Of all engines together, which have as many each; one that was not heard of yet, too."""
+        return len(self.clients) * max(client.slots for client in self.clients)
 
     @property
     def pace(self) -> float:
@@ -147,28 +151,40 @@ class EngineGroup:
 
     # Who is asked.
 
-    def _missing(self, what: str = "the engine that keeps this state") -> EngineLoading:
-        message = f"{what} is missing just now; it is started again where that is possible"
-        return EngineLoading(message, retry_after=self._retry_after)
+    def missing(self, what: str, ranks: Iterable[int] | None = None) -> EngineLoading:
+        """That `what` cannot be had without engines of these ranks (all), and when to ask again."""
+        ranks = range(len(self.by_rank)) if ranks is None else ranks
+        waits = [self._back_at.get(rank, 0.0) - time.monotonic() for rank in ranks]
+        return EngineLoading(f"{what} is missing just now", retry_after=max(1.0, *waits))
 
     def _keeper(self, owner: str, id: str) -> EngineClient:
         """Raises EngineLoading where the one that keeps this state is missing."""
-        client = self.by_rank[home_of(owner, id, len(self.by_rank))]
+        rank = home_of(owner, id, len(self.by_rank))
+        client = self.by_rank[rank]
         if client is None or client.state != "ready":
-            raise self._missing()
+            raise self.missing("the engine that keeps this state", [rank])
         return client
 
     def _there(self) -> list[EngineClient]:
         """Who can be asked; where nobody can, those who can say why."""
         return [client for client in self.clients if client.state == "ready"] or self.clients
 
-    def _idlest(self) -> EngineClient:
-        return min(self._there(), key=_load)
+    def _idlest(self, there: Sequence[EngineClient]) -> EngineClient:
+        """Of equals each in turn."""
+        self._turn = (self._turn + 1) % len(there)
+        return min((*there[self._turn :], *there[: self._turn]), key=_load)
+
+    def _marks(self, request: Request) -> list[int]:
+        """Samples of one prompt share them."""
+        prompt, scope = request.prompt, f"{request.owner}\0{request.cache_salt}"
+        if prompt is not self._latest[0] or scope != self._latest[1]:
+            self._latest = prompt, scope, marks_of(scope, prompt)
+        return self._latest[2]
 
     def _reader(self, request: Request) -> EngineClient:
         there = self._there()
-        chosen = min(there, key=_load)
-        marks = marks_of(f"{request.owner}\0{request.cache_salt}", request.prompt)
+        chosen = self._idlest(there)
+        marks = self._marks(request)
         if not marks:
             return chosen
         familiar, tokens = self._familiars.find(marks, there)
@@ -200,7 +216,7 @@ class EngineGroup:
         if action == "list":
             return await self._list(timeout=timeout, owner=owner, **fields)
         if action == "import":
-            client = self._keeper(owner, target) if target else self._idlest()
+            client = self._keeper(owner, target) if target else self._idlest(self._there())
         else:
             client = self._keeper(owner, id)
         if action in ("fork", "move") and target and self.keeps_apart(owner, id, target):
@@ -209,7 +225,7 @@ class EngineGroup:
 
     async def _list(self, *, limit: int = 100, **fields: Any) -> StateReply:
         if any(client is None or client.state != "ready" for client in self.by_rank):
-            raise self._missing("an engine that keeps states")
+            raise self.missing("an engine that keeps states")
         asked = [client.ask_state("list", limit=limit, **fields) for client in self.clients]
         replies = await asyncio.gather(*asked)
         states = [info for reply in replies for info in reply.states]

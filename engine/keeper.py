@@ -352,18 +352,20 @@ class Keeper:
             self.states.end(sequence.request.owner, keeping.id)
             keeping.id = ""
 
-    def stats(self) -> dict[str, Any]:
-        """Of Stats: the load, and what happened since the last call."""
-        hits, misses, evictions = self._hits, self._misses, self.tiers.evictions
-        self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
+    def load(self, slots: int, state_bytes: int) -> dict[str, Any]:
+        """Of Stats: the load, where sequences use so many slots, of so many bytes each."""
         return {
+            "state_bytes": (slots + self.tiers.device_used) * state_bytes,
             "host_state_bytes": self.tiers.host_used * self.row_bytes,
             "disk_state_bytes": self.states.files * self.shape.bytes + self.disk.bytes,
             "states": len(self.states),
-            "prefix_hits": hits,
-            "prefix_misses": dict(misses),
-            "evictions": dict(evictions),
         }
+
+    def happened(self) -> dict[str, Any]:
+        """Of Stats: what happened since the last call."""
+        hits, misses, evictions = self._hits, dict(self._misses), dict(self.tiers.evictions)
+        self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
+        return {"prefix_hits": hits, "prefix_misses": misses, "evictions": evictions}
 
     def fail(self, plan: Plan) -> None:
         """What a failed plan copied to is lost, but for what a file has."""

@@ -193,7 +193,7 @@ class Member:
             clients.append(None if seat is None else await self._client(seat))
         backend: Backend | None = clients[0]
         if len(clients) > 1:
-            backend = EngineGroup(clients, order.retry_after, self._familiars)
+            backend = EngineGroup(clients, order.waits, self._familiars)
         assert backend is not None
         self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
 

@@ -55,7 +55,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     seats: list[Seat | None]
     info: ModelInfo
     restarts: int  # so far, of engines that died
-    retry_after: float | None = None  # seconds until those that are missing may be back
+    waits: list[float] = []  # by rank, seconds until one that is missing may be back
 
     @property
     def generations(self) -> list[int]:

@@ -28,7 +28,7 @@ class Restarts:
 
     def wait(self, now: float) -> float | None:
         """Counts one more start and tells how many seconds from now it is due; None: no more."""
-        while self._times and now - self._times[0] > self.window:
+        while self._times and now - self._times[0] >= self.window:
             self._times.popleft()
         if len(self._times) >= self.most:
             return None

@@ -248,19 +248,22 @@ class Scheduler(Lives):
             self._fail(sequence, error)
         self.refuse(error)
 
-    def events(self) -> dict[Hashable, StepEvents]:
-        """What happened since the last call, for every client that has a part in it."""
-        stats = msgspec.structs.replace(
-            self._step,
+    def load(self, of: Stats | None = None) -> Stats:
+        """As it is now; the rest is `of` a round."""
+        return msgspec.structs.replace(
+            of or Stats(),
             running=self._slots.used,
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
             pace=self._waiting.pace(self._now),
             slots_used=self._slots.used,
             slots_total=self._slots.count,
-            state_bytes=(self._slots.used + self._keeper.tiers.device_used) * self._state_bytes,
-            **self._keeper.stats(),
+            **self._keeper.load(self._slots.used, self._state_bytes),
         )
+
+    def events(self) -> dict[Hashable, StepEvents]:
+        """What happened since the last call, for every client that has a part in it."""
+        stats = msgspec.structs.replace(self.load(self._step), **self._keeper.happened())
         self._step = Stats()
         return self._outbox.take(stats, self._clients.keys())
 

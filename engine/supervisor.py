@@ -111,6 +111,7 @@ class Supervisor:
         else:
             who = self._name(engine.rank)
             log.error("error: %s%s; the others go on without it", who, reason.message)
+            self._tell_serving()
 
     def _is_over(self) -> bool:
         """Nobody serves, and nobody is being started."""
@@ -120,6 +121,7 @@ class Supervisor:
         """None, or why none will serve in its place."""
         rank = engine.rank
         restarts = self._restarts[rank]
+        allowed = False  # to start another
         while self._seats[rank] is engine:
             if self._reload is not None and not self._held:
                 # What is being loaded takes its place: memory may not suffice for a third.
@@ -127,8 +129,19 @@ class Supervisor:
                 log.warning("%s%s; what is being loaded takes its place", who, error.message)
                 await asyncio.wait({self._reload})
                 continue
-            now = time.monotonic()
-            seconds = None if self._held else restarts.wait(now)
+            if allowed and not self._held:
+                allowed = False
+                try:
+                    another = await self._load(self._config, rank)
+                except EngineError as failure:
+                    error = EngineDead(f"the model could not be loaded again: {failure.message}")
+                    continue
+                if self._seats[rank] is engine:
+                    self._seat([another])
+                else:  # a reload was quicker
+                    await self._end(another)
+                continue
+            seconds = None if self._held else restarts.wait(time.monotonic())
             if seconds is None:
                 count = restarts.recent
                 tries = f", after {count} restart{'s' if count > 1 else ''}" if count else ""
@@ -145,21 +158,16 @@ class Supervisor:
                 restarts.most,
                 restarts.window,
             )
+            self._expect(rank, seconds + self._load_seconds)
             self._tell_down(engine, error, seconds + self._load_seconds)
-            if seconds:
-                await asyncio.sleep(seconds)
-                if self._held or self._seats[rank] is not engine or self._reload is not None:
-                    continue
-            try:
-                another = await self._load(self._config, rank)
-            except EngineError as failure:
-                error = EngineDead(f"the model could not be loaded again: {failure.message}")
-            else:
-                if self._seats[rank] is engine:
-                    self._seat([another])
-                else:  # a reload was quicker
-                    await self._end(another)
+            await asyncio.sleep(seconds)
+            allowed = True
         return None
+
+    def _expect(self, rank: int, seconds: float) -> None:
+        """One of this rank may be there in so many seconds."""
+        self._back_at[rank] = time.monotonic() + seconds
+        self._tell_serving()
 
     async def _waits(self, engine: Charge, spent: EngineDead) -> bool:
         """Until another may be started in its place, where others serve meanwhile."""
@@ -174,8 +182,7 @@ class Supervisor:
             spent.message,
             seconds,
         )
-        self._back_at[rank] = time.monotonic() + seconds
-        self._tell_serving()
+        self._expect(rank, seconds + self._load_seconds)
         await asyncio.sleep(seconds)
         if self._seats[rank] is engine:  # and not one that a reload has brought
             self._spent.discard(rank)
@@ -318,13 +325,12 @@ class Supervisor:
             return
         seats = [engine.seat if engine in serving else None for engine in self._seats]
         restarts = sum(restarts.total for restarts in self._restarts)
+        now = time.monotonic()
         waits = [
-            self._back_at.get(rank, 0.0) - time.monotonic() if one is not None else FOR_LONG
+            FOR_LONG if one is None else max(0.0, self._back_at.get(rank, 0.0) - now)
             for rank, one in enumerate(self._seats)
-            if one not in serving
         ]
-        order = Serve(seats, serving[0].info, restarts, max(0.0, *waits) if waits else None)
-        self.members.serve(order, only)
+        self.members.serve(Serve(seats, serving[0].info, restarts, waits), only)
 
     async def _mourn(self, engine: Charge) -> None:
         """Sees to what an engine leaves that ends by itself."""

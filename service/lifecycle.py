@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from typing import Any, Literal
 
 from fastapi import Request
@@ -55,6 +54,7 @@ class Lifecycle:
         self.restarts = 0  # of engines that died
         self.on_stop: Callable[[bool], None] = lambda now: None
         self.current: Runtime | None = None  # of new requests
+        self._told_where = ""  # in the log
         # Of the engines of runtimes that serve or finish what they have.
         self._generations: dict[Runtime, tuple[int, ...]] = {}
         self._on_failure = on_failure
@@ -191,7 +191,6 @@ class Lifecycle:
         for client in backend.clients:
             if client not in known:
                 client.on_step(self.metrics.on_step)
-                self._keep(self._greet(client))
         self._tell_limits(len(backend.clients))
         self.metrics.model_loaded(runtime.model_name, runtime.info)
         old, self.current = self.current, runtime
@@ -200,12 +199,15 @@ class Lifecycle:
         self.engines.use(max(event.generations))
         if old is not None:
             self._keep(self._retire(old))
-        info = runtime.info
+        info, where = runtime.info, self._where(runtime)
+        if where == self._told_where and old is not None and old.shares(backend):
+            return  # nothing is new for who reads the log
+        self._told_where = where
         logger.info(
             "ready: %s (%s parameters) on %s, %s%s%s",
             runtime.model_name,
             f"{info.parameters:,}",
-            self._where(info.device_name),
+            where,
             info.dtype,
             f", {info.quantization} weights" if info.quantization else "",
             ", deterministic" if info.deterministic else "",
@@ -216,17 +218,12 @@ class Lifecycle:
         waiting, tokens = self.settings.max_waiting, self.settings.max_waiting_tokens
         self.metrics.set_limits(waiting * engines, tokens * engines)
 
-    def _where(self, device_name: str) -> str:
-        there = sum(held is not None for held in self._held_by_each())
-        wanted = self.settings.engines
+    def _where(self, runtime: Runtime) -> str:
+        name, wanted = runtime.info.device_name, self.settings.engines
         if wanted == 1:
-            return device_name
-        return f"{there} x {device_name}" + (f" of {wanted}" if there < wanted else "")
-
-    async def _greet(self, client: EngineClient) -> None:
-        """So that it tells its load, though it may have nothing to do yet."""
-        with suppress(EngineError):
-            await client.ping(self.settings.ping_timeout)
+            return name
+        there = sum(client.state != "dead" for client in runtime.backend.clients)
+        return f"{there} x {name}" + (f" of {wanted}" if there < wanted else "")
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

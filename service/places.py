@@ -54,6 +54,8 @@ class Places:
         if excess <= 0:  # they wait for nobody's end
             return
         self._check_capacity(requests, self._engines, owner, "this server holds")
+        if self._there < self._engines and requests > slots + most_of_one(self._most, owner):
+            raise self._backend.missing(f"an engine without which {requests} prompts find no room")
         queued = max(taken - slots, 0)
         own = min(self._backend.queued.of(owner)[0] + self._reserved[owner], queued)
         more = excess - queued

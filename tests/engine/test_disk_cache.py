@@ -206,7 +206,7 @@ def test_bytes_are_bounded_and_owners_have_parts_of_them(tmp_path: Path) -> None
         assert disk.bytes <= 20_000
         found = sum(file.stat().st_size for file in files(tmp_path))
         assert found <= 20_000 + 500 * len(files(tmp_path))
-    assert talk.engine._keeper.stats()["disk_state_bytes"] == disk.bytes > 5000
+    assert talk.engine._keeper.load(0, 0)["disk_state_bytes"] == disk.bytes > 5000
     assert cached(talk, prompt(0), owner="alice") == 300
     assert cached(talk, prompt(0), owner="bob") == 0
     settle(talk)

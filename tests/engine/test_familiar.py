@@ -42,6 +42,8 @@ def test_the_longest_beginning_that_somebody_has_read() -> None:
     assert familiars.find(marks(1, 2, 7), "b") == ("b", BLOCK_TOKENS)  # of those who are there
     assert familiars.find(marks(5), "ab") == (None, 0)
     familiars.keep_only("a")
+    familiars.note(marks(8), "b")  # by a group of before
+    assert familiars.find(marks(8), "ab") == (None, 0)
     assert familiars.find(marks(1, 3, 4), "ab") == (None, 0)
     assert familiars.find(marks(1, 2), "ab") == ("a", 2 * BLOCK_TOKENS)
 

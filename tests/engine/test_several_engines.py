@@ -86,9 +86,10 @@ async def test_the_others_go_on_when_one_dies(
         await settle()
         messages = told(member)
         assert served(messages) == [[1, 0]]
-        soon, late = (one.retry_after for one in messages if isinstance(one, Serve))
-        assert 6 < soon <= 7  # as long as a load took
-        assert 590 < late <= 600  # when its time has room
+        waits = [one.waits for one in messages if isinstance(one, Serve)]
+        assert all(wait[0] == 0 for wait in waits)
+        assert 6 < waits[0][1] <= 7  # as long as a load took
+        assert 590 < waits[-1][1] <= 607  # when its time has room, and then
         assert "it is tried again in 600 s" in caplog.text
         Charge.all[0].die("killed too")
         await settle()
@@ -145,6 +146,32 @@ async def test_one_that_was_being_started_gives_way_to_a_reload(
         await reload
         assert (await engines.load(2)).closed
         assert served(told(member)) == [[1, 2], [0, 2], [4, 5]]
+
+
+async def test_a_reload_that_fails_costs_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came while the start, which was allowed, was to wait."""
+    async with two(monkeypatch, restarts=2) as (engines, _, member):
+        Charge.all[0].die()
+        (await engines.load(2)).die()  # now the next one waits for a second
+        await settle()
+        reload = asyncio.create_task(engines.supervisor.reload("two"))
+        await engines.load(3, CheckpointError("no such folder"))
+        with pytest.raises(CheckpointError):
+            await reload
+        assert (await engines.load(5)).config.model == "one"
+        order = [one for one in told(member) if isinstance(one, Serve)][-1]
+        assert served([order]) == [[6, 2]] and order.restarts == 2
+
+
+async def test_one_that_is_never_started_again_is_told_to_be_away_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two(monkeypatch, restarts=0) as (engines, _, member):
+        Charge.all[0].die()
+        await settle()
+        for one in (member, engines.join()):
+            order = [said for said in told(one) if isinstance(said, Serve)][-1]
+            assert served([order]) == [[0, 2]] and order.waits[0] > 600
 
 
 async def test_another_model_does_not_join_those_that_serve(

@@ -186,7 +186,7 @@ async def test_all_about_states_is_as_with_one_engine(byte_folder: Path, count: 
         expected = await conversation(service)
     async with together(byte_folder, count, **options) as (service, script):
         assert await conversation(service) == expected
-        assert all(client.rounds for client in script.clients)
+        assert all(client.rounds > 1 for client in script.clients)  # one greets
 
 
 async def test_a_batch_is_shared_and_counted_whole(byte_folder: Path) -> None:
@@ -202,7 +202,7 @@ async def test_a_batch_is_shared_and_counted_whole(byte_folder: Path) -> None:
             if "index" in frame:
                 texts[frame["index"]] += frame.get("text", "")
         assert set(texts.values()) == {"bcdef"}
-        assert all(client.rounds for client in script.clients)
+        assert all(client.rounds > 1 for client in script.clients)  # one greets
         text = (await service.http.get("/metrics")).text
         for line in (
             "minserve_generation_tokens_total 120.0",
@@ -237,7 +237,8 @@ async def test_a_batch_is_refused_by_what_all_hold(byte_folder: Path) -> None:
         await until(lambda: len(service.lifecycle.runtime.backend.clients) == 1)
         body = {"prompts": ["a"] * 5, "max_tokens": 1}
         refused = await service.http.post(GENERATE, json=body)
-        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (429, True)
+        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (503, True)
+        assert "5 prompts find no room is missing" in refused.json()["error"]["message"]
         lines = (await service.http.get("/metrics")).text.splitlines()
         assert "minserve_requests_waiting_limit 1.0" in lines
         script.seat(0, 1)
