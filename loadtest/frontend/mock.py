@@ -128,6 +128,9 @@ class MockEngine:
     def replies(self) -> list[tuple[Hashable, StateReply]]:
         return []
 
+    def load_now(self) -> Stats:
+        return Stats(running=len(self._live))
+
     def close(self) -> None:
         """Nothing lies on disk."""
 
