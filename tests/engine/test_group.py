@@ -207,12 +207,13 @@ async def test_a_state_whose_place_is_about_to_be_taken_does_not_move() -> None:
     async with together(step_seconds=0.01) as group:
         source, (target,) = ids_of(0)[0], ids_of(1, count=1)
         await keep(group, source)
-        turn = ask(group, "d", state=source, keep=Keep(id=source), max_tokens=30)
+        turn = ask(group, "d", state=source, keep=Keep(id=source), max_tokens=100_000)
         await turn.next()
         with pytest.raises(StateBusy):
             await group.ask_state("move", id=source, target=target, **ASK)
         with pytest.raises(StateNotFound):
             await group.ask_state("get", id=target, **ASK)
+        group.abort([turn.id], "stop")
         await end(turn)
 
 

@@ -103,7 +103,7 @@ async def test_a_copy_that_cannot_get_to_its_place_is_not_kept_elsewhere(byte_fo
     async with together(byte_folder, 2, step_seconds=0.01) as (service, script):
         name = next(n for n in "abcdef" if home_of("", f"session:{n}", 2) != home_of("", "one", 2))
         await service.post(STATES, {"prompt": "a", "id": "one"})
-        body = {"prompts": ["b"], "session_id": name, "max_tokens": 60, "stream": True, **GREEDY}
+        body = {"prompts": ["b"], "session_id": name, "max_tokens": 200, "stream": True, **GREEDY}
         turn = asyncio.create_task(service.http.post(GENERATE, json=body))
         await until(lambda: sum(client.stats.running for client in script.clients) == 1)
         copy = {"prompt": "z", "state": "one", "id": f"session:{name}"}
