@@ -141,16 +141,16 @@ async def test_bad_input(service: Service, body: object, param: str | None) -> N
 
 async def test_a_timeout_is_an_error_not_a_shorter_score(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, step_seconds=0.05)
-    async with running(runner, request_timeout=0.12) as service:
-        body = await service.post(PATH, {"texts": ["a" * 4096, "ab"]})
+    async with running(runner, request_timeout=0.6) as service:
+        body = await service.post(PATH, {"texts": ["a" * 16384, "ab"]})
         error = body["results"][0]["error"]
         assert (error["type"], error["code"]) == ("timeout_error", "timeout")
-        assert "of 4095 tokens were scored" in error["message"]
+        assert "of 16383 tokens were scored" in error["message"]
         assert body["results"][1]["num_scored_tokens"] == 1
         # Where no text was scored, it is the answer's error.
         for request in (
-            {"texts": ["a" * 4096]},
-            {"items": [{"context": "a", "continuations": ["b" * 4096, "c" * 4096]}]},
+            {"texts": ["a" * 16384]},
+            {"items": [{"context": "a", "continuations": ["b" * 16384, "c" * 16384]}]},
         ):
             body = await service.post(PATH, request, status=504)
             assert body["error"]["code"] == "timeout"
