@@ -46,13 +46,11 @@ class FolderLock:
         """No other engine has this folder open just now."""
         if self._file < 0:
             return True
-        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
         try:
-            told = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
+            return not _held_by_others(self._file)
         except OSError as error:
             log.error("the locks of the state folder cannot be looked at: %s", error)
             return False  # to be so costs time, to think so wrongly could cost states
-        return bool(_LOCK.unpack(told)[0] == fcntl.F_UNLCK)
 
     def take(self, name: str) -> bool:
         """Whether this engine has the lock of a name now, or had it already."""
@@ -92,13 +90,18 @@ def is_used(path: Path) -> bool:
     except OSError:
         return False
     try:
-        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-        told = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
-        return bool(_LOCK.unpack(told)[0] != fcntl.F_UNLCK)
+        return _held_by_others(file)
     except (OSError, AttributeError):  # a system without such locks
         return False
     finally:
         os.close(file)
+
+
+def _held_by_others(file: int) -> bool:
+    """Whether anybody else holds byte 0. Raises OSError."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    told = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+    return bool(_LOCK.unpack(told)[0] != fcntl.F_UNLCK)
 
 
 def _byte(name: str) -> int:
