@@ -342,7 +342,8 @@ class Metrics:
 
 
 def _held(engines: Callable[[], Sequence[int | None]], rank: int) -> float:
-    return dict(enumerate(engines())).get(rank) or 0
+    held = engines()  # none before a model is loaded
+    return (held[rank] or 0) if held else 0
 
 
 def _stat(load: Callable[[], Stats], field: str) -> float:

@@ -39,7 +39,7 @@ class Places:
         self._most, self._most_tokens = most_waiting * self._there, most_tokens * self._there
         # What is refused for good, and not until there is room, is more than all of them hold.
         self._engines = engines
-        self._whole, self._whole_tokens = most_waiting * engines, most_tokens * engines
+        self._each, self._whole_tokens = most_waiting, most_tokens * engines
         self._clock = clock
         self._reserved: Counter[str] = Counter()  # by owner: spoken for, not sent yet
         self._all_reserved = 0  # the sum of these
@@ -83,7 +83,7 @@ class Places:
 
     def _check_capacity(self, requests: int, engines: int, owner: str, who: str) -> None:
         slots = engines * self._backend.slots // self._there
-        capacity = slots + most_of_one(engines * self._whole // self._engines, owner)
+        capacity = slots + most_of_one(engines * self._each, owner)
         if requests > capacity:
             whose = " of one key" if owner else ""
             raise ApiError(
