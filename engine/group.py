@@ -199,7 +199,9 @@ class EngineGroup:
 
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
         """Of requests that go on from these states, how many one engine gets at most."""
-        homes = Counter(home_of(owner, id, len(self.by_rank)) for id in ids)
+        homes: Counter[int] = Counter()
+        for id, count in Counter(ids).items():  # mostly one
+            homes[home_of(owner, id, len(self.by_rank))] += count
         return max(homes.values(), default=0)
 
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:

@@ -158,7 +158,8 @@ class Supervisor:
                 restarts.most,
                 restarts.window,
             )
-            self._expect(rank, seconds + self._load_seconds)
+            if seconds:  # else that is what is expected already
+                self._expect(rank, seconds + self._load_seconds)
             self._tell_down(engine, error, seconds + self._load_seconds)
             await asyncio.sleep(seconds)
             allowed = True
@@ -340,8 +341,7 @@ class Supervisor:
         # At once: whatever comes next, what its members have in flight there is lost.
         self._tell_down(engine, error, self._load_seconds)
         if engine in self._seats:
-            self._back_at[engine.rank] = time.monotonic() + self._load_seconds
-            self._tell_serving()
+            self._expect(engine.rank, self._load_seconds)
             self._keep(self._replace(engine, error))
         else:
             log.error("error: %s, while it finished what it had", error.message)
