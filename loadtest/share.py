@@ -45,7 +45,8 @@ SHARE_BAR = 0.85  # of the engine's own tokens/s, plain answers of batches
 LLAMA_SERVER, LLAMA_TTFT = 727 / 4429, 632.0
 TIMES_LLAMA_SERVER, OF_LLAMA_TTFT = 3.0, 1 / 3
 PEER_ROWS = 64
-TOKENS_ALONE = 512  # of each request to the engine alone: many rounds of a small model too
+# Of each request to the engine alone: many rounds, of a small model on a GPU too.
+TOKENS_ALONE = {"cpu": 128, "cuda": 512}
 LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer with ids
 
 
@@ -53,9 +54,10 @@ def engine_alone(runner: Runner, args: argparse.Namespace) -> float:
     """Tokens per second of all slots."""
 
     sampling = msgspec.structs.replace(GREEDY, logprobs=args.logprobs)
+    tokens = TOKENS_ALONE[torch.device(args.device).type]
 
     def once() -> float:
-        return engine_seconds(runner, args.slots, TOKENS_ALONE, sampling)
+        return engine_seconds(runner, args.slots, tokens, sampling)
 
     return float(args.slots / typical(once, args.seconds / 4))
 
