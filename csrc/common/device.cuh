@@ -37,11 +37,11 @@ __device__ __forceinline__ void add_shared(unsigned* shared, unsigned bytes, uns
   const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + bytes;
   asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(place), "r"(more) : "memory");
 }
-// One more; what it was before. (For atomicAdd the compiler first counts the lanes that come
-// together, which is for nothing where mostly one does.)
+// One more, of less than 2**31; what it was before. (For additions the compiler first counts the
+// lanes that come together, which is for nothing where mostly one does.)
 __device__ __forceinline__ unsigned take_shared(unsigned& shared) {
   unsigned before;
-  asm volatile("atom.shared.add.u32 %0, [%1], 1;"
+  asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;"
                : "=r"(before)
                : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&shared)))
                : "memory");

@@ -126,15 +126,18 @@ class OddsBins {
     // The last bin may have none but tokens that weigh nothing: then nothing lies between.
     return {{max(min(best, kBestOdds) + kRough, listed), listed}, results_.up_to_last};
   }
-  // The bins in which the sum of weights passes this share of the total.
+  // The bins in which the sum of weights passes this share of the total. A token's weight is off by
+  // what counting drops of its mantissa, and rough odds by 1.4e-5; so what is above a cut is, and
+  // what is below, and from the share that is looked for both together are by no more than twice
+  // share * (1 - share) of that. Were it more, the cut would not be on the list, and the row be
+  // drawn in another way.
   __device__ Range range_of(double share) const {
     const auto most = static_cast<std::int64_t>(total_);
-    const double wanted = share * static_cast<double>(most);
-    // Twice what counting drops of a mantissa of 24 bits; rough odds are off by 1.4e-5 at most.
-    // Were this too little, the cut would not be on the list, and the row be drawn in another way.
-    const double error = static_cast<double>(1u << dropped_) * 0x1p-22;
-    const auto from = static_cast<std::int64_t>(wanted * (1.0 - error));
-    const auto to = static_cast<std::int64_t>(wanted * (1.0 + error)) + 1;
+    const auto total = static_cast<double>(most);
+    const double of_token = static_cast<double>(1u << dropped_) * 0x1p-23 + 1.4e-5;
+    const double off = 2.0 * share * (1.0 - share) * of_token + 0x1p-25;  // and of sums
+    const auto from = static_cast<std::int64_t>(fmax((share - off) * total, 0.0));
+    const auto to = static_cast<std::int64_t>((share + off) * total) + 1;
     return range<true>(static_cast<std::uint64_t>(from < most ? from : most - 1),
                        static_cast<std::uint64_t>(to < most ? to : most));
   }

@@ -140,7 +140,7 @@ class OddsRow {
       if (any) {
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
-          if (bits[i] > edges.listed && bits[i] <= edges.above) list(listed(id + i, logits[i]));
+          if (bits[i] > edges.listed && bits[i] <= edges.above) list(id + i, logits[i]);
         }
       }
     });
@@ -162,7 +162,7 @@ class OddsRow {
       if (any) {
 #pragma unroll
         for (unsigned i = 0; i < kTogether; ++i) {
-          if (bits[i] > least) list(listed(id + i, logits[i]));
+          if (bits[i] > least) list(id + i, logits[i]);
         }
       }
     });

@@ -164,8 +164,7 @@ class StreamedDraw {
     above_ = totals[0].total;
     if (kWanted == OddsRow::kAboveAndAll) all_ = totals[kNumbers - 1].total;
     if (kWanted == OddsRow::kAboveAndCount) count_above_ = totals[kNumbers - 1].total;
-    listed_ = shared_.listed;
-    return listed_ <= kListed;
+    return settle_list();
   }
   // Lists all with greater odds. Whether there was room.
   __device__ __forceinline__ bool list_above(unsigned least) {
@@ -173,8 +172,7 @@ class StreamedDraw {
     odds_.list_above(least, lister());
     __syncthreads();
     above_ = above_of_lane_ = 0;
-    listed_ = shared_.listed;
-    return listed_ <= kListed;
+    return settle_list();
   }
   __device__ __forceinline__ void clear_list() {
     if (clean_) {
@@ -186,18 +184,35 @@ class StreamedDraw {
     __syncthreads();
     shared_.clear_cut();  // which all have read
   }
-  // Puts a token on the list that is not beyond the cut.
+  // Puts a token on the list, as its logit and id: what else is wanted of it takes few instructions
+  // where each thread has one of the list, and many where some lane has one of its own.
   struct Lister {
     Shared& shared;
-    std::uint64_t most;
 
-    __device__ __forceinline__ void operator()(const Listed& one) const {
-      if (one.key > most) return;
+    __device__ __forceinline__ void operator()(unsigned id, float logit) const {
       const unsigned at = take_shared(shared.listed);
-      if (at < kListed) shared.list[at] = one;
+      if (at < kListed) {
+        shared.list[at].key = static_cast<std::uint64_t>(__float_as_uint(logit)) << 32 | id;
+      }
     }
   };
-  __device__ __forceinline__ Lister lister() const { return {shared_, cut_.key()}; }
+  __device__ __forceinline__ Lister lister() const { return {shared_}; }
+  // Of a list that is whole. Tokens beyond the cut become such that none is worse than. Whether
+  // there was room.
+  __device__ __forceinline__ bool settle_list() {
+    listed_ = shared_.listed;
+    if (listed_ > kListed) return false;
+    const std::uint64_t most = cut_.key();
+    for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
+      const std::uint64_t found = shared_.list[i].key;
+      const auto id = static_cast<unsigned>(found);
+      Listed one = odds_.listed(id, __uint_as_float(static_cast<unsigned>(found >> 32)));
+      if (one.key > most) one = {~std::uint64_t{0}, 0};
+      shared_.list[i] = one;
+    }
+    __syncthreads();
+    return true;
+  }
 
   // The cut is the last token before which the better ones sum to less than the limit; those above
   // the edges sum to `before`. False where it is not on the list.
