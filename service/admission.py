@@ -74,22 +74,24 @@ class StrictRequest(Request):
             ) from error
 
     async def _read(self) -> bytes:
-        parts = []
+        parts: list[bytes] = []
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            parts.append(message.get("body", b""))
+            body: bytes = message.get("body", b"")
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return b"".join([*parts, body]) if parts else body
+            parts.append(body)
 
-    async def validated(self, model: type[Model]) -> Model:
-        """The body as `model`. Raises ApiError 400."""
-        body = await self.body()
+    def validated(self, model: type[Model]) -> Model:
+        """The body, which has been read, as `model`. Raises ApiError 400."""
+        body = self._body
         # Without a content-type it is taken for JSON.
-        data = await self.json() if body and self._is_json() else body or None
+        data = _parsed(body) if body and self._is_json() else body or None
         try:
-            return model.model_validate(data)
+            found: Model = model.__pydantic_validator__.validate_python(data)
+            return found
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from error
 
@@ -107,14 +109,13 @@ class StrictRequest(Request):
             kind.startswith("application/") and kind.endswith("+json")
         )
 
-    async def json(self) -> Any:
-        body = await self.body()
-        try:
-            return pydantic_core.from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(
-                400, f"the body is not valid JSON: {error}", code="invalid_json"
-            ) from error
+
+def _parsed(body: bytes) -> Any:
+    """What JSON says. Raises ApiError 400."""
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def get_flight(request: Request) -> Flight:
@@ -169,7 +170,7 @@ class ReadyRoute(APIRoute):
             if model is not None or "content" in parameters:
                 await strict.read_body(runtime.settings.receive_timeout)
             if model is not None and not (optional and not await strict.body()):
-                given["body"] = await strict.validated(model)
+                given["body"] = strict.validated(model)
             if "content" in parameters:
                 given["content"] = await strict.body()
             given |= {name: provide(strict) for name, provide in providers}

@@ -33,6 +33,31 @@ LAST_CHUNK = b"0\r\n\r\n"
 _as_line = b"%b: %b\r\n".__mod__  # of a header, its name and value
 
 
+def _as_lines(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Raises ValueError where one is more than a line."""
+    lines = b"".join(map(_as_line, headers))
+    if not lines.count(b"\r") == lines.count(b"\n") == len(headers):
+        raise ValueError(f"a header has a line break: {headers}")
+    return lines
+
+
+class _DefaultLines:
+    """Of the headers that uvicorn has for all answers of a second, in one list."""
+
+    def __init__(self) -> None:
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._lines = b""
+
+    def of(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """As `_as_lines`; the list does not change."""
+        if headers is not self._headers:
+            self._headers, self._lines = headers, _as_lines(headers)
+        return self._lines
+
+
+_default_lines = _DefaultLines()
+
+
 class Writer:
     """Writes the rest of a stream that has begun."""
 
@@ -114,11 +139,8 @@ class Connection:
         """Writes head and first part of an answer that has a body. uvicorn's two pieces cost
         several times as much; what it looks for in headers that nobody here sends (a coding of the
         transfer, other words than close in `connection`) is left out."""
-        cycle = self._cycle
-        headers = [*cycle.default_headers, *message["headers"]]
-        lines = b"".join(map(_as_line, headers))
-        if not lines.count(b"\r") == lines.count(b"\n") == len(headers):
-            raise ValueError(f"a header has a line break: {headers}")
+        cycle, headers = self._cycle, message["headers"]
+        lines = _default_lines.of(cycle.default_headers) + _as_lines(headers)
         by_name = dict(headers)
         if by_name.get(b"connection") == b"close":
             cycle.keep_alive = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -236,14 +236,10 @@ class Flight:
         All else comes by `next_arrivals`."""
         self._inbox.tap = _Tap(self, renders, writer).take
 
-    def arrivals(self) -> AsyncIterator[list[Arrival]]:
-        """All that arrives, several requests' updates at once where they came together, until
-        every request has ended. What comes of a request before it is looked at again is merged
-        into one update."""
-        return _Arrivals(self.next_arrivals)
-
     async def next_arrivals(self) -> list[Arrival]:
-        """The next of `arrivals`; none where all requests have ended."""
+        """What arrives next, several requests' updates at once where they came together; none
+        where every request has ended. What comes of a request before it is looked at again is
+        merged into one update."""
         batch: list[Arrival] = []
         while self._unread and not batch:
             news = await self._inbox.next()
@@ -320,19 +316,3 @@ class _Tap:
         if rendered:
             writer.write(b"".join(rendered))
         return left
-
-
-class _Arrivals:
-    """An iterator of what `read` gives until that is nothing. The event loop keeps books of its own
-    of every asynchronous generator, which this is therefore none of."""
-
-    def __init__(self, read: Callable[[], Awaitable[list[Arrival]]]) -> None:
-        self._read = read
-
-    def __aiter__(self) -> _Arrivals:
-        return self
-
-    async def __anext__(self) -> list[Arrival]:
-        if batch := await self._read():
-            return batch
-        raise StopAsyncIteration

@@ -150,7 +150,7 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
     outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
     _submit(flight, tasks, stream=False)
-    async for batch in flight.arrivals():
+    while batch := await flight.next_arrivals():
         for which, came in batch:
             outcome = outcomes[which]
             if isinstance(came, EngineError):

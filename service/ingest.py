@@ -32,7 +32,7 @@ PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client
 async def read_whole(flight: Flight) -> Finished:
     """How the flight's only request ended, which was to leave a state. Raises EngineError."""
     finished: Finished | None = None
-    async for batch in flight.arrivals():
+    while batch := await flight.next_arrivals():
         for _, came in batch:
             if isinstance(came, EngineError):
                 raise came

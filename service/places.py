@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from engine.backend import Backend
@@ -41,7 +40,7 @@ class Places:
         self._engines = engines
         self._each, self._whole_tokens = most_waiting, most_tokens * engines
         self._clock = clock
-        self._reserved: Counter[str] = Counter()  # by owner: spoken for, not sent yet
+        self._reserved: dict[str, int] = {}  # by owner: spoken for, not sent yet
         self._all_reserved = 0  # the sum of these
         self._turn = 0.0  # when the latest one that was refused may find room
 
@@ -57,7 +56,7 @@ class Places:
         if self._there < self._engines and requests > slots + most_of_one(self._most, owner):
             raise self._backend.missing(f"an engine without which {requests} prompts find no room")
         queued = max(taken - slots, 0)
-        own = min(self._backend.queued.of(owner)[0] + self._reserved[owner], queued)
+        own = min(self._backend.queued.of(owner)[0] + self._reserved.get(owner, 0), queued)
         more = excess - queued
         if not has_room(taken=queued, own=own, more=more, most=self._most, owner=owner):
             missing = queued + more - self._most
@@ -128,15 +127,15 @@ class Places:
     def reserve(self, requests: int, owner: str) -> None:
         """Takes places out of what others may have. Raises as `check`."""
         self.check(requests, owner)
-        self._reserved[owner] += requests
+        self._reserved[owner] = self._reserved.get(owner, 0) + requests
         self._all_reserved += requests
 
     def release(self, requests: int, owner: str) -> None:
         """Gives reserved places back: the requests have been sent, or never will be."""
-        self._reserved[owner] -= requests
+        left = self._reserved.pop(owner, 0) - requests
+        if left:
+            self._reserved[owner] = left
         self._all_reserved -= requests
-        if not self._reserved[owner]:
-            del self._reserved[owner]
 
     def _refusal(
         self, kind: type[QueueFull], reason: str, missing: int, requests: int, queued: int

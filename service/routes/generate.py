@@ -32,6 +32,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, check_points, kept_state, read_use
+from service.stop import StopStrings
 from service.streaming import EventStream, error_body, unless_client_leaves
 from service.structured import FIELDS, Wanted, constrained, field_of, read_grammars
 from service.template import HOLE, Template, parts_of
@@ -95,14 +96,19 @@ async def _tasks(
         if (value := getattr(body, name)) is not None
     }
     nothing: list[Any] = [None] * count
-    stops = await read_stops(columns.get("stop", nothing), settings, tokenizer)
+    stops: list[StopStrings | None] = nothing
+    if "stop" in columns:
+        stops = await read_stops(columns["stop"], settings, tokenizer)
     timeouts = [read_timeout(one, settings) for one in columns.get("timeout", nothing)]
     priorities = columns.get("priority", nothing)
-    sessions = [one for one in columns.get("session_id", nothing) if one is not None]
-    if len(set(sessions)) < len(sessions):
-        raise invalid("session_id", "names one session for several prompts; allowed: one turn each")
     asked = columns.keys()
     sampling, states, structured = SAMPLING & asked, asked & STATES, STRUCTURED & asked
+    if states:
+        sessions = [one for one in columns.get("session_id", nothing) if one is not None]
+        if len(set(sessions)) < len(sessions):
+            raise invalid(
+                "session_id", "names one session for several prompts; allowed: one turn each"
+            )
     grammars: list[Wanted | None] = nothing
     if structured:
         fields = [{name: columns[name][i] for name in structured} for i in range(count)]

@@ -197,7 +197,7 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
                 (*found, task.start - 1) if task.shared and task.start > 1 else found
             ),
         )
-    async for batch in flight.arrivals():
+    while batch := await flight.next_arrivals():
         for which, came in batch:
             i = submitted[which]
             one = scored[i]

@@ -32,15 +32,14 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _name_unknown_field(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            fields = cls.model_fields
-            for field in data:
-                if field not in fields:
-                    raise PydanticCustomError(
-                        "unknown_field",
-                        "unknown field; allowed: {allowed}",
-                        {"field": str(field), "allowed": ", ".join(fields)},
-                    )
+        fields = cls.__pydantic_fields__
+        if isinstance(data, dict) and not data.keys() <= fields.keys():
+            unknown = next(field for field in data if field not in fields)
+            raise PydanticCustomError(
+                "unknown_field",
+                "unknown field; allowed: {allowed}",
+                {"field": str(unknown), "allowed": ", ".join(fields)},
+            )
         return data
 
 
