@@ -189,7 +189,8 @@ def random_prompt(length: int, vocab_size: int) -> array[int]:
 def engine_seconds(runner: Runner, batch: int, tokens: int, sampling: SamplingParams) -> float:
     """Seconds in which a whole Engine advances `batch` requests by a token: from when all prompts
     (one token each) have been read until the first of the requests finishes, which have `tokens`
-    each, more than there are rounds until all prompts have been read.
+    each, more than there are rounds until all prompts have been read. The runner's configuration
+    keeps nothing that was read (`share_slots` and `host_state_bytes` 0), for prompts may be alike.
 
     Raises WrongAnswerError unless every request gets all its tokens.
     """

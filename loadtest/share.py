@@ -166,7 +166,15 @@ def main(argv: list[str] | None = None) -> int:
             make_tokenizer(folder, SIZES[args.model]["vocab_size"])
         peer = peer_alone(made.model, args) if args.peer else None
         values = {"threads": args.threads} if args.threads else {}
-        config = EngineConfig(model=str(folder), device=args.device, max_slots=args.slots, **values)
+        # Prompts of one token are often the same: what is known of them would not be read again.
+        config = EngineConfig(
+            model=str(folder),
+            device=args.device,
+            max_slots=args.slots,
+            share_slots=0,
+            host_state_bytes=0,
+            **values,
+        )
         runner = load(config, [args.slots])
         engine = engine_alone(runner, args) * args.engines
         del runner

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from loadtest import share
+from engine.config import EngineConfig
+from engine.runner import Runner
+from loadtest import lm_driving, share
 
 SUMMARY: dict[str, Any] = {"tokens_per_second": 90.0, "latency_ms": {"ttft": {"p50": 200.0}}}
 
@@ -32,9 +35,19 @@ def test_streams_are_set_against_the_peer() -> None:
     assert results(stream=True, peer=180.0, latency_ms=slow) == ["pass", "short"]
 
 
-def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded: list[EngineConfig] = []
+
+    def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
+        loaded.append(config)
+        return lm_driving.load(config, batches)
+
+    monkeypatch.setattr(share, "load", load)
     options = ["--model", "6.3m", "--device", "cpu", "--threads", "1", "--seconds", "1"]
     small = ["--slots", "4", "--batch", "2", "--prompt-length", "4", "--output-length", "8"]
     assert share.main([*options, *small]) == 0
     printed = capsys.readouterr().out
     assert "engine alone" in printed and "of the engine's tokens/s" in printed
+    # Prompts of one token are often the same, and all of them are to be read by the engine alone.
+    (alone,) = loaded
+    assert (alone.share_slots, alone.host_state_bytes) == (0, 0)
