@@ -173,7 +173,8 @@ class ReadyRoute(APIRoute):
                 given["body"] = strict.validated(model)
             if "content" in parameters:
                 given["content"] = await strict.body()
-            given |= {name: provide(strict) for name, provide in providers}
+            for name, provide in providers:
+                given[name] = provide(strict)
             response: Response = await endpoint(**given)
             return response
 

@@ -78,7 +78,8 @@ class Flight:
 
     def __exit__(self, *_: object) -> None:
         self._aloft.discard(self)
-        self._release(self._reserved)
+        if self._reserved:
+            self._release(self._reserved)
         self._leave()
         self._open.clear()
         self._inbox.close()

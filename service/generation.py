@@ -261,7 +261,7 @@ def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
     if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
         points = junctions_of((task.use.company, task.packed) for task in tasks)
     for task in tasks:
-        found = points.get((task.use.company, task.packed), ())
+        found = points.get((task.use.company, task.packed), ()) if points else ()
         task.submit(flight, stream=stream, junctions=found)
 
 

@@ -101,8 +101,9 @@ async def _tasks(
         stops = await read_stops(columns["stop"], settings, tokenizer)
     timeouts = [read_timeout(one, settings) for one in columns.get("timeout", nothing)]
     priorities = columns.get("priority", nothing)
-    asked = columns.keys()
-    sampling, states, structured = SAMPLING & asked, asked & STATES, STRUCTURED & asked
+    sampling = [name for name in columns if name in SAMPLING]
+    states = [name for name in columns if name in STATES]
+    structured = [name for name in columns if name in STRUCTURED]
     if states:
         sessions = [one for one in columns.get("session_id", nothing) if one is not None]
         if len(set(sessions)) < len(sessions):
