@@ -114,7 +114,7 @@ class OddsRow {
     unsigned count_above = 0;
   };
   enum Wanted { kAbove, kAboveAndAll, kAboveAndCount };
-  // Calls list(Listed) for those between the edges.
+  // Calls list(id, logit) for those between the edges.
   template <Wanted kWanted, class List>
   __device__ __forceinline__ Sums sums(const Edges& edges, List list) const {
     OddsSum all, above;
@@ -148,7 +148,7 @@ class OddsRow {
     sums.above = above.sum();
     return sums;
   }
-  // Calls list(Listed) for those with greater odds.
+  // Calls list(id, logit) for those with greater odds.
   template <class List>
   __device__ __forceinline__ void list_above(unsigned least, List list) const {
     each<true>([&](const float (&logits)[kTogether], unsigned id) {

@@ -32,7 +32,7 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _name_unknown_field(cls, data: Any) -> Any:
-        fields = cls.__pydantic_fields__
+        fields = cls.model_fields
         if isinstance(data, dict) and not data.keys() <= fields.keys():
             unknown = next(field for field in data if field not in fields)
             raise PydanticCustomError(
