@@ -1,13 +1,15 @@
 """Constraints: which tokens the grammar of each sequence allows next; bits on the host, no torch.
 
 A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
-a GPU that goes on beside the model's step, whose logits the masks are laid on. One thread computes
-them: those of the library wait for each other.
+a GPU that goes on beside the model's step, whose logits the masks are laid on. Threads of the
+library compute many masks. Matchers that are copies of one wait for each other there, so sequences
+of one grammar have copies of several (engine.grammars), and each thread those of one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,9 +23,13 @@ from engine.messages import SamplingParams
 from engine.sequence import endings, stop_ids
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 log = logging.getLogger(__name__)
+
+MOST_THREADS = 8  # that compute masks
+SEVERAL = 16  # masks that are worth waking threads for
+CROWD = 8  # sequences whose matchers are copies of one: with more there should be another
 
 
 @dataclass(slots=True)
@@ -31,6 +37,7 @@ class _Text:
     """What one sequence has written."""
 
     matcher: LLMatcher
+    original: LLMatcher  # that it is a copy of
     ends: frozenset[int]  # the tokens that end it
     min_tokens: int
     # The mask [words] of all but those that min_tokens rules out.
@@ -40,11 +47,14 @@ class _Text:
 
 
 class Constraints:
-    """Of one model, whose end-of-text token is `eos_token_id`."""
+    """Of one model, whose end-of-text token is `eos_token_id`; up to `threads` compute masks."""
 
-    def __init__(self, grammars: Grammars, eos_token_id: int | None) -> None:
+    def __init__(self, grammars: Grammars, eos_token_id: int | None, threads: int = 1) -> None:
         self._grammars = grammars
         self._eos_token_id = eos_token_id
+        self._threads = min(threads, MOST_THREADS)
+        self._executor: LLExecutor | None = None
+        self._copies: Counter[LLMatcher] = Counter()  # that sequences have, of each original
         self._textual: NDArray[np.uint32] | None = None  # the mask of all that may be text
         self._texts: dict[int, _Text] = {}  # by key
         self._rejected: dict[int, str] = {}
@@ -58,22 +68,35 @@ class Constraints:
         """A sequence begins, whose grammar, if it has one, is compiled."""
         if params.grammar is None:
             return
-        compiled = self._grammars.ask(params.grammar)
-        if compiled is None or isinstance(compiled, Exception):
+        originals = self._grammars.matchers(params.grammar)
+        if not originals:
             raise RuntimeError("a sequence was admitted without its grammar")
+        original = min(originals, key=self._copies.__getitem__)
+        if self._copies[original] >= CROWD and len(originals) < self._threads:
+            self._grammars.compile_again(params.grammar)
+        self._copies[original] += 1
         lasting = None
         if params.min_tokens:
             lasting = _all_but(endings(params, self._eos_token_id), self.words)
         ends = stop_ids(params, self._eos_token_id)
-        self._texts[key] = _Text(compiled.deep_copy(), ends, params.min_tokens, lasting)
+        matcher = original.deep_copy()
+        self._texts[key] = _Text(matcher, original, ends, params.min_tokens, lasting)
+
+    def copies_of(self, original: LLMatcher) -> int:
+        """How many sequences have a copy of it."""
+        return self._copies[original]
 
     def release(self, keys: Iterable[int]) -> None:
         """Forgets sequences; unknown keys are ignored."""
         if not (self._texts or self._rejected):
             return
         for key in keys:
-            self._texts.pop(key, None)
             self._rejected.pop(key, None)
+            text = self._texts.pop(key, None)
+            if text is not None:
+                self._copies[text.original] -= 1
+                if not self._copies[text.original]:
+                    del self._copies[text.original]
 
     def rows(self, keys: Sequence[int]) -> list[int]:
         """Which of these sequences have a grammar."""
@@ -90,8 +113,8 @@ class Constraints:
         texts = [self._texts[key] for key in keys]
         self._compute(keys, texts, out)
         bits = out.view(np.uint32)
-        may_end = self._take_out_ends(bits)
-        goes_on: NDArray[np.bool_] = np.asarray(bits.any(axis=1))
+        may_end = self._take_out_ends(bits).tolist()
+        goes_on = np.asarray(bits.any(axis=1)).tolist()
         for row, (key, position, text) in enumerate(zip(keys, positions, texts, strict=True)):
             text.ending.clear()
             if key in self._rejected:
@@ -154,11 +177,33 @@ class Constraints:
     def _compute(self, keys: Sequence[int], texts: list[_Text], out: NDArray[np.int32]) -> None:
         """Every matcher's mask; those that raise are rejected."""
         width, begin = out.shape[1] * out.itemsize, out.ctypes.data
+        if len(texts) >= SEVERAL and self._threads > 1 and len(self._copies) > 1:
+            rows = self._by_original(texts)
+            try:
+                self._library_threads().unsafe_compute_mask_ptr(rows, begin, width, len(texts))
+                return
+            except BaseException as error:
+                _defect(error)  # one by one, it is seen whose it is
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             try:
                 text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
             except BaseException as error:
                 self._rejected[key] = _defect(error)
+
+    def _by_original(self, texts: list[_Text]) -> list[tuple[LLMatcher, int]]:
+        """Matchers with their rows, copies of one together: threads take neighbours."""
+        numbers = {original: number for number, original in enumerate(self._copies)}
+        order = [numbers[text.original] for text in texts]
+        return [
+            (texts[row].matcher, row) for row in sorted(range(len(texts)), key=order.__getitem__)
+        ]
+
+    def _library_threads(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._threads)
+        return self._executor
 
 
 def _defect(error: BaseException) -> str:

@@ -2,6 +2,9 @@
 
 The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
 All methods are called by one thread, and only `collect` forgets what was compiled.
+
+Copies of a matcher share its lexer, and wait for each other where threads compute their masks. So a
+grammar that many sequences have is compiled again, once for each of some threads.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, InvalidRequest
 from engine.grammar import TextTokens, compile_grammar, load_tokens
@@ -32,13 +36,17 @@ MOST_KEPT_BYTES = 4 * 2**20  # of texts
 MOST_KEPT_SECONDS = 2.0  # of processor time
 # That requests have had begun: with more, the last would push out the first before these are used.
 MOST_PENDING = 8
+# What takes longer is compiled once: whoever comes with a new grammar would wait for it.
+SECONDS_AGAIN = 0.02
 END_SECONDS = 2.0  # that the process waits at its end for the grammar being compiled
 
 
-class _Compiled(NamedTuple):
+@dataclass(slots=True)
+class _Compiled:
     grammar: Grammar
     found: LLMatcher | EngineError
     seconds: float
+    others: list[LLMatcher] = field(default_factory=list)  # compiled again
 
 
 class Grammars:
@@ -51,6 +59,7 @@ class Grammars:
         self._tokens: TextTokens | None = None
         self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._pending: dict[Grammar, None] = {}  # in the order in which they were asked for
+        self._again: set[Grammar] = set()  # being compiled again
         self._todo: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()  # None: no more
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._collected: list[_Compiled] = []
@@ -67,6 +76,11 @@ class Grammars:
     def pending(self) -> bool:
         """Whether grammars are being compiled."""
         return bool(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being compiled, for the first time or again."""
+        return bool(self._pending or self._again)
 
     def lacking(self, params: SamplingParams) -> Grammar | EngineError | None:
         """What keeps a request from running: its grammar, while that is being compiled, or another
@@ -94,6 +108,23 @@ class Grammars:
             self._todo.put(grammar)
         return None
 
+    def matchers(self, grammar: Grammar) -> list[LLMatcher]:
+        """Those of a grammar that is compiled, to be copied: copies of different ones do not wait
+        for each other. Empty where there is none."""
+        compiled = self._kept.get(grammar)
+        if compiled is None or isinstance(compiled.found, EngineError):
+            return []
+        return [compiled.found, *compiled.others]
+
+    def compile_again(self, grammar: Grammar) -> None:
+        """Has one more of the `matchers` made, if that takes little time."""
+        compiled = self._kept.get(grammar)
+        if compiled is None or isinstance(compiled.found, EngineError) or grammar in self._again:
+            return
+        if compiled.seconds <= SECONDS_AGAIN * (1 + len(compiled.others)):
+            self._again.add(grammar)
+            self._todo.put(grammar)
+
     def prepare(self) -> None:
         """Begins to read the tokenizer, so that the first grammar need not wait for it."""
         if self._thread is None:
@@ -102,24 +133,37 @@ class Grammars:
             atexit.register(self._end)
 
     def wait(self, seconds: float) -> None:
-        """Until a grammar has been compiled, or not so long."""
+        """Until something has been compiled, or not so long."""
         with suppress(queue.Empty):
             self._collected.append(self._done.get(timeout=seconds))
 
     def collect(self) -> list[Grammar]:
         """Those that were compiled, well or not, since the last call."""
-        if not self._pending:
+        if not self.busy:
             return []
         with suppress(queue.Empty):
             while True:
                 self._collected.append(self._done.get_nowait())
         collected, self._collected = self._collected, []
+        new = []
         for one in collected:
-            self._pending.pop(one.grammar, None)
-            self._kept[one.grammar] = one
+            if one.grammar in self._pending:
+                del self._pending[one.grammar]
+                self._kept[one.grammar] = one
+                new.append(one.grammar)
+            else:
+                self._add(one)
         while self._are_too_many():
             self._kept.popitem(last=False)
-        return [one.grammar for one in collected]
+        return new
+
+    def _add(self, again: _Compiled) -> None:
+        """To what is kept of the same grammar, unless that was forgotten meanwhile."""
+        self._again.discard(again.grammar)
+        kept = self._kept.get(again.grammar)
+        if kept is not None and not isinstance(again.found, EngineError):
+            kept.others.append(again.found)
+            kept.seconds += again.seconds
 
     def _are_too_many(self) -> bool:
         """Of what is kept; the latest one always stays."""

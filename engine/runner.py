@@ -149,7 +149,7 @@ class Runner:
         self._hosted = HostedDraws(
             LogitsStep(self._model, self._pool.state, self._device),
             Sampler(self._parameters, self._adjustments, self._device),
-            Constraints(self.grammars, eos_token_id),
+            Constraints(self.grammars, eos_token_id, self.config.threads),
             self._device,
         )
         self.info = self._describe(folder, parameters)

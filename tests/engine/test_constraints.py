@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+from llguidance import LLExecutor, LLMatcher
 
+from engine import constraints as module
 from engine.constraints import Constraints
 from engine.grammars import Grammars
 from engine.messages import Grammar, SamplingParams
-from tests.engine.test_grammars import settle
+from tests.engine.test_grammars import finish, settle
 from tests.engine.texts import save_bytes, save_characters
 
 EOS = 256
@@ -158,6 +161,86 @@ def test_masks_do_not_depend_on_who_else_has_one(admit: Admit) -> None:
         assert masks == [allowed(constraints, key)[0] for key in keys]
         for key in keys:
             constraints.take(key, max(masks[key] - {EOS}))
+
+
+class Threads:
+    """The library's, watched; or broken ones."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken, self.asked = broken, 0
+        self.real = LLExecutor(3)
+
+    def unsafe_compute_mask_ptr(self, rows: list[tuple[LLMatcher, int]], *where: int) -> None:
+        self.asked += 1
+        if self.broken:
+            raise RuntimeError("a defect")
+        self.real.unsafe_compute_mask_ptr(rows, *where)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_threads_compute_the_masks_that_one_computes(
+    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of few grammars come and go, each at its own place in a text of its own."""
+    some = [Grammar("regex", text) for text in ("(ab?c|d[a-f]*)+", "[abx]+y")]
+    grammars, threads = Grammars(tmp_path, save_bytes(tmp_path)), Threads(broken)
+    settle(grammars, *some)
+    alone, together = Constraints(grammars, EOS), Constraints(grammars, EOS, threads=3)
+    monkeypatch.setattr(together, "_executor", threads)
+    monkeypatch.setattr(module, "CROWD", 2)
+    random, positions = Random(0), {}
+    for step in range(40):
+        for key in range(10 * step, 10 * step + random.randrange(10)):
+            sampling = SamplingParams(grammar=some[random.random() < 0.2])
+            alone.admit(key, sampling)
+            together.admit(key, sampling)
+            positions[key] = 0
+        finish(grammars)
+        keys = random.sample(sorted(positions), len(positions))
+        at = [positions[key] for key in keys]
+        masks, expected = (np.zeros((len(keys), alone.words), np.int32) for _ in range(2))
+        alone.fill(keys, at, expected)
+        together.fill(keys, at, masks)
+        assert np.array_equal(masks, expected)
+        for key, row in zip(keys, masks, strict=True):
+            each = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            token = int(random.choice(each))
+            assert together.take(key, token) == alone.take(key, token)
+            positions[key] += 1
+            if random.random() < 0.2:
+                alone.release([key])
+                together.release([key])
+                del positions[key]
+        assert alone.rejected() == together.rejected() == {}
+    assert threads.asked > 10
+    assert [len(grammars.matchers(one)) for one in some] == [3, 3], "one for each thread"
+
+
+def test_sequences_share_the_originals_evenly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, one)
+    monkeypatch.setattr(module, "CROWD", 4)
+    constraints = Constraints(grammars, EOS, threads=2)
+
+    def admit(*keys: int) -> None:
+        for key in keys:
+            constraints.admit(key, SamplingParams(grammar=one))
+            finish(grammars)
+
+    def copies() -> list[int]:
+        return [constraints.copies_of(original) for original in grammars.matchers(one)]
+
+    admit(*range(4))
+    assert copies() == [4], "no crowd yet"
+    admit(*range(4, 12))
+    assert copies() == [6, 6]
+    constraints.release([*range(4), 99])
+    admit(*range(12, 16))
+    assert copies() == [6, 6]
+    constraints.release(range(20))
+    assert copies() == [0, 0]
 
 
 def test_min_tokens_rules_ends_out_while_something_else_is_left(admit: Admit) -> None:
