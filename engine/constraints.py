@@ -1,14 +1,14 @@
 """Constraints: which tokens the grammar of each sequence allows next; bits on the host, no torch.
 
 A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
-a GPU that goes on beside the model's step, whose logits the masks are laid on. Threads of the
-library compute many masks. Matchers that are copies of one wait for each other there, so sequences
-of one grammar have copies of several (engine.grammars), and each thread those of one.
+a GPU that goes on beside the model's step, whose logits the masks are laid on. Many masks are
+computed by threads (engine.mask_threads), and can be begun as soon as the last tokens are known.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +19,19 @@ from numpy.typing import NDArray
 
 from engine.grammar import reason
 from engine.grammars import Grammars
+from engine.mask_threads import MaskThreads
 from engine.messages import SamplingParams
 from engine.sequence import endings, stop_ids
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
 
 MOST_THREADS = 8  # that compute masks
-SEVERAL = 16  # masks that are worth waking threads for
+SEVERAL = 16  # masks that are worth waking threads for, if each takes so long:
+WORTH_SECONDS = 3e-6
+SETTLING = 64  # masks after which half of what is known of their time is news
 CROWD = 8  # sequences whose matchers are copies of one: with more there should be another
 
 
@@ -46,14 +49,24 @@ class _Text:
     ending: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Masks that are computed before they are asked for."""
+
+    row_of: dict[int, int]  # by key
+    masks: NDArray[np.int32]  # [rows, words]
+
+
 class Constraints:
     """Of one model, whose end-of-text token is `eos_token_id`; up to `threads` compute masks."""
 
     def __init__(self, grammars: Grammars, eos_token_id: int | None, threads: int = 1) -> None:
         self._grammars = grammars
         self._eos_token_id = eos_token_id
-        self._threads = min(threads, MOST_THREADS)
-        self._executor: LLExecutor | None = None
+        self._most_originals = min(threads, MOST_THREADS)  # of a grammar: one for each thread
+        self._threads = MaskThreads(self._most_originals)
+        self._ahead: _Ahead | None = None
+        self._mask_seconds = 0.0  # of one, by one thread, lately
         self._copies: Counter[LLMatcher] = Counter()  # that sequences have, of each original
         self._textual: NDArray[np.uint32] | None = None  # the mask of all that may be text
         self._texts: dict[int, _Text] = {}  # by key
@@ -72,7 +85,8 @@ class Constraints:
         if not originals:
             raise RuntimeError("a sequence was admitted without its grammar")
         original = min(originals, key=self._copies.__getitem__)
-        if self._copies[original] >= CROWD and len(originals) < self._threads:
+        lacking = len(originals) < self._most_originals and self._copies[original] >= CROWD
+        if lacking and self._mask_seconds >= WORTH_SECONDS:
             self._grammars.compile_again(params.grammar)
         self._copies[original] += 1
         lasting = None
@@ -111,7 +125,7 @@ class Constraints:
         nothing it rules nothing out. A sequence that cannot go on is rejected, and everything
         allowed."""
         texts = [self._texts[key] for key in keys]
-        self._compute(keys, texts, out)
+        self._fill_raw(keys, texts, out)
         bits = out.view(np.uint32)
         may_end = self._take_out_ends(bits).tolist()
         goes_on = np.asarray(bits.any(axis=1)).tolist()
@@ -174,36 +188,76 @@ class Constraints:
         rejected, self._rejected = self._rejected, {}
         return rejected
 
-    def _compute(self, keys: Sequence[int], texts: list[_Text], out: NDArray[np.int32]) -> None:
+    def begin(self, keys: Sequence[int]) -> None:
+        """Has the masks computed that `fill` will be asked for next, if they are many enough to
+        gain by it. Nothing but `admit` and `release` comes before that."""
+        self._land()
+        going_on = [key for key in keys if key in self._texts and key not in self._rejected]
+        if self._are_many(len(going_on)):
+            masks = np.empty((len(going_on), self.words), np.int32)
+            self._threads.begin(self._together([self._texts[key] for key in going_on]), masks)
+            self._ahead = _Ahead({key: row for row, key in enumerate(going_on)}, masks)
+
+    def _land(self) -> _Ahead | None:
+        """What was begun, when it is done."""
+        ahead, self._ahead = self._ahead, None
+        try:
+            self._threads.wait()
+        except BaseException as error:
+            _defect(error)  # one by one, it is seen whose it is
+            return None
+        return ahead
+
+    def _fill_raw(
+        self, keys: Sequence[int], texts: Sequence[_Text], out: NDArray[np.int32]
+    ) -> None:
         """Every matcher's mask; those that raise are rejected."""
-        width, begin = out.shape[1] * out.itemsize, out.ctypes.data
-        if len(texts) >= SEVERAL and self._threads > 1 and len(self._copies) > 1:
-            rows = self._by_original(texts)
+        ahead = self._land()
+        if ahead is None:
+            self._compute(keys, texts, out)
+            return
+        rows = np.array([ahead.row_of.get(key, -1) for key in keys])
+        np.take(ahead.masks, rows, axis=0, out=out, mode="wrap")  # which is quicker than "raise"
+        new = np.flatnonzero(rows < 0).tolist()
+        if new:
+            masks = np.empty((len(new), self.words), np.int32)
+            self._compute([keys[row] for row in new], [texts[row] for row in new], masks)
+            out[new] = masks
+
+    def _compute(self, keys: Sequence[int], texts: Sequence[_Text], out: NDArray[np.int32]) -> None:
+        if self._are_many(len(texts)):
             try:
-                self._library_threads().unsafe_compute_mask_ptr(rows, begin, width, len(texts))
+                self._threads.compute(self._together(texts), out)
                 return
             except BaseException as error:
                 _defect(error)  # one by one, it is seen whose it is
+        began = time.perf_counter()
+        width, begin = out.shape[1] * out.itemsize, out.ctypes.data
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             try:
                 text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
             except BaseException as error:
                 self._rejected[key] = _defect(error)
+        if texts:
+            seconds = (time.perf_counter() - began) / len(texts)
+            news = len(texts) / (len(texts) + SETTLING)
+            self._mask_seconds += news * (seconds - self._mask_seconds)
 
-    def _by_original(self, texts: list[_Text]) -> list[tuple[LLMatcher, int]]:
-        """Matchers with their rows, copies of one together: threads take neighbours."""
+    def _are_many(self, masks: int) -> bool:
+        """Whether threads are worth their while, none of which would wait for all others."""
+        return (
+            masks >= SEVERAL
+            and self._most_originals > 1
+            and len(self._copies) > 1
+            and self._mask_seconds >= WORTH_SECONDS
+        )
+
+    def _together(self, texts: Sequence[_Text]) -> list[tuple[LLMatcher, int]]:
+        """Matchers with their rows, copies of one next to each other."""
         numbers = {original: number for number, original in enumerate(self._copies)}
         order = [numbers[text.original] for text in texts]
-        return [
-            (texts[row].matcher, row) for row in sorted(range(len(texts)), key=order.__getitem__)
-        ]
-
-    def _library_threads(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(self._threads)
-        return self._executor
+        rows = sorted(range(len(texts)), key=order.__getitem__)
+        return [(texts[row].matcher, row) for row in rows]
 
 
 def _defect(error: BaseException) -> str:

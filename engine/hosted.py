@@ -60,19 +60,23 @@ class HostedDraws:
 
     def take(self, keys: Sequence[int], tokens: Sequence[int]) -> set[int]:
         """The matchers follow what was drawn, of which negative tokens are none. Returns whose
-        grammars let nothing follow."""
-        return {
+        grammars let nothing follow. On a GPU the masks of the next step are begun."""
+        constraints, masked = self._constraints, self._constraints.rows(keys)
+        complete = {
             keys[row]
-            for row in self._constraints.rows(keys)
-            if tokens[row] >= 0 and self._constraints.take(keys[row], tokens[row])
+            for row in masked
+            if tokens[row] >= 0 and constraints.take(keys[row], tokens[row])
         }
+        if self._device.type == "cuda":  # elsewhere the model needs the processor
+            constraints.begin([keys[row] for row in masked if keys[row] not in complete])
+        return complete
 
     def rejected(self) -> dict[int, str]:
         """Constraints.rejected."""
         return self._constraints.rejected()
 
     def _allowed(self, rows: Rows) -> Allowed | None:
-        """A GPU may still be busy with the logits while the masks are computed."""
+        """A GPU may still be busy with the logits while masks are computed."""
         masked = self._constraints.rows(rows.keys)
         if not masked:
             return None

@@ -153,21 +153,21 @@ def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> 
 def _batch(
     folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], streams: int, threads: int
 ) -> float:
-    """Median seconds per mask, drawn tokens taken in, of so many streams together."""
+    """Median seconds per mask, drawn tokens taken in, of so many streams, which begin one after
+    the other."""
     grammars = Grammars(folder, vocab_size)
     grammars.ask(grammar)
-    constraints = Constraints(grammars, 0, threads)
-    for key in range(streams):
+    constraints, seconds = Constraints(grammars, 0, threads), []
+    for step in range(len(ids) + streams - 1):
         while grammars.busy:
             grammars.wait(1.0)
             grammars.collect()
-        constraints.admit(key, SamplingParams(grammar=grammar))
-    keys, seconds = range(streams), []
-    masks = np.zeros((streams, constraints.words), np.int32)
-    for step in range(len(ids) + streams - 1):
-        alive = [key for key in keys if 0 <= step - key < len(ids)]  # each at another place
+        if step < streams:
+            constraints.admit(step, SamplingParams(grammar=grammar))
+        alive = [key for key in range(streams) if 0 <= step - key < len(ids)]  # each at its place
+        masks = np.zeros((len(alive), constraints.words), np.int32)
         began = time.perf_counter()
-        constraints.fill(alive, [step - key for key in alive], masks[: len(alive)])
+        constraints.fill(alive, [step - key for key in alive], masks)
         for key in alive:
             constraints.take(key, ids[step - key])
         seconds.append((time.perf_counter() - began) / len(alive))

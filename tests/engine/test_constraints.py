@@ -8,11 +8,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
 
 from engine import constraints as module
 from engine.constraints import Constraints
 from engine.grammars import Grammars
+from engine.mask_threads import MaskThreads, Rows
 from engine.messages import Grammar, SamplingParams
 from tests.engine.test_grammars import finish, settle
 from tests.engine.texts import save_bytes, save_characters
@@ -163,57 +164,89 @@ def test_masks_do_not_depend_on_who_else_has_one(admit: Admit) -> None:
             constraints.take(key, max(masks[key] - {EOS}))
 
 
-class Threads:
-    """The library's, watched; or broken ones."""
+@pytest.fixture
+def broken_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every other call of the library's threads raises; how many masks each was asked for."""
+    calls: list[int] = []
 
-    def __init__(self, broken: bool) -> None:
-        self.broken, self.asked = broken, 0
-        self.real = LLExecutor(3)
-
-    def unsafe_compute_mask_ptr(self, rows: list[tuple[LLMatcher, int]], *where: int) -> None:
-        self.asked += 1
-        if self.broken:
+    def compute(self: MaskThreads, rows: Rows, out: NDArray[np.int32]) -> None:
+        calls.append(len(rows))
+        if len(calls) % 2 == 0:
             raise RuntimeError("a defect")
-        self.real.unsafe_compute_mask_ptr(rows, *where)
+        real(self, rows, out)
+
+    real = MaskThreads.compute
+    monkeypatch.setattr(MaskThreads, "compute", compute)
+    return calls
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_threads_compute_the_masks_that_one_computes(
-    broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, broken_threads: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of few grammars come and go, each at its own place in a text of its own."""
+    monkeypatch.setattr(module, "CROWD", 2)
+    monkeypatch.setattr(module, "SEVERAL", 6)
+    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     some = [Grammar("regex", text) for text in ("(ab?c|d[a-f]*)+", "[abx]+y")]
-    grammars, threads = Grammars(tmp_path, save_bytes(tmp_path)), Threads(broken)
+    grammars = Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, *some)
     alone, together = Constraints(grammars, EOS), Constraints(grammars, EOS, threads=3)
-    monkeypatch.setattr(together, "_executor", threads)
-    monkeypatch.setattr(module, "CROWD", 2)
-    random, positions = Random(0), {}
-    for step in range(40):
-        for key in range(10 * step, 10 * step + random.randrange(10)):
-            sampling = SamplingParams(grammar=some[random.random() < 0.2])
+    random, drawn = Random(0), dict[int, int]()  # how many tokens, by key
+    for step in range(60):
+        for key in range(10 * step, 10 * step + random.randrange(6)):
+            sampling = SamplingParams(grammar=some[random.random() < 0.2], min_tokens=2)
             alone.admit(key, sampling)
             together.admit(key, sampling)
-            positions[key] = 0
+            drawn[key] = 0
         finish(grammars)
-        keys = random.sample(sorted(positions), len(positions))
-        at = [positions[key] for key in keys]
+        keys = random.sample(sorted(drawn), len(drawn))
         masks, expected = (np.zeros((len(keys), alone.words), np.int32) for _ in range(2))
-        alone.fill(keys, at, expected)
-        together.fill(keys, at, masks)
+        alone.fill(keys, [drawn[key] for key in keys], expected)
+        together.fill(keys, [drawn[key] for key in keys], masks)
         assert np.array_equal(masks, expected)
         for key, row in zip(keys, masks, strict=True):
             each = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            token = int(random.choice(each))
+            token = int(random.choice(each)) if random.random() > 0.05 else ord("z")
             assert together.take(key, token) == alone.take(key, token)
-            positions[key] += 1
-            if random.random() < 0.2:
-                alone.release([key])
-                together.release([key])
-                del positions[key]
-        assert alone.rejected() == together.rejected() == {}
-    assert threads.asked > 10
+            drawn[key] += 1
+        if ahead:
+            together.begin(keys)
+        rejected = alone.rejected()
+        assert rejected == together.rejected()
+        ended = [key for key in keys if key in rejected or random.random() < 0.1]
+        alone.release(ended)
+        together.release(ended)
+        for key in ended:
+            del drawn[key]
+    assert len(broken_threads) > 20 and min(broken_threads) >= 6
     assert [len(grammars.matchers(one)) for one in some] == [3, 3], "one for each thread"
+
+
+@pytest.mark.parametrize("worth", [1.0, 1e-9])
+def test_threads_are_for_masks_that_take_long(
+    worth: float, broken_threads: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CROWD", 1)
+    monkeypatch.setattr(module, "WORTH_SECONDS", worth)
+    one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, one)
+    constraints = Constraints(grammars, EOS, threads=2)
+    for key in range(20):
+        constraints.admit(key, SamplingParams(grammar=one))
+        assert allowed(constraints, key) == [ids("ab")]
+        finish(grammars)
+    assert allowed(constraints, *range(20)) == [ids("ab")] * 20
+    is_worth = worth < 1.0
+    assert len(grammars.matchers(one)) == 1 + is_worth
+    assert broken_threads == [20] * is_worth
+
+
+def test_few_masks_are_not_begun(broken_threads: list[int], admit: Admit) -> None:
+    constraints = admit("ab", "a[bc]")
+    constraints.begin([])
+    constraints.begin([0, 1])
+    assert allowed(constraints, 0, 1) == [ids("a"), ids("a")] and not broken_threads
 
 
 def test_sequences_share_the_originals_evenly(
@@ -222,6 +255,7 @@ def test_sequences_share_the_originals_evenly(
     one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
     monkeypatch.setattr(module, "CROWD", 4)
+    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     constraints = Constraints(grammars, EOS, threads=2)
 
     def admit(*keys: int) -> None:
