@@ -32,8 +32,6 @@ from engine.columns import (
     host_columns,
     words_of,
 )
-from engine.device import upload
-from engine.graphs import BucketGraphs
 from engine.indices import to_device
 from engine.models.cell import ModelState
 from engine.parameters import Parameters
@@ -276,50 +274,3 @@ def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
         if length and tokens[row, length - 1] < 0
     ]
     return Drawn(tokens.tobytes(), dict(zip(ended, lengths, strict=True)), reports), spoiled
-
-
-class LogitsStep:
-    """The decode step up to its logits, for batches in whose draws the host has a part."""
-
-    def __init__(self, model: ServingModel, state: ModelState, device: torch.device) -> None:
-        self._model = model
-        self._state = state
-        self._device = device
-        self._graphs: BucketGraphs | None = None
-
-    def capture(self, sizes: list[int], vocab_size: int, pool: Any) -> None:
-        """Captures it for batches of up to `sizes`, rising."""
-        # tokens, slots
-        self._inputs = torch.zeros(2, sizes[-1], dtype=torch.int32, device=self._device)
-        self._logits = torch.empty(sizes[-1], vocab_size, device=self._device)
-        graphs = BucketGraphs(self._run, self._clear, sizes)
-        graphs.capture(pool)
-        self._graphs = graphs
-
-    def _clear(self, size: int) -> None:
-        self._inputs[0] = 0
-        self._inputs[1] = -1
-
-    def _run(self, size: int) -> None:
-        tokens, slots = self._inputs[:, :size]
-        self._logits[:size].copy_(self._model.step(tokens, self._state, slots))
-
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Reads one token into each of these rows of the state: logits fp32 [batch, vocab]; the
-        next call may overwrite them."""
-        size = None if self._graphs is None else self._graphs.size_of(len(tokens))
-        if self._graphs is None or size is None:
-            return self._model.step(
-                upload(tokens, torch.int32, self._device),
-                self._state,
-                upload(slots, torch.int32, self._device),
-            )
-        padding = size - len(tokens)
-        inputs = torch.tensor(
-            [[*tokens, *[0] * padding], [*slots, *[-1] * padding]],
-            dtype=torch.int32,
-            pin_memory=True,
-        )
-        self._inputs[:, :size].copy_(inputs, non_blocking=True)
-        self._graphs.replay(size)
-        return self._logits[: len(tokens)]

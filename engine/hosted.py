@@ -2,7 +2,7 @@
 more best tokens, than the device sees to).
 
 The device computes logits, while the host asks the matchers of grammars for their masks; then the
-sampler draws, and the host takes in what was drawn before it can go on.
+device draws, and the host takes in what was drawn before it can go on.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.constraints import Constraints
-from engine.decoding import LogitsStep
 from engine.device import upload
+from engine.hosted_step import HostedStep
 from engine.plan import Admission, Plan
 from engine.sampler import Allowed, Drawing, Rows, Sampler
 
@@ -24,16 +26,16 @@ class HostedDraws:
     """Of one model; sequences are known from `admit` to `release`."""
 
     def __init__(
-        self, step: LogitsStep, sampler: Sampler, constraints: Constraints, device: torch.device
+        self, step: HostedStep, sampler: Sampler, constraints: Constraints, device: torch.device
     ) -> None:
         self._step = step
         self._sampler = sampler
         self._constraints = constraints
         self._device = device
 
-    def capture(self, sizes: list[int], vocab_size: int, pool: Any) -> None:
-        """As LogitsStep.capture."""
-        self._step.capture(sizes, vocab_size, pool)
+    def capture(self, sizes: list[int], pool: Any) -> None:
+        """As HostedStep.capture."""
+        self._step.capture(sizes, pool)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Notes what grammars answers have to match."""
@@ -46,17 +48,42 @@ class HostedDraws:
         """Forgets sequences; unknown keys are ignored."""
         self._constraints.release(keys)
 
-    def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> Drawing | None:
+    def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> list[Drawing]:
         """Decodes, then draws for `rows`, which are the plan's: for the chunks that end their
-        prompt, whose logits `prompts` are, and for the decoded rows; None where there are none."""
-        parts = [] if prompts is None else [prompts]
+        prompt, whose logits `prompts` are, and for the decoded rows."""
+        drawings = []
+        chunks = len(rows.keys) - len(plan.decode)
         if plan.decode:
-            decode = plan.decode
-            parts.append(self._step([row.token for row in decode], [row.slot for row in decode]))
-        if not parts:
-            return None
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._sampler.sample(rows, logits, self._allowed(rows))
+            drawings.append(self._decode(Rows(*(column[chunks:] for column in rows))))
+        if prompts is not None:
+            of_chunks = Rows(*(column[:chunks] for column in rows))
+            drawings.insert(0, self._sampler.sample(of_chunks, prompts, self._allowed(of_chunks)))
+        return drawings
+
+    def _decode(self, rows: Rows) -> Drawing:
+        self._step.begin(rows)
+        masked = self._constraints.rows(rows.keys)
+        if not masked:
+            return self._step.draw(rows, None)
+        masks = self._step.masks(len(rows.keys), len(masked))
+        masks.of[masked] = range(len(masked))
+        self._fill(rows, masked, masks.bits)  # while a GPU is busy with the step
+        return self._step.draw(rows, masks)
+
+    def _fill(self, rows: Rows, masked: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """The masks of the rows that have one; matchers may have more tokens than `bits`, or
+        fewer."""
+        keys, positions = (
+            [rows.keys[row] for row in masked],
+            [rows.positions[row] for row in masked],
+        )
+        words, room = self._constraints.words, bits.shape[1]
+        if words == room:
+            self._constraints.fill(keys, positions, bits)
+            return
+        whole = np.empty((len(masked), words), np.int32)
+        self._constraints.fill(keys, positions, whole)
+        bits[:, : min(words, room)] = whole[:, :room]
 
     def take(self, keys: Sequence[int], tokens: Sequence[int]) -> set[int]:
         """The matchers follow what was drawn, of which negative tokens are none. Returns whose
@@ -76,14 +103,13 @@ class HostedDraws:
         return self._constraints.rejected()
 
     def _allowed(self, rows: Rows) -> Allowed | None:
-        """A GPU may still be busy with the logits while masks are computed."""
+        """Of rows whose logits are there already."""
         masked = self._constraints.rows(rows.keys)
         if not masked:
             return None
         shape, on_gpu = (len(masked), self._constraints.words), self._device.type == "cuda"
         bits = torch.empty(shape, dtype=torch.int32, pin_memory=on_gpu)
-        keys = [rows.keys[row] for row in masked]
-        self._constraints.fill(keys, [rows.positions[row] for row in masked], bits.numpy())
+        self._fill(rows, masked, bits.numpy())
         mask_of = [-1] * len(rows.keys)
         for which, row in enumerate(masked):
             mask_of[row] = which

@@ -21,10 +21,11 @@ from engine import checkpoint, device
 from engine.adjustments import Adjustments
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
-from engine.decoding import DecodeState, LogitsStep, Round, to_drawn
+from engine.decoding import DecodeState, Round, to_drawn
 from engine.grammars import Grammars
 from engine.graphs import buckets, long_prompts, prompt_buckets
 from engine.hosted import HostedDraws, rows_of
+from engine.hosted_step import HostedStep
 from engine.mark import Mark
 from engine.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.parameters import Parameters
@@ -147,7 +148,15 @@ class Runner:
         )
         self.grammars = Grammars(folder, vocab_size)
         self._hosted = HostedDraws(
-            LogitsStep(self._model, self._pool.state, self._device),
+            HostedStep(
+                self._model,
+                self._pool.state,
+                slots,
+                vocab_size,
+                self._parameters,
+                self._adjustments,
+                self._device,
+            ),
             Sampler(self._parameters, self._adjustments, self._device),
             Constraints(self.grammars, eos_token_id, self.config.threads),
             self._device,
@@ -199,7 +208,7 @@ class Runner:
             self._model.prepare(steps, sizes, list(by_chunks))
             self._prompts.capture(by_chunks, vocab_size, pool)
             self._decoding.capture(steps, vocab_size, pool)
-            self._hosted.capture(steps, vocab_size, pool)
+            self._hosted.capture(steps, pool)
         plain = (
             SamplingParams(temperature=0),
             SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}),
@@ -261,8 +270,8 @@ class Runner:
         middle = Mark(self._device)
         if plan.plain:
             round = self._decoding.start(plan, drawings)
-        elif not drawings and (drawing := self._hosted.draw(plan, rows, logits)) is not None:
-            drawings, hosted = [drawing], True
+        elif not drawings and (drawn := self._hosted.draw(plan, rows, logits)):
+            drawings, hosted = drawn, True
         end = Mark(self._device)
         exports = self._places.export(plan.exports)
         results = _fetch(drawings, scores, exports)
