@@ -26,7 +26,7 @@ from engine.grammars import Grammars
 from engine.graphs import buckets, long_prompts, prompt_buckets
 from engine.hosted import HostedDraws, rows_of
 from engine.hosted_step import HostedStep
-from engine.mark import Mark
+from engine.mark import Mark, Marks
 from engine.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.parameters import Parameters
 from engine.places import Places, exported
@@ -107,6 +107,7 @@ class Runner:
         torch.set_float32_matmul_precision("highest")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self._marks = Marks(self._device)
         model, self.model_config = checkpoint.load_model(
             folder,
             self._device,
@@ -258,7 +259,7 @@ class Runner:
         self._places.carry_out(plan.before)
         self._places.begin(plan.admit)
         self._admit(plan.admit)
-        begin = Mark(self._device)
+        begin = self._marks.set()
         hidden, logits, drawings = self._read(plan)
         if plan.after:
             self._places.keep(plan.after, _rows_by_key(plan), logits)
@@ -267,17 +268,16 @@ class Runner:
             scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
         round, rows = None, rows_of(plan)
         hosted = False
-        middle = Mark(self._device)
+        middle = self._marks.set() if plan.prefill else begin
         if plan.plain:
             round = self._decoding.start(plan, drawings)
         elif not drawings and (drawn := self._hosted.draw(plan, rows, logits)):
             drawings, hosted = drawn, True
-        end = Mark(self._device)
+        end = self._marks.set()
         exports = self._places.export(plan.exports)
         results = _fetch(drawings, scores, exports)
-        return Pending(
-            plan, results, rows.keys, hosted, round, 0.0, begin, middle, end, Mark(self._device)
-        )
+        done = self._marks.set()
+        return Pending(plan, results, rows.keys, hosted, round, 0.0, begin, middle, end, done)
 
     def is_done(self, pending: Pending) -> bool:
         """Whether `finish` need not wait for it."""
@@ -325,7 +325,7 @@ class Runner:
         known = self._places.logits_at(plan.prefill)
         reading = [chunk for chunk in plan.prefill if chunk.source is None]
         slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
-        # In a plan that is not plain, chunks and rows go through the sampler together.
+        # In a plan in whose rows' draws the host has a part, it has one in all draws.
         draw = (plan.plain or not plan.decode) and self._parameters.all_plain(slots)
         hidden, logits, drawings = None, [], []
         if known is not None:
