@@ -12,8 +12,9 @@ from engine.adjustments import Adjustments
 from engine.messages import Request, SamplingParams, pack_ids
 from engine.parameters import Parameters
 from engine.plan import Admission
+from engine.reported import Reported
 from engine.reports import TokenLogprobs
-from engine.sampler import Allowed, Rows, Sampler
+from engine.sampler import Allowed, Drawing, Rows, Sampler
 
 
 class Draws(NamedTuple):
@@ -50,6 +51,13 @@ class Sampling:
         drawing = self.sampler.sample(Rows(keys, keys, read, list(positions)), given, allowed)
         assert torch.equal(given, logits) or given.isnan().any(), "they are somebody's"
         self.last.update(zip(keys, drawing.tokens.tolist(), strict=True))
-        reports = {} if drawing.reported is None else drawing.reported.to_host().by_row()
-        logprobs = {row: one for row, report in reports.items() for one in report.unpack()}
-        return Draws(drawing.tokens, logprobs)
+        return Draws(drawing.tokens, logprobs_of(drawing))
+
+
+def logprobs_of(drawing: Drawing) -> dict[int, TokenLogprobs]:
+    """Of the rows that asked, once the device is done."""
+    if drawing.reported is None:
+        return {}
+    asked, words = drawing.reported
+    reports = Reported(asked, words.cpu()).by_row()
+    return {row: one for row, report in reports.items() for one in report.unpack()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.hosted_step import HostedStep
 from engine.messages import SamplingParams
 from engine.sampler import Drawing, Rows
-from tests.engine.sampling import Sampling
+from tests.engine.sampling import Sampling, logprobs_of
 from tests.engine.test_masks import PARAMS, allow, masks_of
 from tests.engine.test_sampler import EOS, VOCAB, random_logits
 from tests.engine.test_sampler import sampler_with as sampling_with
@@ -95,8 +95,7 @@ def test_draws_are_the_samplers(device: str, graphs: bool) -> None:
         other = expected.sample(keys, positions, logits, masks)
         assert result.tokens.tolist() == other.tokens.tolist()
         assert result.keys == keys
-        reports = {} if result.reported is None else result.reported.to_host().by_row()
-        assert {row: report.unpack()[0] for row, report in reports.items()} == other.logprobs
+        assert logprobs_of(result) == other.logprobs
         for row, token in zip(keys, result.tokens.tolist(), strict=True):
             last[row], drawn[row] = token, drawn[row] + 1
         for row, tokens in allowed.items():
