@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 
     at: Columns
     given: HostColumns
-    rows: slice  # words of `at`
+    rows: tuple[Tensor, Tensor]  # the words of `at`, there and as they are given
     mask_of: Tensor  # [size] int32
     given_mask_of: NDArray[np.int32]
     masks: Tensor  # [size, words] int32
@@ -93,7 +93,8 @@ class HostedStep:
             positions=np.array(rows.positions, np.int64),
             tokens=np.array(rows.tokens, np.int64),
         )
-        self._upload(place.rows)
+        there, given = place.rows
+        there.copy_(given, non_blocking=True)
         graph = self._graph(self._step_graphs, count)
         if graph is None:
             self._left = self._model.step(place.at.tokens, self._state, place.at.slots)
@@ -113,8 +114,8 @@ class HostedStep:
         place, raw = self._place(size), self._left
         assert raw is not None
         if masks is not None:
-            end = place.begin + size + masks.bits.size
-            self._upload(slice(place.begin, end))
+            words = slice(place.begin, place.begin + size + masks.bits.size)
+            self._memory[words].copy_(self._given[words], non_blocking=True)
         graph = self._graph(self._draw_graphs, count)
         if graph is not None:
             if masks is None:
@@ -141,9 +142,6 @@ class HostedStep:
     def _graph(graphs: BucketGraphs | None, rows: int) -> BucketGraphs | None:
         return graphs if graphs is not None and graphs.size_of(rows) is not None else None
 
-    def _upload(self, words: slice) -> None:
-        self._memory[words].copy_(self._given[words], non_blocking=True)
-
     def _place(self, size: int) -> _Place:
         place = self._places.get(size)
         if place is None:
@@ -157,7 +155,7 @@ class HostedStep:
         return _Place(
             at=columns(self._memory[:begin], size),
             given=host_columns(self._given[:begin], size),
-            rows=slice(0, begin),
+            rows=(self._memory[:begin], self._given[:begin]),
             mask_of=there[:size],
             given_mask_of=given[:size].numpy(),
             masks=there[size:].view(size, self.mask_words),

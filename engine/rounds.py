@@ -93,7 +93,8 @@ class Rounds:
         if len(self._under_way) != 1 or not self._apart:
             return []
         if self._under_way[0][0].apart:
-            return [Turn.PLAIN]
+            others = self.decodes(Turn.PLAIN) or any(Turn.PLAIN.has(one) for one in prompts)
+            return [Turn.PLAIN] if others else []
         turns = [Turn.HOSTED] if self._has_hosted(prompts) else []
         thin = self._is_thin(coming - len(self.due()))
         return turns if thin else [*turns, Turn.PLAIN]
