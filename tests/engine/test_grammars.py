@@ -31,9 +31,14 @@ def settle(grammars: Grammars, *some: Grammar) -> list[Grammar]:
     """Asks and waits; what was collected, in its order."""
     for one in some:
         grammars.ask(one)
+    return finish(grammars)
+
+
+def finish(grammars: Grammars) -> list[Grammar]:
+    """Waits for all that is being compiled; what was collected, in its order."""
     collected: list[Grammar] = []
     deadline = time.monotonic() + 10
-    while grammars.pending:
+    while grammars.busy:
         assert time.monotonic() < deadline
         grammars.wait(0.1)
         collected += grammars.collect()
@@ -95,17 +100,6 @@ def test_those_that_took_long_are_few(grammars: Grammars, monkeypatch: pytest.Mo
         settle(grammars, number(n))
     assert [grammars.ask(number(n)) is None for n in range(2, 5)] == [False] * 3
     assert grammars.ask(number(1)) is None
-
-
-def finish(grammars: Grammars) -> list[Grammar]:
-    """Waits for what is compiled again too; what was collected."""
-    collected: list[Grammar] = []
-    deadline = time.monotonic() + 10
-    while grammars.busy:
-        assert time.monotonic() < deadline
-        grammars.wait(0.1)
-        collected += grammars.collect()
-    return collected
 
 
 def test_one_is_compiled_again_beside_others(grammars: Grammars) -> None:
