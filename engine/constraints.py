@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_THREADS = 8  # that compute masks
-SEVERAL = 16  # masks that are worth waking threads for, if each takes so long:
+SEVERAL = 16  # masks that are worth waking threads for, if each takes long:
 WORTH_SECONDS = 8e-6
 SETTLING = 64  # masks after which half of what is known of their time is news
 CROWD = 8  # sequences whose matchers are copies of one: with more there should be another
