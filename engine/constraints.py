@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar import reason
-from engine.grammars import Grammars
+from engine.grammar import is_full, reason
+from engine.grammars import Grammars, Original
 from engine.mask_threads import MaskThreads
-from engine.messages import SamplingParams
+from engine.messages import Grammar, SamplingParams
 from engine.sequence import endings, stop_ids
 
 if TYPE_CHECKING:
@@ -39,14 +41,16 @@ CROWD = 8  # sequences whose matchers are copies of one: with more there should 
 class _Text:
     """What one sequence has written."""
 
-    matcher: LLMatcher
-    original: LLMatcher  # that it is a copy of
+    grammar: Grammar
+    original: Original
+    matcher: LLMatcher  # a copy of it
     ends: frozenset[int]  # the tokens that end it
     min_tokens: int
     # The mask [words] of all but those that min_tokens rules out.
     lasting: NDArray[np.uint32] | None
     # Those which the latest mask holds because the text may end here, and for nothing else.
     ending: set[int] = field(default_factory=set)
+    written: array[int] = field(default_factory=lambda: array("i"))  # what the matcher has taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Constraints:
         self._threads = MaskThreads(self._most_originals)
         self._ahead: _Ahead | None = None
         self._mask_seconds = 0.0  # of one, by one thread, lately
-        self._copies: Counter[LLMatcher] = Counter()  # that sequences have, of each original
+        self._copies: Counter[Original] = Counter()  # that sequences have, of each
         self._textual: NDArray[np.uint32] | None = None  # the mask of all that may be text
         self._texts: dict[int, _Text] = {}  # by key
         self._rejected: dict[int, str] = {}
@@ -81,7 +85,7 @@ class Constraints:
         """A sequence begins, whose grammar, if it has one, is compiled."""
         if params.grammar is None:
             return
-        originals = self._grammars.matchers(params.grammar)
+        originals = self._grammars.originals(params.grammar)
         if not originals:
             raise RuntimeError("a sequence was admitted without its grammar")
         original = min(originals, key=self._copies.__getitem__)
@@ -93,10 +97,12 @@ class Constraints:
         if params.min_tokens:
             lasting = _all_but(endings(params, self._eos_token_id), self.words)
         ends = stop_ids(params, self._eos_token_id)
-        matcher = original.deep_copy()
-        self._texts[key] = _Text(matcher, original, ends, params.min_tokens, lasting)
+        matcher = original.copy()
+        self._texts[key] = _Text(
+            params.grammar, original, matcher, ends, params.min_tokens, lasting
+        )
 
-    def copies_of(self, original: LLMatcher) -> int:
+    def copies_of(self, original: Original) -> int:
         """How many sequences have a copy of it."""
         return self._copies[original]
 
@@ -108,9 +114,7 @@ class Constraints:
             self._rejected.pop(key, None)
             text = self._texts.pop(key, None)
             if text is not None:
-                self._copies[text.original] -= 1
-                if not self._copies[text.original]:
-                    del self._copies[text.original]
+                self._leave(text.original)
 
     def rows(self, keys: Sequence[int]) -> list[int]:
         """Which of these sequences have a grammar."""
@@ -126,6 +130,9 @@ class Constraints:
         allowed."""
         texts = [self._texts[key] for key in keys]
         self._fill_raw(keys, texts, out)
+        for row, text in enumerate(texts):
+            if text.matcher.is_error():
+                self._retry(text, partial(self._compute_one, keys[row], text, _place(out, row)))
         bits = out.view(np.uint32)
         may_end = self._take_out_ends(bits).tolist()
         goes_on = np.asarray(bits.any(axis=1)).tolist()
@@ -156,12 +163,36 @@ class Constraints:
         if key in self._rejected or token in text.ending:
             return False
         try:
-            if text.matcher.consume_token(token):
+            taken = text.matcher.consume_token(token)
+            if taken or self._retry(text, lambda: text.matcher.consume_token(token)):
+                text.written.append(token)
                 return text.matcher.is_accepting() and self._is_stuck(text.matcher)
             self._rejected[key] = reason(text.matcher)
         except BaseException as error:
             self._rejected[key] = _defect(error)
         return False
+
+    def _retry(self, text: _Text, redo: Callable[[], bool]) -> bool:
+        """Of a text whose matcher failed: if that was for want of room, in a lexer which others
+        have used too, does it with another original, the second time with one of its own. Whether
+        it was done."""
+        for alone in (False, True):
+            if text.original.copies == 1 or not is_full(text.matcher):
+                return False
+            original = self._grammars.replace(text.grammar, text.original, alone)
+            if original is None:
+                return False
+            self._leave(text.original)
+            self._copies[original] += 1
+            text.original, text.matcher = original, original.copy()
+            if text.matcher.consume_tokens(text.written.tolist()) and redo():
+                return True
+        return False
+
+    def _leave(self, original: Original) -> None:
+        self._copies[original] -= 1
+        if not self._copies[original]:
+            del self._copies[original]
 
     def _is_stuck(self, matcher: LLMatcher) -> bool:
         """Whether no token of the model can follow, be it that the grammar allows none, or none
@@ -232,16 +263,22 @@ class Constraints:
             except BaseException as error:
                 _defect(error)  # one by one, it is seen whose it is
         began = time.perf_counter()
-        width, begin = out.shape[1] * out.itemsize, out.ctypes.data
+        address, size = _place(out, 0)
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
-            try:
-                text.matcher.unsafe_compute_mask_ptr(begin + row * width, width)
-            except BaseException as error:
-                self._rejected[key] = _defect(error)
+            self._compute_one(key, text, (address + row * size, size))
         if texts:
             seconds = (time.perf_counter() - began) / len(texts)
             news = len(texts) / (len(texts) + SETTLING)
             self._mask_seconds += news * (seconds - self._mask_seconds)
+
+    def _compute_one(self, key: int, text: _Text, out: tuple[int, int]) -> bool:
+        """Its mask, to an address and so many bytes; whether there is one."""
+        try:
+            text.matcher.unsafe_compute_mask_ptr(*out)
+        except BaseException as error:
+            self._rejected[key] = _defect(error)
+            return False
+        return not text.matcher.is_error()
 
     def _are_many(self, masks: int) -> bool:
         """Whether threads are worth their while, none of which would wait for all others."""
@@ -267,6 +304,12 @@ def _defect(error: BaseException) -> str:
         raise error
     log.error("a matcher failed", exc_info=error)
     return f"the matcher failed: {type(error).__name__}"
+
+
+def _place(out: NDArray[np.int32], row: int) -> tuple[int, int]:
+    """The address and the bytes of a row."""
+    size = out.shape[1] * out.itemsize
+    return out.ctypes.data + row * size, size
 
 
 def _all_but(tokens: Iterable[int], words: int) -> NDArray[np.uint32]:

@@ -37,6 +37,7 @@ ROW_ITEMS = 2000
 JSON_WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
 _NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
 _SPECIAL_NAMES = "; following special tokens"  # the names that `_add_end` makes up are nobody's
+_OF_LEXERS = "too many states", "too many expressions"  # limits, in the library's words
 _MOST_REASON = 500  # characters of the library's own words
 
 
@@ -150,6 +151,11 @@ def check_grammar(tokens: TextTokens, grammar: Grammar) -> None:
     failed = dead_end(matcher, tokens.end) if tokens.complete else None  # else it was spelled
     if failed is not None:
         raise InvalidRequest(f"the texts that were tried all failed: {reason(failed)}")
+
+
+def is_full(matcher: LLMatcher) -> bool:
+    """Whether it goes no further because its lexer, which copies share, has no room left."""
+    return matcher.is_error() and any(limit in matcher.get_error() for limit in _OF_LEXERS)
 
 
 def reason(matcher: LLMatcher) -> str:

@@ -3,8 +3,10 @@
 The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
 All methods are called by one thread, and only `collect` forgets what was compiled.
 
-Copies of a matcher share its lexer, and wait for each other where threads compute their masks. So a
-grammar that many sequences have is compiled again, once for each of some threads.
+Copies of a matcher share its lexer. They wait for each other where threads compute their masks, so
+a grammar that many sequences have is compiled again, once for each of some threads. And they fill
+it together: its states are limited, and all texts that were ever written by the grammar add some.
+So one that is full is replaced.
 """
 
 from __future__ import annotations
@@ -41,12 +43,25 @@ SECONDS_AGAIN = 0.02
 END_SECONDS = 2.0  # that the process waits at its end for the grammar being compiled
 
 
+@dataclass(eq=False, slots=True)
+class Original:
+    """A grammar as it was compiled once, at the beginning of a text."""
+
+    matcher: LLMatcher
+    copies: int = 0  # that were ever made
+
+    def copy(self) -> LLMatcher:
+        """A matcher for one text."""
+        self.copies += 1
+        return self.matcher.deep_copy()
+
+
 @dataclass(slots=True)
 class _Compiled:
     grammar: Grammar
-    found: LLMatcher | EngineError
     seconds: float
-    others: list[LLMatcher] = field(default_factory=list)  # compiled again
+    error: EngineError | None = None
+    originals: list[Original] = field(default_factory=list)  # at least one, or there is an error
 
 
 class Grammars:
@@ -95,35 +110,50 @@ class Grammars:
             return found
         return grammar if found is None else None
 
-    def ask(self, grammar: Grammar) -> LLMatcher | EngineError | None:
-        """A matcher to be copied, or why there is none; None while it is being compiled."""
+    def ask(self, grammar: Grammar) -> Original | EngineError | None:
+        """What is to be copied, or why there is nothing; None while it is being compiled."""
         if self._folder is None:
             return InvalidRequest("this engine reads no grammars")
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
-            return self._kept[grammar].found
+            compiled = self._kept[grammar]
+            return compiled.error or compiled.originals[0]
         if grammar not in self._pending:
             self.prepare()
             self._pending[grammar] = None
             self._todo.put(grammar)
         return None
 
-    def matchers(self, grammar: Grammar) -> list[LLMatcher]:
-        """Those of a grammar that is compiled, to be copied: copies of different ones do not wait
-        for each other. Empty where there is none."""
+    def originals(self, grammar: Grammar) -> list[Original]:
+        """Of a grammar that is compiled: copies of different ones do not wait for each other. Empty
+        where there is none."""
         compiled = self._kept.get(grammar)
-        if compiled is None or isinstance(compiled.found, EngineError):
-            return []
-        return [compiled.found, *compiled.others]
+        return [] if compiled is None else compiled.originals.copy()
 
     def compile_again(self, grammar: Grammar) -> None:
-        """Has one more of the `matchers` made, if that takes little time."""
+        """Has one more of the `originals` made, if that takes little time."""
         compiled = self._kept.get(grammar)
-        if compiled is None or isinstance(compiled.found, EngineError) or grammar in self._again:
+        if compiled is None or compiled.error is not None or grammar in self._again:
             return
-        if compiled.seconds <= SECONDS_AGAIN * (1 + len(compiled.others)):
+        if compiled.seconds <= SECONDS_AGAIN * len(compiled.originals):
             self._again.add(grammar)
             self._todo.put(grammar)
+
+    def replace(self, grammar: Grammar, full: Original, alone: bool) -> Original | None:
+        """Forgets an original whose lexer is full. Another one, compiled now if there is none left;
+        `alone`: one that nobody else copies. None where it cannot be compiled any more."""
+        kept = self._kept.get(grammar)
+        if kept is not None and full in kept.originals:
+            kept.originals.remove(full)
+        if kept is not None and kept.originals and not alone:
+            return kept.originals[0]
+        log.info("the lexer of a grammar is full; the grammar is compiled anew")
+        made = self._made(grammar)
+        if made.originals and not alone:
+            self._kept[grammar] = made
+        elif kept is not None and not (kept.originals or kept.error):
+            del self._kept[grammar]
+        return made.originals[0] if made.originals else None
 
     def prepare(self) -> None:
         """Begins to read the tokenizer, so that the first grammar need not wait for it."""
@@ -161,8 +191,8 @@ class Grammars:
         """To what is kept of the same grammar, unless that was forgotten meanwhile."""
         self._again.discard(again.grammar)
         kept = self._kept.get(again.grammar)
-        if kept is not None and not isinstance(again.found, EngineError):
-            kept.others.append(again.found)
+        if kept is not None and again.originals:
+            kept.originals += again.originals
             kept.seconds += again.seconds
 
     def _are_too_many(self) -> bool:
@@ -178,9 +208,7 @@ class Grammars:
         with suppress(BaseException):  # each grammar is told
             self._load()
         while (grammar := self._todo.get()) is not None and not self._ending:
-            began = time.thread_time()
-            found = self._compile(grammar)
-            self._done.put(_Compiled(grammar, found, time.thread_time() - began))
+            self._done.put(self._made(grammar))
 
     def _end(self) -> None:
         """An interpreter that ends while the library is at work on another thread crashes."""
@@ -195,11 +223,13 @@ class Grammars:
             self._tokens = load_tokens(self._folder, self._vocab_size)
         return self._tokens
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | EngineError:
+    def _made(self, grammar: Grammar) -> _Compiled:
+        began, error, originals = time.thread_time(), None, []
         try:
-            return compile_grammar(self._load(), grammar)
-        except EngineError as error:
-            return error
-        except BaseException as error:  # panics of the library are no Exceptions
+            originals.append(Original(compile_grammar(self._load(), grammar)))
+        except EngineError as wrong:
+            error = wrong
+        except BaseException as defect:  # panics of the library are no Exceptions
             log.exception("unexpected error in a grammar")
-            return EngineError(f"the grammar could not be read: {type(error).__name__}")
+            error = EngineError(f"the grammar could not be read: {type(defect).__name__}")
+        return _Compiled(grammar, time.thread_time() - began, error, originals)

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import constraints as module
+from engine import grammar as grammar_module
 from engine.constraints import Constraints
 from engine.grammars import Grammars
 from engine.mask_threads import MaskThreads, Rows
@@ -220,7 +221,59 @@ def test_threads_compute_the_masks_that_one_computes(
         for key in ended:
             del drawn[key]
     assert len(broken_threads) > 20 and min(broken_threads) >= 6
-    assert [len(grammars.matchers(one)) for one in some] == [3, 3], "one for each thread"
+    assert [len(grammars.originals(one)) for one in some] == [3, 3], "one for each thread"
+
+
+#: Each text adds states to the lexer, the same ones only where it has the same letters.
+WINDOW = r"(.|\n)*[A-Z](.|\n){0,30}[.!?]|TAG"
+
+
+def walk(constraints: Constraints, keys: list[int], random: Random, tokens: int) -> None:
+    """Writes on, any text that is allowed."""
+    for position in range(tokens):
+        for key, allows in zip(keys, allowed(constraints, *keys, position=position), strict=True):
+            letters = sorted(allows & ids("ABCabc .?!") - {EOS})
+            assert not constraints.take(key, random.choice(letters or [ord(".")]))
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_lexer_that_others_have_filled_is_replaced(
+    together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
+    one, grammars = Grammar("regex", WINDOW), Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, one)
+    (first,) = grammars.originals(one)
+    constraints, random = Constraints(grammars, EOS), Random(1)
+    for begin in range(0, 24, together):
+        keys = list(range(begin, begin + together))
+        for key in keys:
+            constraints.admit(key, SamplingParams(grammar=one))
+        walk(constraints, keys, random, 25)
+        assert constraints.rejected() == {}
+        constraints.release(keys)
+        if not grammars.originals(one):
+            settle(grammars, one)  # as the next request does
+    assert first not in grammars.originals(one), "it was full"
+
+
+def test_a_text_that_fills_a_lexer_by_itself_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody else, before or after."""
+    monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
+    one, grammars = Grammar("regex", WINDOW), Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, one)
+    constraints, random = Constraints(grammars, EOS), Random(1)
+    for key in range(2):
+        constraints.admit(key, SamplingParams(grammar=one))
+    while not (rejected := constraints.rejected()):
+        walk(constraints, [1], random, 1)
+    assert "too many states" in rejected[1] and set(rejected) == {1}
+    settle(grammars, one)
+    constraints.admit(2, SamplingParams(grammar=one))
+    walk(constraints, [0, 2], random, 5)
+    assert constraints.rejected() == {}
 
 
 @pytest.mark.parametrize("worth", [1.0, 1e-9])
@@ -238,7 +291,7 @@ def test_threads_are_for_masks_that_take_long(
         finish(grammars)
     assert allowed(constraints, *range(20)) == [ids("ab")] * 20
     is_worth = worth < 1.0
-    assert len(grammars.matchers(one)) == 1 + is_worth
+    assert len(grammars.originals(one)) == 1 + is_worth
     assert broken_threads == [20] * is_worth
 
 
@@ -264,7 +317,7 @@ def test_sequences_share_the_originals_evenly(
             finish(grammars)
 
     def copies() -> list[int]:
-        return [constraints.copies_of(original) for original in grammars.matchers(one)]
+        return [constraints.copies_of(original) for original in grammars.originals(one)]
 
     admit(*range(4))
     assert copies() == [4], "no crowd yet"

@@ -104,21 +104,21 @@ def test_those_that_took_long_are_few(grammars: Grammars, monkeypatch: pytest.Mo
 
 def test_one_is_compiled_again_beside_others(grammars: Grammars) -> None:
     one = number(3)
-    assert grammars.matchers(one) == []
+    assert grammars.originals(one) == []
     grammars.compile_again(one)  # of which nothing is known: nothing happens
     assert not grammars.busy
     settle(grammars, one)
-    (first,) = grammars.matchers(one)
+    (first,) = grammars.originals(one)
     assert first is grammars.ask(one)
     grammars.compile_again(one)
     grammars.compile_again(one)  # one at a time
     assert grammars.busy and not grammars.pending, "nobody waits for it"
     assert finish(grammars) == [], "it is no news"
-    found = grammars.matchers(one)
+    found = grammars.originals(one)
     assert len(found) == 2 and found[0] is first is grammars.ask(one)
     assert found[1] is not first
-    for matcher in found:
-        copy = matcher.deep_copy()
+    for original in found:
+        copy = original.copy()
         assert all(copy.consume_token(ord("x")) for _ in range(4)) and copy.is_accepting()
 
 
@@ -131,7 +131,7 @@ def test_what_takes_long_or_is_wrong_is_compiled_once(
     monkeypatch.setattr(module, "SECONDS_AGAIN", 0.0)
     grammars.compile_again(number(0))
     assert not grammars.busy
-    assert grammars.matchers(wrong) == [] and len(grammars.matchers(number(0))) == 1
+    assert grammars.originals(wrong) == [] and len(grammars.originals(number(0))) == 1
 
 
 def test_what_was_forgotten_meanwhile_stays_forgotten(
@@ -143,7 +143,7 @@ def test_what_was_forgotten_meanwhile_stays_forgotten(
     grammars.ask(number(1))
     assert finish(grammars) == [number(1)]
     assert grammars.ask(number(0)) is None
-    assert finish(grammars) == [number(0)] and len(grammars.matchers(number(0))) == 1
+    assert finish(grammars) == [number(0)] and len(grammars.originals(number(0))) == 1
 
 
 def test_a_model_without_texts_says_so_every_time(tmp_path: Path) -> None:
