@@ -16,13 +16,13 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine import json_schema
 from engine.errors import InvalidRequest
 from engine.messages import Grammar
 from engine.spelling import can_spell, dead_end, has_all_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 # Of the library's own units: about 4 ms to compile regular expressions, 4 ms for a mask, and 40 MB
 # of lexer states. A schema with 1,000 required properties and an enumeration of 5,000 values stay
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 LEXER_FUEL, STEP_LEXER_FUEL = 200_000, 50_000
 STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
 ROW_ITEMS = 2000
-# Between the parts of JSON, as programs write it. With more freedom a small model writes blanks and
-# line breaks to its last token.
-JSON_WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
 _NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
 _SPECIAL_NAMES = "; following special tokens"  # the names that `_add_end` makes up are nobody's
 _OF_LEXERS = "too many states", "too many expressions"  # limits, in the library's words
@@ -175,8 +172,7 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json":
-                defaults: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=defaults)
+                return LLMatcher.grammar_from_json_schema(json_schema.prepared(grammar.text))
             case "choice":
                 return LLMatcher.grammar_from_regex(
                     "|".join(map(_escaped, json.loads(grammar.text)))

@@ -104,8 +104,12 @@ def main(arguments: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (data := _read(sys.stdin.buffer)) is not None:
         grammar = msgspec.msgpack.decode(data, type=Grammar)
-        sys.stdout.buffer.write(frame(check(tokens, grammar, float(seconds), int(more))))
-        sys.stdout.buffer.flush()
+        verdict = frame(check(tokens, grammar, float(seconds), int(more)))
+        try:
+            sys.stdout.buffer.write(verdict)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # who asked was killed; nor can the interpreter flush at its end
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -185,8 +185,11 @@ ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights
 ConvertedQuantize = Annotated[Quantization | None, Option(help="Write 8-bit weights [no].")]
 
 
-def describe(error: Mapping[str, Any]) -> str:
-    """One of pydantic's error details about a setting, named as an option and as a variable."""
+def describe(error: Mapping[str, Any], options: Container[str]) -> str:
+    """One of pydantic's error details about a setting, named as an option, if it is one of these,
+    and as a variable."""
     name = str(error["loc"][0])
-    where = f"--{name.replace('_', '-')} (MINSERVE_{name.upper()})"
+    where = f"MINSERVE_{name.upper()}"
+    if name in options:
+        where = f"--{name.replace('_', '-')} ({where})"
     return f"{where} is {error['input']!r}: {error['msg']}"

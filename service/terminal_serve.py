@@ -61,7 +61,8 @@ def serve(
     Environment variables set the same (MINSERVE_PORT for --port; options win), and finer things:
     MINSERVE_API_KEYS, MINSERVE_ADMIN_KEY, MINSERVE_MAX_N and others, in docker/README.md's table.
     """
-    given = {name: value for name, value in locals().items() if value not in (None, [])}
+    each = locals().copy()
+    given = {name: value for name, value in each.items() if value not in (None, [])}
     from pydantic import ValidationError
 
     from service.server import serve as run
@@ -70,5 +71,5 @@ def serve(
     try:
         settings = Settings(**given)
     except ValidationError as error:
-        raise ConfigError(options.describe(error.errors()[0])) from error
+        raise ConfigError(options.describe(error.errors()[0], each)) from error
     raise Exit(run(settings))

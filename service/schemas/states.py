@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from engine.config import MOST_TTL
 from service.schemas.common import (
@@ -24,12 +24,21 @@ MOST_ID = 128  # characters
 MOST_LISTED = 1000  # states on a page
 MOST_SALT = 64  # bytes of UTF-8
 
+
+def _is_segment(id: str) -> str:
+    """Of a path: clients leave out "." and take ".." as the way up."""
+    if id in (".", ".."):
+        raise ValueError('"." and ".." are no ids: no path can name them')
+    return id
+
+
 StateId = Annotated[
     str,
     Field(
         pattern=rf"^{CHARACTERS}{{1,{MOST_ID}}}$",
-        description=f"1 to {MOST_ID} letters, digits, . _ : and -",
+        description=f'1 to {MOST_ID} letters, digits, . _ : and -, but for "." and ".."',
     ),
+    AfterValidator(_is_segment),
 ]
 SessionId = Annotated[
     str,

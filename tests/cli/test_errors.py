@@ -109,6 +109,17 @@ def test_bad_arguments(
     assert says in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("variable", "named"),
+    [("MINSERVE_MAX_N", "MINSERVE_MAX_N is"), ("MINSERVE_PORT", "--port (MINSERVE_PORT) is")],
+)
+def test_a_setting_is_named_as_it_can_be_given(
+    variable: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "x")
+    assert f"error: {named} 'x'" in refused(capsys, "serve")
+
+
 def test_serve_does_not_start_open_for_a_slip_in_a_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

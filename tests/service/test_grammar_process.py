@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 
 from engine.errors import EngineError
+from engine.grammar_check import frame
 from engine.messages import Grammar, ModelInfo
 from service import grammars
 from service.grammars import GrammarCheck
@@ -178,6 +180,21 @@ async def test_no_other_package_takes_the_engines_place(
     (tmp_path / "engine" / "__init__.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     assert await check.check(RIGHT, info) is None
+
+
+def test_a_process_ends_silently_when_who_asked_is_gone(tmp_path: Path) -> None:
+    size = save_bytes(tmp_path)
+    command = [sys.executable, "-m", "engine.grammar_check"]
+    command += [str(tmp_path), str(size), "1", "99999999"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stdin.write(frame(RIGHT))
+    process.stdin.close()
+    assert process.wait(20) == 0 and process.stderr.read() == b""
+    process.stderr.close()
 
 
 async def test_close_ends_the_process(info: ModelInfo) -> None:

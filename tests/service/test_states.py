@@ -252,6 +252,8 @@ async def test_a_text_may_be_too_long(byte_folder: Path) -> None:
         ({"prompt": [257]}, "prompt[0]"),
         ({"prompt": "a", "id": "a b"}, "id"),
         ({"prompt": "a", "id": ""}, "id"),
+        ({"prompt": "a", "id": "."}, "id"),
+        ({"prompt": "a", "id": ".."}, "id"),
         ({"prompt": "a", "id": "x" * 129}, "id"),
         ({"prompt": "a", "ttl": 0}, "ttl"),
         ({"prompt": "a", "ttl": "9"}, "ttl"),
