@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MOST_THREADS = 8  # that compute masks
 SEVERAL = 16  # masks that are worth waking threads for, if each takes long:
 WORTH_SECONDS = 8e-6
-SETTLING = 64  # masks after which half of what is known of their time is news
+LEARN_EVERY = 256  # so many batches one is computed by one thread, to know how long masks take
 CROWD = 8  # sequences whose matchers are copies of one: with more there should be another
 
 
@@ -70,7 +70,8 @@ class Constraints:
         self._most_originals = min(threads, MOST_THREADS)  # of a grammar: one for each thread
         self._threads = MaskThreads(self._most_originals)
         self._ahead: _Ahead | None = None
-        self._mask_seconds = 0.0  # of one, by one thread, lately
+        self._mask_seconds = 0.0  # of one of many, by one thread, lately
+        self._since_learning = 0  # batches
         self._copies: Counter[Original] = Counter()  # that sequences have, of each
         self._textual: NDArray[np.uint32] | None = None  # the mask of all that may be text
         self._texts: dict[int, _Text] = {}  # by key
@@ -221,13 +222,19 @@ class Constraints:
 
     def begin(self, keys: Sequence[int]) -> None:
         """Has the masks computed that `fill` will be asked for next, if they are many enough to
-        gain by it. Nothing but `admit` and `release` comes before that."""
+        gain by it. Until then nothing is taken in."""
         self._land()
         going_on = [key for key in keys if key in self._texts and key not in self._rejected]
-        if self._are_many(len(going_on)):
+        if not self._are_worth_threads(len(going_on)):
+            return
+        texts = [self._texts[key] for key in going_on]
+        try:
             masks = np.empty((len(going_on), self.words), np.int32)
-            self._threads.begin(self._together([self._texts[key] for key in going_on]), masks)
-            self._ahead = _Ahead({key: row for row, key in enumerate(going_on)}, masks)
+            self._threads.begin(self._together(texts), masks)
+        except Exception as error:  # there may be no thread to be had, nor memory
+            _defect(error)
+            return
+        self._ahead = _Ahead({key: row for row, key in enumerate(going_on)}, masks)
 
     def _land(self) -> _Ahead | None:
         """What was begun, when it is done."""
@@ -256,7 +263,7 @@ class Constraints:
             out[new] = masks
 
     def _compute(self, keys: Sequence[int], texts: Sequence[_Text], out: NDArray[np.int32]) -> None:
-        if self._are_many(len(texts)):
+        if self._are_worth_threads(len(texts)):
             try:
                 self._threads.compute(self._together(texts), out)
                 return
@@ -266,10 +273,9 @@ class Constraints:
         address, size = _place(out, 0)
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             self._compute_one(key, text, (address + row * size, size))
-        if texts:
-            seconds = (time.perf_counter() - began) / len(texts)
-            news = len(texts) / (len(texts) + SETTLING)
-            self._mask_seconds += news * (seconds - self._mask_seconds)
+        if len(texts) >= SEVERAL:  # few take longer, for what they need is in no cache
+            self._mask_seconds = (time.perf_counter() - began) / len(texts)
+            self._since_learning = 0
 
     def _compute_one(self, key: int, text: _Text, out: tuple[int, int]) -> bool:
         """Its mask, to an address and so many bytes; whether there is one."""
@@ -280,14 +286,18 @@ class Constraints:
             return False
         return not text.matcher.is_error()
 
-    def _are_many(self, masks: int) -> bool:
-        """Whether threads are worth their while, none of which would wait for all others."""
-        return (
-            masks >= SEVERAL
-            and self._most_originals > 1
-            and len(self._copies) > 1
-            and self._mask_seconds >= WORTH_SECONDS
-        )
+    def _are_worth_threads(self, masks: int) -> bool:
+        """Whether so many are, most of which would not wait for the others."""
+        crowds = self._copies.values()
+        if (
+            masks < SEVERAL
+            or self._most_originals == 1
+            or self._mask_seconds < WORTH_SECONDS
+            or 2 * max(crowds) > sum(crowds)
+        ):
+            return False
+        self._since_learning += 1
+        return self._since_learning < LEARN_EVERY
 
     def _together(self, texts: Sequence[_Text]) -> list[tuple[LLMatcher, int]]:
         """Matchers with their rows, copies of one next to each other."""

@@ -38,8 +38,10 @@ MOST_KEPT_BYTES = 4 * 2**20  # of texts
 MOST_KEPT_SECONDS = 2.0  # of processor time
 # That requests have had begun: with more, the last would push out the first before these are used.
 MOST_PENDING = 8
-# What takes longer is compiled once: whoever comes with a new grammar would wait for it.
+# What takes longer is compiled once: whoever comes with a new grammar would wait for it. And lexers
+# take memory as they are used, up to 40 MB: so many are kept beside the first ones of all grammars.
 SECONDS_AGAIN = 0.02
+MOST_AGAIN = 14
 END_SECONDS = 2.0  # that the process waits at its end for the grammar being compiled
 
 
@@ -135,9 +137,22 @@ class Grammars:
         compiled = self._kept.get(grammar)
         if compiled is None or compiled.error is not None or grammar in self._again:
             return
-        if compiled.seconds <= SECONDS_AGAIN * len(compiled.originals):
+        if compiled.seconds <= SECONDS_AGAIN * len(compiled.originals) and self._has_room(grammar):
             self._again.add(grammar)
             self._todo.put(grammar)
+
+    def _has_room(self, grammar: Grammar) -> bool:
+        """For one more original; others that were compiled again are forgotten for it, those of the
+        least recently used grammar."""
+        again = [one for one in self._kept.values() if len(one.originals) > 1]
+        if sum(len(one.originals) - 1 for one in again) < MOST_AGAIN:
+            return True
+        oldest = again[0]
+        if oldest.grammar == grammar:
+            return False
+        oldest.seconds /= len(oldest.originals)
+        del oldest.originals[1:]
+        return True
 
     def replace(self, grammar: Grammar, full: Original, alone: bool) -> Original | None:
         """Forgets an original whose lexer is full. Another one, compiled now if there is none left;

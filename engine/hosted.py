@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.constraints import Constraints
 from engine.device import upload
-from engine.hosted_step import HostedStep
+from engine.hosted_step import HostedStep, Masks
 from engine.plan import Admission, Plan
 from engine.sampler import Allowed, Drawing, Rows, Sampler
 
@@ -51,24 +51,33 @@ class HostedDraws:
     def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> list[Drawing]:
         """Decodes, then draws for `rows`, which are the plan's: for the chunks that end their
         prompt, whose logits `prompts` are, and for the decoded rows."""
-        drawings = []
         chunks = len(rows.keys) - len(plan.decode)
+        of_chunks, decoded = (
+            Rows(*(column[part] for column in rows))
+            for part in (slice(chunks), slice(chunks, None))
+        )
+        # While a GPU is busy with the step, the host is with all masks.
+        masks = None
         if plan.decode:
-            drawings.append(self._decode(Rows(*(column[chunks:] for column in rows))))
+            self._step.begin(decoded)
+            masks = self._masks(decoded)
+        allowed = self._allowed(of_chunks)
+        drawings = []
         if prompts is not None:
-            of_chunks = Rows(*(column[:chunks] for column in rows))
-            drawings.insert(0, self._sampler.sample(of_chunks, prompts, self._allowed(of_chunks)))
+            drawings.append(self._sampler.sample(of_chunks, prompts, allowed))
+        if plan.decode:
+            drawings.append(self._step.draw(decoded, masks))
         return drawings
 
-    def _decode(self, rows: Rows) -> Drawing:
-        self._step.begin(rows)
+    def _masks(self, rows: Rows) -> Masks | None:
+        """Of the rows of the step that has begun."""
         masked = self._constraints.rows(rows.keys)
         if not masked:
-            return self._step.draw(rows, None)
+            return None
         masks = self._step.masks(len(rows.keys), len(masked))
         masks.of[masked] = range(len(masked))
-        self._fill(rows, masked, masks.bits)  # while a GPU is busy with the step
-        return self._step.draw(rows, masks)
+        self._fill(rows, masked, masks.bits)
+        return masks
 
     def _fill(self, rows: Rows, masked: Sequence[int], bits: NDArray[np.int32]) -> None:
         """The masks of the rows that have one; matchers may have more tokens than `bits`, or

@@ -45,6 +45,9 @@ class _Place(NamedTuple):
     begin: int  # the word at which mask_of begins, and behind it masks
 
 
+_MOST_PLACES = 8  # of sizes that are kept, where there are no graphs and so any size may come
+
+
 class HostedStep:
     """Of up to `max_batch` rows. One step at a time: the next begins when its draws are known."""
 
@@ -111,7 +114,7 @@ class HostedStep:
     def draw(self, rows: Rows, masks: Masks | None) -> Drawing:
         """Draws from what `begin` left; `masks` as they were filled."""
         count, size = len(rows.keys), self._size_for(len(rows.keys))
-        place, raw = self._place(size), self._left
+        place, raw, self._left = self._place(size), self._left, None
         assert raw is not None
         if masks is not None:
             words = slice(place.begin, place.begin + size + masks.bits.size)
@@ -145,6 +148,8 @@ class HostedStep:
     def _place(self, size: int) -> _Place:
         place = self._places.get(size)
         if place is None:
+            if self._step_graphs is None and len(self._places) == _MOST_PLACES:
+                self._places.clear()
             place = self._places[size] = self._make_place(size)
         return place
 

@@ -22,7 +22,7 @@ Rows = Sequence[tuple["LLMatcher", int]]  # matchers, and the rows that their ma
 
 
 class MaskThreads:
-    """So many threads, at least two, which are made when they are needed."""
+    """So many threads, which are made when they are needed."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

@@ -1,7 +1,7 @@
 """Sampler: draws a token for each of some rows whose logits are known.
 
-That is the prompts whose logits were kept or are changed before the draw, and every row in whose
-draw the host has a part. It is what a decode step does in a graph, by the same operators, so who
+That is the prompts whose logits were kept or are changed before the draw, and those in whose draw
+the host has a part. It is what a decode step does in a graph, by the same operators, so who
 draws changes no token. The order is: grammar, penalties, logit_bias, min_tokens, temperature,
 top_k, top_p, min_p. What a grammar forbids does not exist for the others. Nothing waits for the
 device.

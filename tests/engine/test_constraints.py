@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -165,14 +167,24 @@ def test_masks_do_not_depend_on_who_else_has_one(admit: Admit) -> None:
             constraints.take(key, max(masks[key] - {EOS}))
 
 
+class Calls:
+    """Of the library's threads."""
+
+    def __init__(self) -> None:
+        self.masks: list[int] = []
+        self.threads: list[str] = []  # who called
+        self.broken = True  # every other one
+
+
 @pytest.fixture
-def broken_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every other call of the library's threads raises; how many masks each was asked for."""
-    calls: list[int] = []
+def broken_threads(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Every other call of the library's threads raises, unless a test says no."""
+    calls = Calls()
 
     def compute(self: MaskThreads, rows: Rows, out: NDArray[np.int32]) -> None:
-        calls.append(len(rows))
-        if len(calls) % 2 == 0:
+        calls.masks.append(len(rows))
+        calls.threads.append(threading.current_thread().name)
+        if calls.broken and len(calls.masks) % 2 == 0:
             raise RuntimeError("a defect")
         real(self, rows, out)
 
@@ -183,7 +195,7 @@ def broken_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_threads_compute_the_masks_that_one_computes(
-    ahead: bool, broken_threads: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, broken_threads: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of few grammars come and go, each at its own place in a text of its own."""
     monkeypatch.setattr(module, "CROWD", 2)
@@ -220,7 +232,8 @@ def test_threads_compute_the_masks_that_one_computes(
         together.release(ended)
         for key in ended:
             del drawn[key]
-    assert len(broken_threads) > 20 and min(broken_threads) >= 6
+    assert len(broken_threads.masks) > 20 and min(broken_threads.masks) >= 6
+    assert ("masks_0" in broken_threads.threads) == ahead
     assert [len(grammars.originals(one)) for one in some] == [3, 3], "one for each thread"
 
 
@@ -278,28 +291,83 @@ def test_a_text_that_fills_a_lexer_by_itself_is_rejected(
 
 @pytest.mark.parametrize("worth", [1.0, 1e-9])
 def test_threads_are_for_masks_that_take_long(
-    worth: float, broken_threads: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worth: float, broken_threads: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CROWD", 1)
+    monkeypatch.setattr(module, "SEVERAL", 4)
     monkeypatch.setattr(module, "WORTH_SECONDS", worth)
     one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
     constraints = Constraints(grammars, EOS, threads=2)
     for key in range(20):
         constraints.admit(key, SamplingParams(grammar=one))
-        assert allowed(constraints, key) == [ids("ab")]
+        assert allowed(constraints, *range(key + 1)) == [ids("ab")] * (key + 1)
         finish(grammars)
-    assert allowed(constraints, *range(20)) == [ids("ab")] * 20
     is_worth = worth < 1.0
     assert len(grammars.originals(one)) == 1 + is_worth
-    assert broken_threads == [20] * is_worth
+    assert bool(broken_threads.masks) == is_worth
 
 
-def test_few_masks_are_not_begun(broken_threads: list[int], admit: Admit) -> None:
-    constraints = admit("ab", "a[bc]")
+def test_how_long_masks_take_is_learned_again(
+    broken_threads: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What made threads worth their while may have gone."""
+    broken_threads.broken = False
+    monkeypatch.setattr(module, "LEARN_EVERY", 3)
+    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
+    some = [Grammar("regex", text) for text in ("a+", "b+")]
+    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, *some)
+    constraints = Constraints(grammars, EOS, threads=2)
+    for key in range(16):
+        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
+    for _ in range(6):
+        allowed(constraints, *range(16))
+    assert broken_threads.masks == [16] * 4, "two of three"
+    monkeypatch.setattr(module, "WORTH_SECONDS", 1.0)
+    allowed(constraints, *range(16))
+    assert len(broken_threads.masks) == 4
+
+
+def test_few_masks_are_not_begun_nor_those_of_one_crowd(
+    broken_threads: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SEVERAL", 4)
+    monkeypatch.setattr(module, "CROWD", 99)
+    some = [Grammar("regex", text) for text in ("a+", "b+")]
+    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, *some)
+    constraints = Constraints(grammars, EOS, threads=2)
+    for key in range(6):
+        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
     constraints.begin([])
-    constraints.begin([0, 1])
-    assert allowed(constraints, 0, 1) == [ids("a"), ids("a")] and not broken_threads
+    constraints.begin([0, 1, 2, 99])
+    assert broken_threads.masks == []
+    constraints.begin([0, 1, 2, 3])
+    constraints.begin([0, 1, 2, 3, 4])
+    assert broken_threads.masks == [4, 5] and set(broken_threads.threads) == {"masks_0"}
+    constraints.release([1, 3])
+    constraints.begin([0, 2, 4, 5])
+    assert len(broken_threads.masks) == 2, "three of four would wait for each other"
+
+
+def test_without_a_thread_masks_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
+    some = [Grammar("regex", text) for text in ("a+", "b+")]
+    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, *some)
+    constraints = Constraints(grammars, EOS, threads=2)
+    for key in range(16):
+        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
+    constraints.begin(range(16))
+    assert allowed(constraints, *range(16)) == [ids("a"), ids("b")] * 8
 
 
 def test_sequences_share_the_originals_evenly(

@@ -122,6 +122,29 @@ def test_one_is_compiled_again_beside_others(grammars: Grammars) -> None:
         assert all(copy.consume_token(ord("x")) for _ in range(4)) and copy.is_accepting()
 
 
+def test_so_many_are_kept_beside_the_first_ones(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the least recently used grammar give way."""
+    monkeypatch.setattr(module, "MOST_AGAIN", 3)
+    some = [number(n) for n in range(3)]
+    settle(grammars, *some)
+    monkeypatch.setattr(module, "SECONDS_AGAIN", 10.0)
+
+    def again(grammar: Grammar, times: int) -> list[int]:
+        for _ in range(times):
+            grammars.compile_again(grammar)
+            finish(grammars)
+        return [len(grammars.originals(one)) for one in some]
+
+    assert again(some[0], 2) == [3, 1, 1]
+    assert again(some[1], 1) == [3, 2, 1]
+    grammars.ask(some[0])
+    assert again(some[2], 1) == [3, 1, 2]
+    assert again(some[0], 1) == [4, 1, 1]
+    assert again(some[0], 1) == [4, 1, 1], "there is nobody else's"
+
+
 def test_what_takes_long_or_is_wrong_is_compiled_once(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.hosted import HostedDraws
 from engine.hosted_step import HostedStep
 from engine.messages import SamplingParams
 from engine.sampler import Drawing, Rows
@@ -101,6 +104,26 @@ def test_draws_are_the_samplers(device: str, graphs: bool) -> None:
         for row, tokens in allowed.items():
             assert int(result.tokens[row]) in tokens
     assert 10 < masked < 60
+
+
+class Matchers:
+    """Whose masks have so many words; of each row the last bits say which it is."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def fill(self, keys: list[int], positions: list[int], out: NDArray[np.int32]) -> None:
+        assert out.shape == (len(keys), self.words)
+        out[:] = np.arange(self.words) + 100 * np.array(keys)[:, None]
+
+
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_matchers_may_have_more_tokens_than_the_model_or_fewer(words: int) -> None:
+    draws = HostedDraws(None, None, Matchers(words), torch.device("cpu"))  # type: ignore[arg-type]
+    bits = np.full((2, 2), -1, np.int32)
+    draws._fill(Rows([7, 8, 9], [0, 1, 2], [0, 0, 0], [1, 1, 1]), [0, 2], bits)
+    assert bits[:, 0].tolist() == [700, 900]
+    assert words < 2 or bits[:, 1].tolist() == [701, 901]
 
 
 @pytest.mark.parametrize(("device", "graphs"), WAYS)
