@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine import constraints
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.mask_threads import MaskThreads
 from engine.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
 from tests.engine.test_engine import serve
 from tests.engine.texts import matches, schemas
@@ -188,3 +191,41 @@ def test_an_abort_in_the_middle(engine: Engine) -> None:
     ends |= {id: end for (_, id), end in serve_long(engine).items()}
     assert [ends[id].reason for id in range(6)] == ["stop", "abort"] * 3
     assert all(re.fullmatch(b"[a-z ]{300}", bytes(ends[id].tokens)) for id in (0, 2, 4))
+
+
+def test_masks_by_threads_and_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, end and leave while masks are computed for the next step."""
+    monkeypatch.setattr(constraints, "SEVERAL", 2)
+    monkeypatch.setattr(constraints, "CROWD", 1)
+    monkeypatch.setattr(constraints, "WORTH_SECONDS", 0.0)
+    computed: list[str] = []
+
+    def compute(self: MaskThreads, *arguments: Any) -> None:
+        computed.append(threading.current_thread().name)
+        real(self, *arguments)
+
+    real = MaskThreads.compute
+    monkeypatch.setattr(MaskThreads, "compute", compute)
+    some = JSON, Grammar("regex", "[a-z ]{40,200}\n"), Grammar("choice", '["ARTHUR", "ARTFUL"]')
+    ends: dict[Any, Finished | Failed] = {}
+    for begin in range(0, 60, 6):
+        for id in range(begin, begin + 6):
+            engine.add("c", ask(id, some[id % 3], max_tokens=80))
+        for _ in range(9):
+            for events in engine.step().values():
+                ends |= {one.request: one for one in (*events.finished, *events.failed)}
+        engine.abort("c", [begin + 1])
+    ends |= {id: end for (_, id), end in serve_long(engine).items()}
+    assert set(ends) == set(range(60))
+    for id, end in ends.items():
+        assert isinstance(end, Finished), end
+        if end.reason == "stop":
+            text = bytes(end.tokens).decode()
+            assert id % 3 or matches_text(text.encode(), PERSON)
+            assert id % 3 != 1 or re.fullmatch(some[1].text, text)
+            assert id % 3 != 2 or text in json.loads(some[2].text)
+        else:
+            left = id % 6 == 1 and end.completion_tokens < 80
+            assert end.reason == ("abort" if left else "length")
+    on_gpu = engine.info.device != "cpu"
+    assert len(computed) > 50 and ("masks_0" in computed) == on_gpu
