@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from engine.grammar import is_full, reason
 from engine.grammars import Grammars, Original
+from engine.mask_cost import SLOW_SECONDS
 from engine.mask_threads import MaskThreads
 from engine.messages import Grammar, SamplingParams
 from engine.sequence import endings, stop_ids
@@ -224,7 +225,13 @@ class Constraints:
         """Has the masks computed that `fill` will be asked for next, if they are many enough to
         gain by it. Until then nothing is taken in."""
         self._land()
-        going_on = [key for key in keys if key in self._texts and key not in self._rejected]
+        going_on = [
+            key
+            for key in keys
+            if (text := self._texts.get(key)) is not None
+            and key not in self._rejected
+            and text.original.cost.seconds < SLOW_SECONDS  # others may be not in the next step
+        ]
         if not self._are_worth_threads(len(going_on)):
             return
         texts = [self._texts[key] for key in going_on]
@@ -269,12 +276,15 @@ class Constraints:
                 return
             except BaseException as error:
                 _defect(error)  # one by one, it is seen whose it is
-        began = time.perf_counter()
+        began = last = time.perf_counter()
         address, size = _place(out, 0)
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             self._compute_one(key, text, (address + row * size, size))
+            before, last = last, time.perf_counter()
+            if last - before >= SLOW_SECONDS or text.original.cost.seconds >= SLOW_SECONDS:
+                text.original.cost.note(last - before)
         if len(texts) >= SEVERAL:  # few take longer, for what they need is in no cache
-            self._mask_seconds = (time.perf_counter() - began) / len(texts)
+            self._mask_seconds = (last - began) / len(texts)
             self._since_learning = 0
 
     def _compute_one(self, key: int, text: _Text, out: tuple[int, int]) -> bool:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, InvalidRequest
 from engine.grammar import TextTokens, compile_grammar, load_tokens
+from engine.mask_cost import MaskCost
 from engine.messages import Grammar, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Original:
     """A grammar as it was compiled once, at the beginning of a text."""
 
     matcher: LLMatcher
+    cost: MaskCost
     copies: int = 0  # that were ever made
 
     def copy(self) -> LLMatcher:
@@ -62,8 +64,15 @@ class Original:
 class _Compiled:
     grammar: Grammar
     seconds: float
+    cost: MaskCost
     error: EngineError | None = None
     originals: list[Original] = field(default_factory=list)  # at least one, or there is an error
+
+    def add(self, again: _Compiled) -> None:
+        """The same grammar, compiled once more."""
+        for original in again.originals:
+            original.cost = self.cost
+        self.originals += again.originals
 
 
 class Grammars:
@@ -132,6 +141,11 @@ class Grammars:
         compiled = self._kept.get(grammar)
         return [] if compiled is None else compiled.originals.copy()
 
+    def cost(self, grammar: Grammar) -> MaskCost | None:
+        """Of a grammar that is compiled."""
+        compiled = self._kept.get(grammar)
+        return None if compiled is None else compiled.cost
+
     def compile_again(self, grammar: Grammar) -> None:
         """Has one more of the `originals` made, if that takes little time."""
         compiled = self._kept.get(grammar)
@@ -163,7 +177,7 @@ class Grammars:
         if kept is not None and kept.originals and not alone:
             return kept.originals[0]
         log.info("the lexer of a grammar is full; the grammar is compiled anew")
-        made = self._made(grammar)
+        made = self._made(grammar, full.cost)
         if made.originals and not alone:
             self._kept[grammar] = made
         elif kept is not None and not (kept.originals or kept.error):
@@ -207,7 +221,7 @@ class Grammars:
         self._again.discard(again.grammar)
         kept = self._kept.get(again.grammar)
         if kept is not None and again.originals:
-            kept.originals += again.originals
+            kept.add(again)
             kept.seconds += again.seconds
 
     def _are_too_many(self) -> bool:
@@ -238,13 +252,19 @@ class Grammars:
             self._tokens = load_tokens(self._folder, self._vocab_size)
         return self._tokens
 
-    def _made(self, grammar: Grammar) -> _Compiled:
-        began, error, originals = time.thread_time(), None, []
+    def _made(self, grammar: Grammar, known: MaskCost | None = None) -> _Compiled:
+        began, cost = time.thread_time(), known or MaskCost()
+        compiled = _Compiled(grammar, 0.0, cost)
         try:
-            originals.append(Original(compile_grammar(self._load(), grammar)))
-        except EngineError as wrong:
-            error = wrong
-        except BaseException as defect:  # panics of the library are no Exceptions
+            matcher = compile_grammar(self._load(), grammar)
+            compiled.originals.append(Original(matcher, cost))
+        except EngineError as error:
+            compiled.error = error
+        except BaseException as error:  # panics of the library are no Exceptions
             log.exception("unexpected error in a grammar")
-            error = EngineError(f"the grammar could not be read: {type(defect).__name__}")
-        return _Compiled(grammar, time.thread_time() - began, error, originals)
+            compiled.error = EngineError(f"the grammar could not be read: {type(error).__name__}")
+        compiled.seconds = time.thread_time() - began
+        if known is None and compiled.originals:
+            matcher.compute_bitmask()  # a second time, as all that follow
+            cost.seconds = time.thread_time() - began - compiled.seconds
+        return compiled

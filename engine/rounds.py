@@ -16,6 +16,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from engine.batch import DecodeBatch
+from engine.mask_cost import SLOW_SECONDS, MaskBudget
 from engine.messages import Stats
 from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
@@ -177,9 +178,20 @@ class Rounds:
         return bool(self._hosted) or any(one.needs_host for one in prompts)
 
     def _decode_through_host(self, plan: Plan, sequences: Collection[Sequence]) -> None:
-        plan.decode += [
-            DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in sequences
+        budget = MaskBudget()
+        served = [
+            one
+            for one in sequences
+            if (cost := one.mask_cost) is None
+            or cost.seconds < SLOW_SECONDS
+            or budget.has_room(cost)
         ]
+        plan.decode += [DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in served]
+        if len(served) < len(sequences):  # it is the others' turn next
+            for one in served:
+                if one.mask_cost is not None and one.mask_cost.seconds >= SLOW_SECONDS:
+                    self.sequences[one.key] = self.sequences.pop(one.key)
+                    self._hosted[one.key] = self._hosted.pop(one.key)
 
     def _steps(self, batch: DecodeBatch, reading: bool) -> int:
         if not self._is_timed(batch.rows) or (reading and len(batch) < PATIENT_ROWS):

@@ -25,6 +25,7 @@ from engine.grammars import Grammars
 from engine.intake import Intake
 from engine.keeper import Keeper
 from engine.lives import Lives
+from engine.mask_cost import MaskBudget
 from engine.messages import (
     FinishReason,
     Request,
@@ -33,7 +34,6 @@ from engine.messages import (
     Stats,
     StepEvents,
     pack_ids,
-    unpack_ids,
 )
 from engine.plan import Plan, PrefillChunk, Sampled, StepResult
 from engine.reports import Reports
@@ -237,8 +237,7 @@ class Scheduler(Lives):
         for sequence in self._rounds.fail(plan):
             self._fail(sequence, error)
         for key in plan.participants():
-            participant = self._running(key)
-            if participant is not None:
+            if (participant := self._running(key)) is not None:
                 self._fail(participant, error)
         self._released.extend(plan.release)
 
@@ -280,12 +279,12 @@ class Scheduler(Lives):
             self._finish(sequence, "timeout", now)
 
     def _admit(self, plan: Plan, now: float, turn: Turn, most: int, due: list[Sequence]) -> None:
-        admitted = 0
+        admitted, masks = 0, MaskBudget()
         # Others than its own, who are read in the next plan, come along where this has some to do.
         goes = self._rounds.decodes(turn) or bool(self._reading(turn))
         while (sequence := self._next(free := self._slots.free + len(due))) is not None and free:
             own = turn.has(sequence)
-            if admitted == most or not (own or goes):
+            if admitted == most or not (own or goes) or not masks.has_room(sequence.mask_cost):
                 break
             if not self._slots.free:
                 self._hand_over(due.pop(0))  # which may cost the state that would be found
@@ -294,8 +293,7 @@ class Scheduler(Lives):
             except EngineError as error:
                 self._fail(sequence, error)
                 continue
-            awaited = found.awaited or found.loading
-            if awaited is not None:
+            if (awaited := found.awaited or found.loading) is not None:
                 self._waiting.hold(sequence, awaited)
                 continue
             if not own and found.length == sequence.prompt_tokens:
@@ -306,9 +304,7 @@ class Scheduler(Lives):
             self._keeper.admit(plan, sequence, found)
             admitted, goes = admitted + 1, True
             if sequence.begins_drawn:
-                sequence.started_at, sequence.position = now, sequence.prompt_tokens
-                sequence.is_read = True
-                (sequence.last_token,) = unpack_ids(sequence.text)
+                sequence.begin_drawn(now)
                 self._rounds.add(sequence)
                 continue
             self._prefilling[sequence.key] = sequence
@@ -323,8 +319,11 @@ class Scheduler(Lives):
         no slot is free one at a time: what is kept for long unused may be forgotten again."""
         while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
             sampling = sequence.request.sampling
-            lacking = None if sampling.grammar is None else self._grammars.lacking(sampling)
+            if sampling.grammar is None:
+                return sequence
+            lacking = self._grammars.lacking(sampling)
             if lacking is None:
+                sequence.mask_cost = self._grammars.cost(sampling.grammar)
                 return sequence
             if isinstance(lacking, EngineError):
                 self._fail(sequence, lacking)

@@ -24,6 +24,7 @@ from engine.reports import MOST_TOP, Reports
 
 if TYPE_CHECKING:
     from engine.keeping import Keeping
+    from engine.mask_cost import MaskCost
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
@@ -99,6 +100,7 @@ class Sequence:
         "lead",
         "loads",
         "marks",
+        "mask_cost",
         "max_tokens",
         "min_tokens",
         "over",
@@ -136,6 +138,7 @@ class Sequence:
         self.samples = sampling.max_tokens > 0  # a token is drawn after the prompt
         self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
         self.keeping: Keeping | None = None  # what it does with kept states
+        self.mask_cost: MaskCost | None = None  # of its grammar, once that is compiled
         self.max_tokens = sampling.max_tokens
         self.min_tokens = sampling.min_tokens
         self.stop_ids = stop_ids(sampling, eos_token_id)
@@ -214,6 +217,11 @@ class Sequence:
             and keeping.source is not None
             and keeping.source.drawn
         )
+
+    def begin_drawn(self, now: float) -> None:
+        """It decodes at once (`begins_drawn`)."""
+        self.started_at, self.position, self.is_read = now, self.prompt_tokens, True
+        (self.last_token,) = unpack_ids(self.text)
 
     def go_on_from(self, tail: bytes) -> None:
         """Puts tokens that are to be read in front of its prompt."""
