@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MOST_THREADS = 8  # that compute masks
 SEVERAL = 16  # masks that are worth waking threads for, if each takes long:
 WORTH_SECONDS = 8e-6
-LEARN_EVERY = 256  # so many batches one is computed by one thread, to know how long masks take
+LEARN_EVERY = 64  # so many batches one is computed by one thread, to know how long masks take
 CROWD = 8  # sequences whose matchers are copies of one: with more there should be another
 
 

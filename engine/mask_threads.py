@@ -41,8 +41,8 @@ class MaskThreads:
         self._library.unsafe_compute_mask_ptr(list(rows), out.ctypes.data, width, len(out))
 
     def begin(self, rows: Rows, out: NDArray[np.int32]) -> None:
-        """Likewise, but returns when that has begun. Nobody may use these matchers before
-        `wait`."""
+        """Likewise, but returns when that has begun. Nobody may use these matchers before `wait`.
+        Raises RuntimeError where there is no thread to be had."""
         if self._caller is None:
             self._caller = ThreadPoolExecutor(1, "masks")
         begun = threading.Event()
@@ -51,7 +51,11 @@ class MaskThreads:
             begun.set()
             self.compute(rows, out)
 
-        self._under_way = self._caller.submit(compute)
+        try:
+            self._under_way = self._caller.submit(compute)
+        except RuntimeError:  # no thread can be had; one that came later would still compute this
+            self._caller = None
+            raise
         # Else that thread would ask this one for the interpreter, and get it when this one waits.
         begun.wait()
 
