@@ -176,6 +176,7 @@ class FakeRunner:
         self.outside: dict[bytes, list[int]] = {}  # exported states, by their bytes
         self.texts: dict[int, list[int]] = {}  # by key: what is to be read, the state's text too
         self.requests: dict[int, Request] = {}  # by key
+        self.admitted: list[Request] = []  # all that ever were, in order
         self.answers: dict[int, list[int]] = {}  # by key: the tokens drawn so far
 
     def warm_up(self) -> None:
@@ -225,6 +226,7 @@ class FakeRunner:
             self.rows[admission.slot] = list(prefix)
             assert admission.key not in self.requests
             self.requests[admission.key] = admission.request
+            self.admitted.append(admission.request)
             self.constraints.admit(admission.key, admission.request.sampling)
             self.answers[admission.key] = []
         if plan.plain:

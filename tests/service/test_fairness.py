@@ -32,7 +32,7 @@ def headers(name: str) -> dict[str, str]:
 
 def seen(service: Service) -> list[tuple[str, int]]:
     """Owner and priority of the requests that the model was given, in order."""
-    return [(one.owner, one.priority) for one in service.runner.requests.values()]
+    return [(one.owner, one.priority) for one in service.runner.admitted]
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
