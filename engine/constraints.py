@@ -132,9 +132,12 @@ class Constraints:
         allowed."""
         texts = [self._texts[key] for key in keys]
         self._fill_raw(keys, texts, out)
-        for row, text in enumerate(texts):
-            if text.matcher.is_error():
-                self._retry(text, partial(self._compute_one, keys[row], text, _place(out, row)))
+        for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
+            try:
+                if text.matcher.is_error():
+                    self._retry(text, partial(self._compute_one, key, text, _place(out, row)))
+            except BaseException as error:
+                self._rejected[key] = _defect(error)
         bits = out.view(np.uint32)
         may_end = self._take_out_ends(bits).tolist()
         goes_on = np.asarray(bits.any(axis=1)).tolist()
@@ -204,7 +207,7 @@ class Constraints:
             return matcher.is_stopped()
         bits = np.frombuffer(bytearray(matcher.compute_bitmask()), np.uint32).reshape(1, -1)
         self._take_out_ends(bits)
-        return not bits.any()
+        return not bits.any() and not matcher.is_error()  # of which `fill` learns
 
     def _take_out_ends(self, bits: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """What is never text, of every row of [rows, words]; where the end was allowed, [rows]."""

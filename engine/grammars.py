@@ -1,7 +1,8 @@
 """Grammars: the compiled grammars of one model, kept while they are used; compiled on a thread.
 
 The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
-All methods are called by one thread, and only `collect` forgets what was compiled.
+All methods are called by one thread, and between the plan that admits a sequence and its admission
+nothing that was compiled is forgotten.
 
 Copies of a matcher share its lexer. They wait for each other where threads compute their masks, so
 a grammar that many sequences have is compiled again, once for each of some threads. And they fill
@@ -173,6 +174,7 @@ class Grammars:
         `alone`: one that nobody else copies. None where it cannot be compiled any more."""
         kept = self._kept.get(grammar)
         if kept is not None and full in kept.originals:
+            kept.seconds *= 1 - 1 / len(kept.originals)
             kept.originals.remove(full)
         if kept is not None and kept.originals and not alone:
             return kept.originals[0]

@@ -17,8 +17,8 @@ OPTIONS = "x-guidance"
 WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _CONSTANTS = "const", "enum", "multipleOf"
-_BY_NAME = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
-_NOT_READ = "default", "examples"
+_BY_NAME = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"
+_NOT_READ = "default", "example", "examples"  # nor what begins with x-
 
 
 def prepared(text: str) -> str:
@@ -52,7 +52,7 @@ def _bring_in(schema: Any) -> None:
                     node[key] = _double(key, value, -math.inf)
                 elif key in _LOWER and type(value) is int:
                     node[key] = _double(key, value, math.inf)
-                elif key not in _NOT_READ:
+                elif key not in _NOT_READ and not key.startswith("x-"):
                     left.append(value)
 
 

@@ -270,6 +270,51 @@ def test_a_lexer_that_others_have_filled_is_replaced(
     assert first not in grammars.originals(one), "it was full"
 
 
+def test_a_full_lexer_ends_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is to be found out whether the model's tokens can go on."""
+    monkeypatch.setattr(grammar_module, "LEXER_STATES", 400)
+    letters = "ABCabc .?!"
+    one = Grammar("regex", r"(.|\n)*[A-Z](.|\n){0,80}")
+    grammars = Grammars(tmp_path, save_characters(tmp_path, letters))
+    settle(grammars, one)
+    (first,) = grammars.originals(one)
+    constraints, random = Constraints(grammars, None), Random(1)
+    for key in range(60):
+        constraints.admit(key, SamplingParams(grammar=one))
+        written = ""
+        for position in range(25):
+            (allows,) = allowed(constraints, key, position=position)
+            choices = [token for token in sorted(allows) if token < len(letters)]
+            token = random.choice(choices)
+            written += letters[token]
+            complete = constraints.take(key, token)
+            assert constraints.rejected() == {} and not complete, written
+        constraints.release([key])
+        if not grammars.originals(one):
+            settle(grammars, one)
+    assert first not in grammars.originals(one), "it was full"
+
+
+def test_a_panic_while_a_lexer_is_replaced_costs_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object) -> None:
+        raise Panic("a defect")
+
+    monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
+    one, other = Grammar("regex", WINDOW), Grammar("regex", "[ab]+")
+    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    settle(grammars, one, other)
+    constraints, random = Constraints(grammars, EOS), Random(1)
+    for key, grammar in enumerate((one, one, other)):
+        constraints.admit(key, SamplingParams(grammar=grammar))
+    monkeypatch.setattr(Grammars, "replace", panic)
+    while not (rejected := constraints.rejected()):
+        walk(constraints, [0], random, 1)
+    assert rejected == {0: "the matcher failed: Panic"}
+    assert allowed(constraints, 2) == [ids("ab")]
+
+
 def test_a_text_that_fills_a_lexer_by_itself_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ def followed(schema: Any) -> Any:
         {"const": 2**53, "enum": [2**60, -(2**53), 1.5, "x", None, True]},
         {"properties": {"const": {"type": "string"}, "maximum": {"minimum": 3}}},
         {"default": ODD, "examples": [ODD], "description": "x" * 1000},
+        {"example": {"const": ODD}, "x-id": {"enum": [ODD]}},
+        {"components": {"schemas": {"enum": {"example": ODD}}}},
         {"items": [{"anyOf": [{"minLength": 3}]}]},
         {"maximum": True, "minimum": 0.1},
     ],
