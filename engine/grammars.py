@@ -74,6 +74,7 @@ class _Compiled:
         for original in again.originals:
             original.cost = self.cost
         self.originals += again.originals
+        self.seconds += again.seconds
 
 
 class Grammars:
@@ -224,7 +225,6 @@ class Grammars:
         kept = self._kept.get(again.grammar)
         if kept is not None and again.originals:
             kept.add(again)
-            kept.seconds += again.seconds
 
     def _are_too_many(self) -> bool:
         """Of what is kept; the latest one always stays."""

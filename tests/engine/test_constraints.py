@@ -193,6 +193,17 @@ def broken_threads(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
+def two_crowds(folder: Path, sequences: int) -> Constraints:
+    """Every other sequence writes "a"s, the others "b"s; there are two threads."""
+    some = [Grammar("regex", text) for text in ("a+", "b+")]
+    grammars = Grammars(folder, save_bytes(folder))
+    settle(grammars, *some)
+    constraints = Constraints(grammars, EOS, threads=2)
+    for key in range(sequences):
+        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
+    return constraints
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_threads_compute_the_masks_that_one_computes(
     ahead: bool, broken_threads: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -360,12 +371,7 @@ def test_how_long_masks_take_is_learned_again(
     broken_threads.broken = False
     monkeypatch.setattr(module, "LEARN_EVERY", 3)
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
-    some = [Grammar("regex", text) for text in ("a+", "b+")]
-    grammars = Grammars(tmp_path, save_bytes(tmp_path))
-    settle(grammars, *some)
-    constraints = Constraints(grammars, EOS, threads=2)
-    for key in range(16):
-        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
+    constraints = two_crowds(tmp_path, 16)
     for _ in range(6):
         allowed(constraints, *range(16))
     assert broken_threads.masks == [16] * 4, "two of three"
@@ -380,12 +386,7 @@ def test_few_masks_are_not_begun_nor_those_of_one_crowd(
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     monkeypatch.setattr(module, "SEVERAL", 4)
     monkeypatch.setattr(module, "CROWD", 99)
-    some = [Grammar("regex", text) for text in ("a+", "b+")]
-    grammars = Grammars(tmp_path, save_bytes(tmp_path))
-    settle(grammars, *some)
-    constraints = Constraints(grammars, EOS, threads=2)
-    for key in range(6):
-        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
+    constraints = two_crowds(tmp_path, 6)
     constraints.begin([])
     constraints.begin([0, 1, 2, 99])
     assert broken_threads.masks == []
@@ -405,12 +406,7 @@ def test_without_a_thread_masks_are_not_begun(
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
-    some = [Grammar("regex", text) for text in ("a+", "b+")]
-    grammars = Grammars(tmp_path, save_bytes(tmp_path))
-    settle(grammars, *some)
-    constraints = Constraints(grammars, EOS, threads=2)
-    for key in range(16):
-        constraints.admit(key, SamplingParams(grammar=some[key % 2]))
+    constraints = two_crowds(tmp_path, 16)
     constraints.begin(range(16))
     assert allowed(constraints, *range(16)) == [ids("a"), ids("b")] * 8
 

@@ -47,6 +47,20 @@ def test_random_weights_of_a_size_have_no_grammars(
     assert figures["beside"] == []
 
 
+def test_random_weights_have_the_byte_pairs_of_their_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "RUNS", 1)
+    size, saved = save_bytes(tmp_path), tmp_path / "figures.json"
+    shape = {"d_model": 32, "n_layers": 1, "expansion": 1.0, "vocab_size": size}
+    monkeypatch.setitem(grammars.SIZES, "6.3m", shape)
+    options = ["--tokenizer", tmp_path, "--vocab-size", size, "--streams", 1, "--tokens", 4]
+    options += ["--model", "6.3m", "--json", saved]
+    assert grammars.main([str(one) for one in options]) == 0
+    figures = json.loads(saved.read_text(encoding="utf-8"))
+    assert [one["requests"] for one in figures["engine"]] == list(grammars.KINDS)
+
+
 def test_a_text_that_does_not_match_is_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
