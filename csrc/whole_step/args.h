@@ -40,22 +40,32 @@ struct WholeStepPhase {
   // Blocks of the inputs that are in shared memory at a time: all of them but where some inputs
   // come in pieces, each of which adds to the sums of those before. There are none of a norm's.
   std::int32_t at_once;
-  // Where in a set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
+  // Where in an eight's set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
   std::int32_t in, out;
 };
 
-constexpr int kUnit = 8;           // channels
-constexpr int kMostTokens = 8;     // rows of a batch, at most
+constexpr int kUnit = 8;         // channels
+constexpr int kMostTokens = 16;  // rows of a batch, at most
+// Rows are taken eight at a time: each eight has columns of the tensor cores' products, lines of
+// the exchange and warps that finish its sums of its own, and weights are loaded once for all.
+constexpr int kEight = 8;
+constexpr int kMostEights = 2;
+static_assert(kMostTokens == kMostEights * kEight);
+constexpr int eights_of(int batch) {
+  return (batch + kEight - 1) / kEight;
+}
 constexpr int kMostPhases = 224;   // of a step, at most: all arguments fit into those of a kernel
 constexpr int kMostTaps = 4;       // of a convolution, at most
 constexpr int kMostKeptUnits = 3;  // of the residual stream in a block, at most
 constexpr int kMostParts = 8;      // of the inputs, in a fixed order
 constexpr int kMostSquares = 64;   // sums of squares of a token, in a fixed order
 constexpr int kMostInputBytes = 64 * 1024;  // of all tokens' inputs at a time, at most
+// Where the sums of three gates and two eights leave no room for as many.
+constexpr int kFewInputBytes = 32 * 1024;
 constexpr int kMostDividedTiles = 2;  // of a block, where inputs come in pieces: sums have to wait
 constexpr int kMostPieces = 4;        // of inputs, in a fixed order: each has some of the parts
 constexpr int kTaking = 16;           // warps, each of which takes every so manyth block of inputs
-constexpr int kUnitLine = kUnit * kMostTokens * 2;  // bytes: 128, as a line of the caches
+constexpr int kUnitLine = kUnit * kEight * 2;  // bytes: 128, as a line of the caches
 
 // Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts (inputs.cuh). To
 // widen weights is a work per weight, to split inputs one per token.
@@ -69,9 +79,16 @@ constexpr int bytes_of_unit(bool split) {
   return split ? kUnitLine / 2 : kUnitLine;
 }
 static_assert(bytes_of_unit(true) >= kMostSplit * kUnit * 2, "room for all tokens");
-// What a block of the inputs of all tokens takes in shared memory.
-constexpr int bytes_of_block(WeightType type, bool split, int batch) {
-  return batch * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);
+constexpr int input_room(int gates, int batch) {
+  return gates > 2 && batch > kEight ? kFewInputBytes : kMostInputBytes;
+}
+// Rows that there is room for in shared memory: of several eights each has all.
+constexpr int rows_with_room(int batch) {
+  return batch <= kEight ? batch : eights_of(batch) * kEight;
+}
+// What a block of the inputs of so many rows of an eight takes there.
+constexpr int bytes_of_block(WeightType type, bool split, int rows) {
+  return rows * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);
 }
 
 struct WholeStepArgs {
@@ -84,7 +101,7 @@ struct WholeStepArgs {
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table
   int width = 0;        // of the residual stream
-  int input_bytes = 0;  // of all tokens' inputs at a time, at most
+  int input_bytes = 0;  // of an eight's inputs at a time, at most
   int stages = 0;       // of the ring of weights
   bool linear_candidate = false, normalize_gates = true;
   float eps = 0.0f;
@@ -99,8 +116,9 @@ struct WholeStepArgs {
   float* logits = nullptr;  // [batch, vocabulary]
 
   unsigned long long* ended = nullptr;  // how many blocks have ended, of all steps
-  unsigned char* exchange = nullptr;    // two sets, all bits set before the first step
-  std::int64_t set_bytes = 0;
+  // Two sets, each of an eight after the other; all bits are set before the first step.
+  unsigned char* exchange = nullptr;
+  std::int64_t eight_bytes = 0, set_bytes = 0;
 
   WholeStepPhase phase[kMostPhases];
 };

@@ -16,10 +16,11 @@ int attribute(cudaDeviceAttr which, int device, const char* what) {
 }
 
 template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed,
-          bool kPieces>
+          bool kPieces, int kEights>
 void launch(WholeStepArgs& args, int device, cudaStream_t on) {
   static thread_local int prepared = -1, most_shared = 0;
-  constexpr auto kKernel = &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed, kPieces>;
+  constexpr auto kKernel =
+      &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed, kPieces, kEights>;
   if (prepared != device) {
     most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, "shared memory");
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
@@ -27,11 +28,13 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
     prepared = device;
   }
   const int besides =
-      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit, kFixed>)) +
-      args.input_bytes;
+      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit, kFixed, kEights>)) +
+      kEights * args.input_bytes;
   args.stages = (most_shared - besides) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
-  if (args.stages < 2) throw std::runtime_error("minserve: no room for a whole step's weights");
+  if (args.stages < whole::kFewestStages<kType>) {
+    throw std::runtime_error("minserve: no room for a whole step's weights");
+  }
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;
@@ -51,16 +54,30 @@ template <WeightType kType, bool kSplit, bool kFixed, bool kPieces>
 void launch_cell(WholeStepArgs& args, int device, cudaStream_t on) {
   const bool any = args.linear_candidate || !args.normalize_gates;
   if (args.gates == 2) {
-    any ? launch<MinGruCell, true, kType, kSplit, kFixed, kPieces>(args, device, on)
-        : launch<MinGruCell, false, kType, kSplit, kFixed, kPieces>(args, device, on);
+    any ? launch<MinGruCell, true, kType, kSplit, kFixed, kPieces, 1>(args, device, on)
+        : launch<MinGruCell, false, kType, kSplit, kFixed, kPieces, 1>(args, device, on);
   } else {
-    any ? launch<MinLstmCell, true, kType, kSplit, kFixed, kPieces>(args, device, on)
-        : launch<MinLstmCell, false, kType, kSplit, kFixed, kPieces>(args, device, on);
+    any ? launch<MinLstmCell, true, kType, kSplit, kFixed, kPieces, 1>(args, device, on)
+        : launch<MinLstmCell, false, kType, kSplit, kFixed, kPieces, 1>(args, device, on);
+  }
+}
+
+// Of two eights. One kernel whether inputs come in pieces or not: those of so many rows mostly do.
+void launch_eights(WholeStepArgs& args, int device, cudaStream_t on) {
+  static_assert(kMostEights == 2);
+  const bool any = args.linear_candidate || !args.normalize_gates;
+  if (args.gates == 2) {
+    any ? launch<MinGruCell, true, WeightType::bf16, false, false, true, 2>(args, device, on)
+        : launch<MinGruCell, false, WeightType::bf16, false, false, true, 2>(args, device, on);
+  } else {
+    any ? launch<MinLstmCell, true, WeightType::bf16, false, false, true, 2>(args, device, on)
+        : launch<MinLstmCell, false, WeightType::bf16, false, false, true, 2>(args, device, on);
   }
 }
 
 template <WeightType kType, bool kFixed = false>
 void launch_whole(WholeStepArgs& args, int device, cudaStream_t on) {
+  if (args.batch > kEight) return launch_eights(args, device, on);
   args.in_pieces ? launch_cell<kType, false, kFixed, true>(args, device, on)
                  : launch_cell<kType, false, kFixed, false>(args, device, on);
 }

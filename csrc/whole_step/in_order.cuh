@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
   int first_stage = 0;  // of this phase
   unsigned stored = 0;
   const PartSums part_sums(stages, weights, of_block,
-                           static_cast<unsigned>(args.batch) / (kMostTokens + 1));
+                           static_cast<unsigned>(args.batch) / (kEight + 1));
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
 #pragma unroll 1
     for (int taken = 0; taken < blocks;) {
       if (phase.norm) {
-        take_whole<kType, true, true, false>(args, phase, 0, set, own, &shared.squares[0][0]);
+        take_whole<kType, true, true, false>(args, phase, 0, set, own, &shared.squares[0][0][0]);
       } else {
         take_whole<kType, false, true, kPieces>(args, phase, taken, set, own, nullptr);
       }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int of_word = 4 * args.batch * 16, of_block = kMultiplying * kEach * of_word;
   float sum = 0.0f;
-  if (kNorm && kFixed) squares += warp * kMostTokens;
+  if (kNorm && kFixed) squares += warp * kEight;
 #pragma unroll 1
   for (int left = (kPieces ? min(blocks, phase.at_once) : blocks) - warp; left > 0;
        left -= kAtOnce * kMultiplying) {
@@ -123,10 +123,10 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
           of_quad += __shfl_xor_sync(0xffffffffu, of_quad, 1);
         }
         if (lane % 4 == 0) {
-          squares[i * kMultiplying * kMostTokens + token] = of_quads[i][0] + of_quads[i][1];
+          squares[i * kMultiplying * kEight + token] = of_quads[i][0] + of_quads[i][1];
         }
       }
-      squares += kAtOnce * kMultiplying * kMostTokens;
+      squares += kAtOnce * kMultiplying * kEight;
     }
     from += kAtOnce * kStep * kLine;
     to += kAtOnce * of_block;
@@ -135,6 +135,80 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (lane % 4 == 0) squares[token] = sum;
+  }
+  __syncwarp();
+}
+
+// Four words times those of a norm's weight; adds the squares of what they were to `sum`.
+__device__ __forceinline__ uint4 scaled_words(const uint4& words, const uint4& norm, float& sum) {
+  const unsigned x[4] = {words.x, words.y, words.z, words.w};
+  const unsigned w[4] = {norm.x, norm.y, norm.z, norm.w};
+  unsigned scaled[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float low = number_of(x, 2 * k, bf16{}), high = number_of(x, 2 * k + 1, bf16{});
+    sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
+    scaled[k] =
+        rounded(low * number_of(w, 2 * k, bf16{}), high * number_of(w, 2 * k + 1, bf16{}), bf16{});
+  }
+  return make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
+}
+
+// The same of two eights, whose words are on their way together, for weights in bfloat16. (Not in a
+// fixed order.) As many registers hold two blocks, or one and its norm's weights.
+template <bool kNorm>
+__device__ __forceinline__ void take_eights(const WholeStepArgs& args, const WholeStepPhase& phase,
+                                            int first, const unsigned char* set, unsigned char* own,
+                                            float* squares) {
+  constexpr int kEights = 2, kAtOnce = kNorm ? 1 : 2, kWords = kEights * kAtOnce * 2;
+  constexpr int kBlock = inputs_of_block(WeightType::bf16), kUnits = kBlock / kUnit;
+  constexpr int kLine = bytes_of_unit(false), kOfWord = 4 * kEight * 16;
+  constexpr int kStep = kMultiplying * kUnits;  // units to this warp's next block
+  static_assert(kUnits == 8, "two for each lane of four");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
+  const int blocks = min(phase.inputs / kBlock - first, phase.at_once);
+  const int first_unit = (first + warp) * kUnits + lane % 4;
+  const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
+  const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
+  unsigned char* to = own + (lane % 4 * kEight + token) * 16;
+  float sums[kEights] = {};
+  // Of word i: its eight, its block of those at once, its unit of two.
+  const auto eight_of = [](int i) { return i / 2 % kEights; };
+  const auto block_of = [](int i) { return i / 2 / kEights; };
+#pragma unroll 1
+  for (int left = blocks - warp; left > 0; left -= kAtOnce * kMultiplying) {
+    const auto there = [&](int i) { return block_of(i) == 0 || left > kMultiplying; };
+    uint4 words[kWords], norm[2];
+    if (kNorm) {
+      norm[0] = __ldg(weights), norm[1] = __ldg(weights + 4);
+      weights += kStep;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const bool real = eight_of(i) * kEight + token < args.batch;
+      words[i] = real && there(i) ? missing() : uint4{};
+    }
+    wait_for_words(words, [&](int i) {
+      return from + eight_of(i) * args.eight_bytes + (block_of(i) * kStep + i % 2 * 4) * kLine;
+    });
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (kNorm) words[i] = scaled_words(words[i], norm[i % 2], sums[eight_of(i)]);
+      if (!there(i)) continue;
+      *reinterpret_cast<uint4*>(to + eight_of(i) * args.input_bytes +
+                                (block_of(i) * (kStep / 4) + i % 2) * kOfWord) = words[i];
+    }
+    from += kAtOnce * kStep * kLine;
+    to += kAtOnce * (kStep / 4) * kOfWord;
+  }
+  if (kNorm) {
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      float sum = sums[eight];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (lane % 4 == 0) squares[eight * kMultiplying * kEight + token] = sum;
+    }
   }
   __syncwarp();
 }

@@ -20,16 +20,16 @@ namespace minserve {
 namespace cuda {
 
 template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed,
-          bool kPieces>
+          bool kPieces, int kEights>
 __global__ void __launch_bounds__(whole::kThreads, 1)
     whole_step_kernel(const __grid_constant__ WholeStepArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kGates = CellOf<float>::kInputs;
   extern __shared__ __align__(1024) unsigned char ring[];
   unsigned char* inputs = ring + args.stages * whole::kStageBytes;
-  auto& shared =
-      *reinterpret_cast<whole::Shared<kGates, kSplit, kFixed>*>(inputs + args.input_bytes);
-  if (threadIdx.x == 0) whole::prepare(shared);
+  auto& shared = *reinterpret_cast<whole::Shared<kGates, kSplit, kFixed, kEights>*>(
+      inputs + kEights * args.input_bytes);
+  if (threadIdx.x == 0) whole::prepare<kEights>(shared);
   __syncthreads();
   let_next_kernel_start();
   const int warp = static_cast<int>(threadIdx.x / 32);
@@ -44,23 +44,23 @@ __global__ void __launch_bounds__(whole::kThreads, 1)
   const unsigned long long turn = load_relaxed(args.ended) / gridDim.x;
   unsigned char* set = args.exchange + turn % 2 * args.set_bytes;
   if (warp < whole::kMultiplying) {
-    whole::arrive_at(whole::kLooked);
+    whole::arrive_at<1>(whole::kLooked);
     whole::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
     if constexpr (kFixed) {
       whole::multiply_in_order<kGates, kPieces>(args, shared, ring, inputs, set);
     } else {
-      whole::multiply<kGates, kType, kSplit, kPieces>(args, shared, ring, inputs, set);
+      whole::multiply<kGates, kType, kSplit, kPieces, kEights>(args, shared, ring, inputs, set);
     }
   } else {
     if constexpr (kAny) {
       const AnyOptions options{args.linear_candidate, args.normalize_gates};
-      whole::finish<CellOf, kType, kSplit, kFixed>(args, options, shared, set);
+      whole::finish<CellOf, kType, kSplit, kFixed, kEights>(args, options, shared, set);
     } else {
-      whole::finish<CellOf, kType, kSplit, kFixed>(args, UsualOptions{}, shared, set);
+      whole::finish<CellOf, kType, kSplit, kFixed, kEights>(args, UsualOptions{}, shared, set);
     }
     if (warp == whole::kMultiplying) {
       // A block that has no unit in any phase waits for none of its own warps otherwise.
-      barrier_sync<whole::kMeeting>(whole::kLooked);
+      barrier_sync<whole::kMeeting<1>>(whole::kLooked);
       if (threadIdx.x % 32 == 0) atomicAdd(args.ended, 1ull);
     }
   }

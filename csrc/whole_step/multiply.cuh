@@ -19,6 +19,12 @@ namespace whole {
 // behind a longer queue.
 template <WeightType kType>
 constexpr int kInFlight = kType == WeightType::bf16 ? 3 : 2;
+// A group waits for its next stage, up to so many after its last one, by the parity of its place's
+// barrier, which is that of the copy before the last one too. So the last copy there, which may be
+// the other group's, has to have landed by then: it is none of those that are on their way.
+constexpr int kMostAhead = kGroups + 1;
+template <WeightType kType>
+constexpr int kFewestStages = kInFlight<kType> + kMostAhead;
 
 // Blocks of 8 rows of a matrix, seen as [blocks, rows, inputs of a block], to a tile's place; zeros
 // past its end.
@@ -42,7 +48,7 @@ __device__ __forceinline__ int stages_of(int inputs) {
 template <int kGates, WeightType kType, bool kFixed, class Shared>
 __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& shared,
                                              unsigned char* ring) {
-  const int in_flight = min(kInFlight<kType>, args.stages);
+  constexpr int in_flight = kInFlight<kType>;
   Turn stage, landed;
   int on_their_way = 0;
   unsigned asked = 0;
@@ -86,24 +92,29 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
   }
 }
 
-template <int kGates, WeightType kType, bool kSplit, bool kPieces>
+template <int kGates, WeightType kType, bool kSplit, bool kPieces, int kEights>
 __device__ __forceinline__ void multiply(const WholeStepArgs& args,
-                                         Shared<kGates, kSplit, false>& shared,
+                                         Shared<kGates, kSplit, false, kEights>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kOfGroup;
   using Tiles = Tiles<kType, kSplit>;
-  const int of_warp = bytes_of_block(kType, kSplit, args.batch), of_block = kMultiplying * of_warp;
+  using OfBlock = Shared<kGates, kSplit, false, kEights>;
+  const int rows = kEights > 1 ? kEight : args.batch;
+  const int of_warp = bytes_of_block(kType, kSplit, rows), of_block = kMultiplying * of_warp;
   unsigned char* own = inputs + warp * of_warp;
-  typename Tiles::Inputs first_block(shared_address(own), lane, args.batch);
+  typename Tiles::Inputs first_block(shared_address(own), lane, rows);
   std::uint32_t weights = shared_address(ring) + warp % kOfGroup * kWarpBytes + Tiles::place(lane);
   made_once(first_block.at), made_once(first_block.step), made_once(weights);
   float* const sums_of_lane =
       &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];
-  constexpr int kOfTile = kMultiplying * Shared<kGates, kSplit, false>::kSums;
+  constexpr int kOfTile = kMultiplying * OfBlock::kSums;
   constexpr int kOfFinisher = kGates * kOfTile;
   Turn stage;           // this group's next one
   unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd
+  // Whether this group had stages of the last product. Else it may be far ahead of the other one,
+  // and waits for what that one has summed before it asks for its next stage (kMostAhead).
+  bool had_some = true;
   Tiles held;
   stage.at = group;
   // Of a single tile, what lies beside it is multiplied too, and nobody looks at the sums.
@@ -127,27 +138,36 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
     const Units units = units_of(phase);
     int tiles = max(units.end - units.first, 0) * gates;
     const bool any = group < stages;
-    if (tiles > 0 && any) load_weights();
+    if (tiles > 0 && any && had_some) load_weights();
     wait_for_own(args.phase[p - 1]);
     if (tiles == 0) continue;
+    if (any && !had_some) load_weights();
+    had_some = any;
     int finisher = 0, gate = 0;
     const auto wait_for_room = [&](int next) {
       wait_barrier(shared.taken[next], handed >> next & 1);
     };
     const auto hand = [&](int ready) {
-      arrive_at(kSummed + ready);
+      arrive_at<kEights>(kSummed + ready);
       handed ^= 1u << ready;
     };
-    typename Tiles::Sums sums;
+    typename Tiles::Sums sums[kEights];
     int taken = 0;                                          // blocks of the inputs
     int left = stages - group;                              // of two tiles, this group's stages
     const int missing = left * kOfGroup - (blocks - warp);  // of the last one, up to this warp's
 #pragma unroll 1
     do {
-      if (phase.norm) {
+      if constexpr (kEights > 1) {
+        static_assert(kEights == 2 && kPieces && kType == WeightType::bf16);
+        if (phase.norm) {
+          take_eights<true>(args, phase, 0, set, own, shared.squares[0][warp]);
+        } else {
+          take_eights<false>(args, phase, taken, set, own, nullptr);
+        }
+      } else if (phase.norm) {
         // Nobody reads the sums of squares before any more: a whole other product has been finished
         // since.
-        take_inputs<kType, kSplit, true, false>(args, phase, 0, set, own, shared.squares[warp]);
+        take_inputs<kType, kSplit, true, false>(args, phase, 0, set, own, shared.squares[0][warp]);
       } else {
         take_inputs<kType, kSplit, false, kPieces>(args, phase, taken, set, own, nullptr);
       }
@@ -159,7 +179,14 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
         typename Tiles::Inputs at = first_block;
 #pragma unroll 1
         for (; left > later; left -= kGroups) {
-          if (left * kOfGroup > missing) held.multiply(sums, at);
+          if (left * kOfGroup > missing) {
+#pragma unroll
+            for (int eight = 0; eight < kEights; ++eight) {
+              typename Tiles::Inputs of_eight = at;
+              of_eight.advance(eight * args.input_bytes);
+              held.multiply(sums[eight], of_eight);
+            }
+          }
           at.advance(of_block);
           __syncwarp();
           if (lane == 0) arrive(shared.empty[stage.at]);
@@ -175,8 +202,13 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
         const int second = !ends ? finisher : finisher + 1 == kFinishing ? 0 : finisher + 1;
         if (gate == 0) wait_for_room(finisher);
         if (ends && two) wait_for_room(second);
-        sums.store(sums_of_lane + finisher * kOfFinisher + gate * kOfTile,
-                   sums_of_lane + second * kOfFinisher + second_gate * kOfTile, two);
+#pragma unroll
+        for (int eight = 0; eight < kEights; ++eight) {
+          float* const of_eight = sums_of_lane + eight * OfBlock::kSumsOfEight;
+          sums[eight].store(of_eight + finisher * kOfFinisher + gate * kOfTile,
+                            of_eight + second * kOfFinisher + second_gate * kOfTile, two);
+          sums[eight] = {};
+        }
         if (ends) hand(finisher);
         finisher = second, gate = second_gate;
         if (two && ++gate == gates) {
@@ -186,7 +218,6 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
         }
         tiles -= 2;
         left = stages - group;
-        sums = {};
       }
     } while (kPieces && tiles > 0);
   }

@@ -39,6 +39,7 @@ class Plan {
                   "weight_type must be 0, 1 or 2, got ", weight_type);
     check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
     args.weights = static_cast<WeightType>(weight_type);
+    if (fixed_order || args.weights != WeightType::bf16) most_batch_ = kEight;
     args.fixed_order = fixed_order;
     check.require(!fixed_order || args.weights == WeightType::bf16,
                   "fixed_order is for weights in bfloat16");
@@ -63,7 +64,8 @@ class Plan {
                    batch);
     args.batch = static_cast<int>(batch);
     const int block = inputs_of_block(args.weights);
-    const int room = kMostInputBytes / (args.batch * block * 2);
+    const int room =
+        input_room(static_cast<int>(gates_), args.batch) / (rows_with_room(args.batch) * block * 2);
     int most_blocks = 0;
     for (int n = 1; n < args.phases; ++n) {
       WholeStepPhase& phase = args.phase[n];
@@ -79,19 +81,26 @@ class Plan {
       args.in_pieces |= phase.at_once < blocks;
       most_blocks = std::max(most_blocks, std::min(phase.at_once, blocks));
     }
-    args.input_bytes =
-        most_blocks * bytes_of_block(args.weights, splits(args.weights, args.batch), args.batch);
+    args.set_bytes = eights_of(args.batch) * args.eight_bytes;
+    args.input_bytes = most_blocks * bytes_of_block(args.weights, splits(args.weights, args.batch),
+                                                    std::min(args.batch, kEight));
   }
 
  private:
   PhaseKind kind_of(int n) const { return static_cast<PhaseKind>(args.phase[n].kind); }
   std::int64_t gates_of(PhaseKind kind) const { return kind == PhaseKind::gates ? gates_ : 1; }
 
+  // Rows whose inputs have room all at once. Of more than an eight each eight has as much.
+  int whole_rows(int inputs) const {
+    const int row = 2 * inputs, all = input_room(static_cast<int>(gates_), kMostTokens) / row;
+    return all >= kMostTokens ? kMostTokens : std::min(kMostInputBytes / row, kEight);
+  }
+
   // Inputs of more than there is room for come in pieces, if the sums of all tiles can wait in
   // registers and no norm needs all inputs first; in a fixed order in halves or quarters, that have
   // as many parts each.
   int most_batch_of(const WholeStepPhase& phase) const {
-    const int whole = kMostInputBytes / (2 * phase.inputs);
+    const int whole = whole_rows(phase.inputs);
     const auto tiles = phase.each * gates_of(static_cast<PhaseKind>(phase.kind));
     if (phase.norm || tiles > kMostDividedTiles) return whole;
     if (args.weights != WeightType::bf16 && whole < kMostSplit) return whole;  // split ones do not
@@ -124,7 +133,7 @@ class Plan {
     phase.layer = static_cast<int>(from[kLayer]);
     phase.units = static_cast<int>(channels / kUnit);
     phase.inputs = static_cast<int>(inputs);
-    phase.out = static_cast<int>(args.set_bytes);
+    phase.out = static_cast<int>(args.eight_bytes);
     if (kind == PhaseKind::embed) {
       args.width = static_cast<int>(channels);
       args.ids = static_cast<int>(inputs);
@@ -163,9 +172,9 @@ class Plan {
     if (kind == PhaseKind::logits) {
       vocabulary = channels;
     } else {
-      args.set_bytes += static_cast<std::int64_t>(phase.units) * kUnitLine;
+      args.eight_bytes += static_cast<std::int64_t>(phase.units) * kUnitLine;
     }
-    check_.require(args.set_bytes < (std::int64_t{1} << 31), "the model is too wide");
+    check_.require(args.eight_bytes < (std::int64_t{1} << 31), "the model is too wide");
     // What the residual stream keeps in registers stays where it is; all else is dealt from where
     // the phase before has stopped, so that the blocks without any go round.
     phase.each = static_cast<int>(divided_up(phase.units, blocks_));

@@ -20,7 +20,8 @@ constexpr int kRoomsEach = 2, kFixedRooms = kRoomsEach * kFinishing;
 constexpr int kWarpBytes = kBlockBytes * kUnit;
 constexpr int kTileBytes = kOfGroup * kWarpBytes, kStageBytes = 2 * kTileBytes;
 static_assert(kMultiplying == kTaking, "a warp takes what it multiplies, unless order is fixed");
-static_assert(kMostKeptUnits == kFinishing, "each warp that finishes keeps one unit");
+static_assert(kMostKeptUnits == kFinishing && kMostEights == 2,
+              "each warp that finishes keeps one unit, or two eights");
 static_assert(sizeof(WholeStepArgs) <= 32764, "what a kernel's arguments may have");
 constexpr int kMostStages = 16;
 // Where the sums of a warp for a unit lie: token t, row r. Lanes that have a row of every other
@@ -29,16 +30,17 @@ __host__ __device__ constexpr int place_of_sum(int token, int row) {
   return token * kUnit + token / 4 * 8 + row;
 }
 
-template <int kGates, bool kSplit, bool kFixed>
+template <int kGates, bool kSplit, bool kFixed, int kEights = 1>
 struct Shared {
+  static_assert(kEights == 1 || !(kSplit || kFixed), "for a few rows");
   // Sums of a unit come from every warp, or in a fixed order from one for each part of the inputs.
   static constexpr int kParts = kFixed ? kMostParts : kMultiplying;
   static constexpr int kRooms = kFixed ? kFixedRooms : kFinishing;
   static constexpr int kSquares = kFixed ? kMostSquares : kMultiplying;
-  static constexpr int kTokens = kSplit ? kMostSplit : kMostTokens;
-  static constexpr int kSums = place_of_sum(kTokens, 0);
+  static constexpr int kTokens = kSplit ? kMostSplit : kEight;
+  static constexpr int kSumsOfEight = place_of_sum(kTokens, 0), kSums = kEights * kSumsOfEight;
   float sums[kRooms][kGates][kParts][kSums];  // of a unit; rooms for each warp that finishes
-  float squares[kSquares][kMostTokens];
+  float squares[kEights][kSquares][kEight];
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kFinishing];                      // sums
   // In a fixed order: units whose sums have been taken, by warps that finish; the newest phase
@@ -49,16 +51,19 @@ struct Shared {
 
 // Named barriers: 0 is that of __syncthreads, then one for each room for sums: a warp that finishes
 // waits until all have arrived that multiply, or in a fixed order all that have had a part.
-constexpr int kSummed = 1, kMeeting = (kMultiplying + 1) * 32;
+constexpr int kSummed = 1;
+template <int kEights>
+constexpr int kMeeting = (kMultiplying + kEights) * 32;
 constexpr int kLooked = kSummed + kFixedRooms;  // all have read how many blocks have ended
 constexpr int kTaken = kLooked + 1;  // in a fixed order: all inputs of a product are there
 static_assert(kTaken < 16, "a block has sixteen barriers");
 
+template <int kEights = 1>
 __device__ __forceinline__ void arrive_at(int barrier) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting) : "memory");
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kMeeting<kEights>) : "memory");
 }
 
-template <class Shared>
+template <int kEights, class Shared>
 __device__ __forceinline__ void prepare(Shared& shared) {
 #pragma unroll 1
   for (int i = 0; i < kMostStages; ++i) {
@@ -67,12 +72,14 @@ __device__ __forceinline__ void prepare(Shared& shared) {
   }
 #pragma unroll 1
   for (int i = 0; i < kFinishing; ++i) {
-    init_barrier(shared.taken[i], 1);
-    arrive(shared.taken[i]);  // as if there had been sums
+    init_barrier(shared.taken[i], kEights);
+    for (int eight = 0; eight < kEights; ++eight) {
+      arrive(shared.taken[i]);  // as if there had been sums
+    }
     shared.units_taken[i] = 0;
   }
   shared.products_begun = shared.stages_asked = 0;
-  init_barrier(shared.stored, 1);
+  init_barrier(shared.stored, kEights);
   fence_barriers();
 }
 

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.models.cell import ModelState, StepToBests
 from engine.models.chain import Chain
 from engine.models.cluster_step import ClusterStep
@@ -38,6 +39,7 @@ from engine.models.ways import (
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_map import SQUARE_ROWS
+from engine.ops.whole_step import EIGHT
 
 # A vocabulary of so many tokens is drawn from in no time.
 _SMALL_VOCABULARY = 1024
@@ -55,12 +57,13 @@ def supports(model: LM) -> bool:
     built for, widths they can cut. (In float16 the residual stream times a norm's weight, which is
     not divided by its magnitude yet, could overflow.)"""
     config = model.config
+    return runs_kernels(model) and config.quantization is None and supports_widths(config)
+
+
+def supports_widths(config: ModelConfig) -> bool:
+    """WIDTHS."""
     return (
-        runs_kernels(model)
-        and config.quantization is None
-        and config.d_model % SQUARE_ROWS == 0
-        and config.inner % 8 == 0
-        and config.mlp_hidden % 8 == 0
+        config.d_model % SQUARE_ROWS == 0 and config.inner % 8 == 0 and config.mlp_hidden % 8 == 0
     )
 
 
@@ -70,9 +73,14 @@ class HopperLM:
     part in, and what was measured at start. With `deterministic` nothing is: a row's bits depend on
     that row alone.
 
+    `few`, of the same model with 8-bit weights, computes the steps of a few sequences, unless the
+    model's own kernel is quicker for so many.
+
     Gives the model other weights as ProductsLM does, unless `deterministic`."""
 
-    def __init__(self, model: LM, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, model: LM, *, deterministic: bool = False, few: WholeStep | None = None
+    ) -> None:
         self._model = model
         self._fixed_order = deterministic
         self._eps = model.config.norm_eps
@@ -84,9 +92,11 @@ class HopperLM:
         self._whole = None
         if WholeStep.most_rows(model, fixed_order=deterministic) > 0:
             self._whole = WholeStep(model, self._head, fixed_order=deterministic)
+        self._few = few
         self._clusters = None if deterministic else ClusterStep.of(model)
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
+        self._ways_of_few: dict[int, Way] = {}  # steps of up to EIGHT rows
         self._ways_of_steps: dict[int, Way] = {}
         self._ways_of_prompts: dict[int, Way] = {}
         self._ways_to_bests: dict[int, Way] = {}
@@ -97,22 +107,21 @@ class HopperLM:
         """As ServingModel.prepare."""
         if self._products is None:
             return
-        whole = 0 if self._whole is None else self._whole.rows
-        rows = {count for count in steps if count > whole}
+        few = to_be_timed({count for count in steps if count <= EIGHT})
+        most_untimed = 0 if self._whole is None else min(self._whole.rows, EIGHT)
+        rows = {count for count in steps if count > most_untimed}
         timed_rows, timed_prompts = to_be_timed(rows), to_be_timed(prompts)
         for_products = [n for n in (*timed_rows, *timed_prompts) if n > FEWEST_OF_THE_LIBRARY]
         heads = [n for n in timed_rows if n > FEWEST_OF_THE_LIBRARY]
         self._products.tune(for_products, [*heads, *logits])
         self._products.tune_around(for_products)
-        many_rows, many_tokens = [*TO_A_HEAD], [*OF_THE_LIBRARY]
-        clusters = [] if self._clusters is None else [Way.CLUSTERS]
-        for found, read, sizes, of_many, of_all in (
-            (self._ways_of_steps, self._step, timed_rows, many_rows, clusters),
-            (self._ways_of_prompts, self._one_prompt, timed_prompts, many_tokens, []),
+        for found, read, sizes, ways_of in (
+            (self._ways_of_few, self._step, few, self._possible_ways_of_few),
+            (self._ways_of_steps, self._step, timed_rows, self._possible_ways),
+            (self._ways_of_prompts, self._one_prompt, timed_prompts, _possible_ways_of_prompts),
         ):
             for size in sizes:
-                many = size > FEWEST_OF_THE_LIBRARY
-                ways = [Way.CHAIN, *(of_many if many else []), *of_all]
+                ways = ways_of(size)
                 if len(ways) > 1:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
                         found[size] = self._quickest(read, size, ways)
@@ -128,6 +137,23 @@ class HopperLM:
         self._products.tune([n for n, way in both if way is Way.LIBRARY], heads)
         self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
+
+    def _possible_ways_of_few(self, rows: int) -> list[Way]:
+        """Of a step of up to EIGHT rows. Where one kernel computes it nothing else is quicker, but
+        its like with other weights may be."""
+        takes = {Way.NARROW: self._few, Way.WHOLE: self._whole}
+        return [way for way, kernel in takes.items() if kernel is not None and rows <= kernel.rows]
+
+    def _possible_ways(self, rows: int) -> list[Way]:
+        """Of a step of any number of rows."""
+        ways = [Way.CHAIN]
+        if rows > FEWEST_OF_THE_LIBRARY:
+            ways += TO_A_HEAD
+        if self._whole is not None and rows <= self._whole.rows:
+            ways.append(Way.WHOLE)
+        if self._clusters is not None:
+            ways.append(Way.CLUSTERS)
+        return ways
 
     def _quickest_to_bests(self, count: int, found: Way) -> Way:
         """Whether a step whose way ends with all logits, which are read once more by a draw, had
@@ -207,8 +233,6 @@ class HopperLM:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Reads one token of every sequence: tokens [batch] int32, slots [batch] int32 -> logits
         [batch, vocabulary] fp32. Rows of `state` move on in place."""
-        if self._whole is not None and 0 < len(tokens) <= self._whole.rows:
-            return self._whole.step(tokens, state, slots)[:, : self._vocabulary]
         return self._step(tokens, state, slots, self._way_of_step(len(tokens)))
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
@@ -237,14 +261,23 @@ class HopperLM:
         return linear_best(scaled, squares, self._eps, head.weight, head.bias, self._vocabulary)
 
     def _way_of_step(self, rows: int) -> Way:
+        few = self._possible_ways_of_few(rows) if 0 < rows <= EIGHT else []
+        if few:
+            way = nearest(self._ways_of_few, rows, few[0])
+            return way if way in few else few[0]
         unmeasured = Way.LIBRARY if rows > self._most_rows else Way.CHAIN
         if self._clusters is not None and 0 < rows <= MOST_ROWS_OF_CLUSTERS:
             unmeasured = Way.CLUSTERS
+        elif self._whole is not None and 0 < rows <= self._whole.rows:
+            unmeasured = Way.WHOLE
         return nearest(self._ways_of_steps, rows, unmeasured)
 
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
         if self._clusters is not None and way is Way.CLUSTERS:
             return self._clusters.step(tokens, state, slots)
+        kernel = {Way.NARROW: self._few, Way.WHOLE: self._whole}.get(way)
+        if kernel is not None:
+            return kernel.step(tokens, state, slots)[:, : self._vocabulary]
         if self._products is not None and way in TO_A_HEAD:
             return self._products.logits(self._to_head(tokens, state, slots, way))
         _, scaled, squares = self._chain.step(tokens, state, slots)
@@ -261,6 +294,10 @@ class HopperLM:
     def _normed(self, x: Tensor) -> Tensor:
         hidden: Tensor = self._model.norm(x)
         return hidden
+
+
+def _possible_ways_of_prompts(tokens: int) -> list[Way]:
+    return [Way.CHAIN, *(OF_THE_LIBRARY if tokens > FEWEST_OF_THE_LIBRARY else ())]
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:

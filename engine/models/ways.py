@@ -30,6 +30,8 @@ class Way(Enum):
     LIBRARY = auto()
     LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
     CLUSTERS = auto()
+    WHOLE = auto()  # one kernel; of steps of few rows
+    NARROW = auto()  # the same with 8-bit weights
 
 
 OF_THE_LIBRARY = (Way.LIBRARY, Way.LIBRARY_AROUND)
@@ -47,11 +49,12 @@ def nearest(found: dict[int, Way], size: int, unmeasured: Way) -> Way:
     powers the larger one counts from 1.42 times the smaller one on."""
     if not found or size == 0:
         return unmeasured
-    way = found[min(found, key=lambda other: max(other, size) / min(other, size))]
+    near = min(found, key=lambda other: max(other, size) / min(other, size))
+    way = found[near]
     if size <= FEWEST_OF_THE_LIBRARY and way in TO_A_HEAD:
         return Way.CHAIN
-    beyond = way is Way.CLUSTERS and size > max(MOST_ROWS_OF_CLUSTERS, *found)
-    return unmeasured if beyond else way
+    most = {Way.CLUSTERS: max(MOST_ROWS_OF_CLUSTERS, *found), Way.WHOLE: near}
+    return unmeasured if size > most.get(way, size) else way
 
 
 def where_the_library_begins(model: LM) -> tuple[int, int]:

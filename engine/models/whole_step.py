@@ -19,6 +19,8 @@ from engine.ops import library
 from engine.ops.whole_step import (
     BLOCK_BYTES,
     DIVIDED_INPUTS,
+    EIGHT,
+    FEW_INPUT_BYTES,
     MOST_CHANNELS_EACH,
     MOST_DIVIDED_CHANNELS_EACH,
     MOST_INPUT_BYTES,
@@ -48,20 +50,25 @@ def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False
     )
     if not fits:
         return 0
+    most = MOST_ROWS
+    if fixed_order or config.quantization is not None:
+        most = EIGHT
+    few = FEW_INPUT_BYTES if config.gates > 2 else MOST_INPUT_BYTES
+
+    def rows_with_room(width: int) -> int:
+        row = 2 * width
+        return MOST_ROWS if few >= MOST_ROWS * row else min(MOST_INPUT_BYTES // row, EIGHT)
+
     # What reads these adds to the residual stream, and has no norm.
     may_divide = config.d_model <= MOST_DIVIDED_CHANNELS_EACH * processors
-    rows = [MOST_ROWS, _rows_with_room(config.d_model)]
+    rows = [most, rows_with_room(config.d_model)]
     for width in inputs[1:]:
-        room = _rows_with_room(width)
+        room = rows_with_room(width)
         if not may_divide or (config.quantization is not None and room < MOST_SPLIT):
             rows.append(room)
         elif fixed_order:
             rows.append(room * (1 if width % DIVIDED_INPUTS else MOST_PIECES))
     return min(rows)
-
-
-def _rows_with_room(width: int) -> int:
-    return MOST_INPUT_BYTES // (2 * width)
 
 
 def runs_kernels(model: LM) -> bool:

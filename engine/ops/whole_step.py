@@ -22,11 +22,12 @@ Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 _KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
 _WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
-_LINE_BYTES = 16  # of a channel's values of eight tokens
+_LINE_BYTES = 16  # of a channel's values of EIGHT tokens
 
 #: What the kernel takes: rows of a batch, products, channels for each multiprocessor, taps of a
 #: convolution; what the inputs of products divide by, in bytes of a row of weights.
-MOST_ROWS = 8
+MOST_ROWS = 16
+EIGHT = 8  # rows whose columns are multiplied together; in a fixed order there are no more
 MOST_PHASES = 224
 MOST_CHANNELS_EACH = 24
 MOST_TAPS = 4
@@ -37,6 +38,7 @@ MOST_SQUARES = 64  # of SQUARE_ROWS channels each, in a fixed order
 #: many: no norm, so few channels for each multiprocessor, and in a fixed order a multiple of inputs
 #: and no more than so many pieces.
 MOST_INPUT_BYTES = 64 * 1024
+FEW_INPUT_BYTES = 32 * 1024  # of three gates and more than EIGHT rows
 MOST_DIVIDED_CHANNELS_EACH = 16
 DIVIDED_INPUTS = 512
 MOST_PIECES = 4
@@ -111,8 +113,14 @@ class Program:
             device="cpu",
         )
         sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
-        self._exchange = torch.full((sets,), 255, dtype=torch.uint8, device=device)
-        self._ended = torch.zeros(1, dtype=torch.int64, device=device)
+        # By eights of a batch: what a step leaves to the next one is for its like.
+        self._exchanges = [
+            (
+                torch.full((eights * sets,), 255, dtype=torch.uint8, device=device),
+                torch.zeros(1, dtype=torch.int64, device=device),
+            )
+            for eights in range(1, 2 if fixed_order else 1 + MOST_ROWS // EIGHT)
+        ]
 
     def run(
         self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None, eps: float
@@ -120,8 +128,9 @@ class Program:
         """One token of every row.
 
         Args:
-            tokens: int32 [batch], up to MOST_ROWS and, where inputs may not come in pieces, as
-                many as MOST_INPUT_BYTES leave room for; an id out of range is a row of zeros.
+            tokens: int32 [batch], up to MOST_ROWS, in a fixed order EIGHT, and where inputs may
+                not come in pieces as many as MOST_INPUT_BYTES leave room for, of more than EIGHT
+                as many whole ones; an id out of range is a row of zeros.
             slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
                 be named twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.
@@ -135,14 +144,16 @@ class Program:
         Raises:
             RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
         """
+        eights = min(max(len(tokens) - 1, 0) // EIGHT, len(self._exchanges) - 1)
+        exchange, ended = self._exchanges[eights]
         logits: Tensor = torch.ops.minserve.whole_step(
             tokens,
             slots,
             self._plan,
             cell,
             conv,
-            self._exchange,
-            self._ended,
+            exchange,
+            ended,
             self._weight_type,
             self._gates,
             eps,

@@ -44,6 +44,11 @@ def test_clusters_take_no_more_than_was_timed() -> None:
     assert nearest({128: Way.CLUSTERS}, 120, Way.CHAIN) is Way.CLUSTERS
 
 
+def test_one_kernel_takes_no_more_rows_than_was_timed() -> None:
+    assert nearest({16: Way.WHOLE, 32: Way.CHAIN}, 17, Way.CLUSTERS) is Way.CLUSTERS
+    assert nearest({16: Way.WHOLE, 32: Way.CHAIN}, 9, Way.CLUSTERS) is Way.WHOLE
+
+
 def test_nothing_found() -> None:
     assert nearest({}, 64, Way.LIBRARY) is Way.LIBRARY
     assert nearest({64: Way.CHAIN}, 0, Way.LIBRARY) is Way.LIBRARY

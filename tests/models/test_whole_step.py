@@ -19,15 +19,18 @@ from engine.config import ModelConfig, Quantization
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
+from engine.models.ways import Way
 from engine.models.whole_step import most_rows
+from engine.models.widened import bytes_of_copy
 from engine.ops import whole_step
 from engine.ops.whole_step import MOST_PHASES, Phase, Program
 from engine.quantization import QUANTIZED_DTYPES
-from engine.serving import PlainModel
+from engine.serving import PlainModel, serving_model
 from tests.models.test_hopper import CONFIGS, build, copied, exact_of
 from tests.models.variants import int32, relative_error
 
 H100 = 132  # multiprocessors
+SLOTS = 20
 
 
 def config(**changes: object) -> ModelConfig:
@@ -38,17 +41,21 @@ def config(**changes: object) -> ModelConfig:
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({}, 8),
-        ({"d_model": 768, "n_layers": 12, "expansion": 1.5}, 8),
-        ({"d_model": 2048, "n_layers": 24, "expansion": 1.5}, 8),  # 8192 inputs in two pieces
+        ({}, 16),
+        ({"d_model": 768, "n_layers": 12, "expansion": 1.5}, 16),
+        ({"d_model": 2048, "n_layers": 24, "expansion": 1.5}, 16),  # 8192 inputs in four pieces
+        (
+            {"d_model": 2560, "mlp_ratio": 2.0},
+            6,
+        ),  # three tiles of a block
         ({"d_model": 2048, "expansion": 1.5, "quantization": "int8"}, 8),
         ({"d_model": 2304}, 3),  # three tiles of a block, whose sums cannot wait for more inputs
         ({"d_model": 1024, "mlp_ratio": 20.0, "quantization": "int8"}, 1),
-        ({"d_model": 192, "quantization": None}, 8),
+        ({"d_model": 192, "quantization": None}, 16),
         ({"d_model": 192, "quantization": "int8"}, 0),  # a block and a half of 8-bit inputs
         ({"quantization": "fp8"}, 8),
-        ({"conv_kernel": 4}, 8),
-        ({"mlp_ratio": 0.0}, 8),
+        ({"conv_kernel": 4}, 16),
+        ({"mlp_ratio": 0.0}, 16),
         ({"conv_kernel": 5}, 0),
         ({"d_model": 64, "expansion": 1.125}, 0),  # 72 inputs
         ({"d_model": 4096}, 0),  # more units than the blocks keep
@@ -76,7 +83,7 @@ def test_inputs_in_pieces_are_whole_parts_in_a_fixed_order(
 
 def test_phases_are_counted_as_they_are_made() -> None:
     layers = (MOST_PHASES - 2) // 5
-    assert most_rows(config(n_layers=layers, conv_kernel=4), H100) == 8
+    assert most_rows(config(n_layers=layers, conv_kernel=4), H100) == 16
     assert most_rows(config(n_layers=layers + 1, conv_kernel=4), H100) == 0
 
 
@@ -89,6 +96,7 @@ def test_limits_are_those_of_the_kernel() -> None:
         return math.prod(int(factor) for factor in constants[name].split("*"))
 
     assert constant("kMostTokens") == whole_step.MOST_ROWS
+    assert constant("kEight") == whole_step.EIGHT
     assert constant("kMostInputBytes") == whole_step.MOST_INPUT_BYTES
     assert constant("kMostPhases") == whole_step.MOST_PHASES
     assert constant("kMostKeptUnits") * constant("kUnit") == whole_step.MOST_CHANNELS_EACH
@@ -104,13 +112,14 @@ def test_limits_are_those_of_the_kernel() -> None:
 
 def chain_of(model: LM, *, deterministic: bool = False) -> HopperLM:
     chain = HopperLM(model, deterministic=deterministic)
-    chain._whole = None
+    chain._whole = chain._clusters = None
     return chain
 
 
 def whole_of(model: LM, *, deterministic: bool = False) -> HopperLM:
     whole = HopperLM(model, deterministic=deterministic)
     assert whole._whole is not None
+    whole._clusters = None  # else they take more than eight rows, where nothing was timed
     return whole
 
 
@@ -147,7 +156,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
     exact = exact_of(model)  # before weights move
     chain, whole = chain_of(model), whole_of(model)
     most = whole._whole.rows  # type: ignore[union-attr]
-    ours = model.new_state(12)
+    ours = model.new_state(SLOTS)
     for slots, seed in islice(chances(name, most), 60):
         chance = random.Random(seed)
         ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
@@ -162,7 +171,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
         assert as_near(ours.cell, theirs.cell, reference.cell)
         if ours.conv is not None and theirs.conv is not None and reference.conv is not None:
             assert as_near(ours.conv, theirs.conv, reference.conv)
-        dead = [row for row in range(12) if row not in slots]
+        dead = [row for row in range(SLOTS) if row not in slots]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
 
 
@@ -170,7 +179,7 @@ def chances(seed: str, most: int) -> Iterator[tuple[list[int], int]]:
     """Slots of a batch, one of which may be padding, and a seed for its ids."""
     chance = random.Random(seed)
     while True:
-        slots = chance.sample(range(12), chance.randint(1, most))
+        slots = chance.sample(range(SLOTS), chance.randint(1, most))
         if chance.random() < 0.3:
             slots[chance.randrange(len(slots))] = -1
         yield slots, chance.getrandbits(30)
@@ -183,7 +192,7 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
     model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     chain, whole = (of(model, deterministic=True) for of in (chain_of, whole_of))
     most = whole._whole.rows  # type: ignore[union-attr]
-    ours, theirs = model.new_state(12), model.new_state(12)
+    ours, theirs = model.new_state(SLOTS), model.new_state(SLOTS)
     for slots, seed in islice(chances(name, most), 300):
         chance = random.Random(seed)
         ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
@@ -207,9 +216,9 @@ def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
     assert (quick._whole is not None) == (name not in NARROW)  # 64 and 192 inputs: half blocks
     if quick._whole is None:
         return
-    state = model.new_state(10)
+    state = model.new_state(SLOTS)
     for batch in (1, 2, 3, quick._whole.rows) * 3:
-        slots = int32(chance.sample(range(10), batch), "cuda")
+        slots = int32(chance.sample(range(SLOTS), batch), "cuda")
         ids = int32([chance.randrange(model.config.vocab_size) for _ in range(batch)], "cuda")
         theirs = copied(state)
         got = quick.step(ids, state, slots)
@@ -217,6 +226,53 @@ def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
         assert got.shape == plain.shape
         assert relative_error(got, plain) < 0.04
         assert relative_error(state.cell, theirs.cell) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["conv", "wide"])
+def test_many_tokens_of_quantised_weights_are_read_with_a_copy(
+    name: str, kind: Quantization
+) -> None:
+    """Steps of up to eight rows with the 8-bit weights where they are quicker, all else with those
+    of 16 bits."""
+    model = quantize_model(build((CONFIGS | OTHERS)[name], torch.bfloat16), kind)
+    cuda, vocabulary = torch.device("cuda"), model.config.vocab_size
+    served, few = serving_model(model, cuda), PlainModel(model)
+    assert isinstance(served, HopperLM)
+    chance, state = random.Random(name), model.new_state(40)
+    served.prepare([1, 8, 40], [30], [])
+    assert set(served._ways_of_few.values()) <= {Way.NARROW, Way.WHOLE}
+    served._ways_of_few = {1: Way.WHOLE, 8: Way.NARROW}
+    for batch in (1, 8, 9, 16, 17, 40):
+        slots = int32(chance.sample(range(40), batch), "cuda")
+        ids = int32([chance.randrange(vocabulary) for _ in range(batch)], "cuda")
+        theirs, plain = copied(state), copied(state)
+        got, expected = served.step(ids, state, slots), few.step(ids, theirs, slots)
+        assert torch.equal(got, expected) == (batch == 8)
+        assert relative_error(got, model.logits(model.step(ids, plain, slots))) < 0.04
+        assert relative_error(state.cell, plain.cell) < 0.04
+    ids, bounds = int32(list(range(30)), "cuda"), int32([0, 30], "cuda")
+    theirs, slots = copied(state), int32([3], "cuda")
+    hidden, expected = (
+        quick.prefill(ids, bounds, rows, slots)
+        for quick, rows in ((served, state), (model, theirs))
+    )
+    assert relative_error(served.logits(hidden), model.logits(expected)) < 0.04
+    assert relative_error(state.cell, theirs.cell) < 0.04
+
+
+@pytest.mark.gpu
+def test_quantised_weights_have_no_copy_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = quantize_model(build(CONFIGS["conv"], torch.bfloat16), "int8")
+    cuda, enough = torch.device("cuda"), 2 * bytes_of_copy(model)
+    for free, kind in ((enough - 1, PlainModel), (enough, HopperLM)):
+        monkeypatch.setattr("engine.serving.available_memory", lambda device, free=free: free)
+        assert isinstance(serving_model(model, cuda), kind)
+    narrow = quantize_model(build(NARROW["narrow"], torch.bfloat16), "int8")
+    assert isinstance(serving_model(narrow, cuda), PlainModel)  # no kernel reads its weights
 
 
 def ones_times(weight: Tensor, kind: Quantization, batch: int) -> Tensor:
@@ -260,8 +316,9 @@ def test_graphs_of_several_batches_take_turns(deterministic: bool) -> None:
     model = build(CONFIGS["conv"], torch.bfloat16)
     whole = whole_of(model, deterministic=deterministic)
     captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
-    state = model.new_state(8)
-    for batch in (1, 2, 4, 8):
+    batches = [1, 2, 4, 8] if deterministic else [1, 2, 8, 12]
+    state = model.new_state(SLOTS)
+    for batch in batches:
         tokens, slots = int32([0] * batch, "cuda"), int32([-1] * batch, "cuda")
         whole.step(tokens, state, slots)
         graph = torch.cuda.CUDAGraph()
@@ -270,9 +327,9 @@ def test_graphs_of_several_batches_take_turns(deterministic: bool) -> None:
         captured[batch] = (graph, tokens, slots, logits)
     chance = random.Random(2)
     for _ in range(200):
-        batch = chance.choice([1, 2, 4, 8])
+        batch = chance.choice(batches)
         graph, tokens, slots, logits = captured[batch]
-        chosen = chance.sample(range(8), batch)
+        chosen = chance.sample(range(SLOTS), batch)
         tokens.copy_(torch.randint(0, 66, (batch,), dtype=torch.int32))
         slots.copy_(int32(chosen, "cpu"))
         eager = copied(state)
@@ -327,8 +384,8 @@ def test_refuses_what_does_not_fit() -> None:
     model = build(CONFIGS["mingru"], torch.bfloat16)
     whole, state = whole_of(model), model.new_state(16)
     program = whole._whole._program  # type: ignore[union-attr]
-    tokens = torch.zeros(9, dtype=torch.int32, device="cuda")
-    with pytest.raises(RuntimeError, match="batch must be 1 to 8, got 9"):
+    tokens = torch.zeros(17, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match="batch must be 1 to 16, got 17"):
         program.run(tokens, tokens, state.cell, None, 1e-5)
     with pytest.raises(RuntimeError, match="tokens must be"):
         program.run(tokens[:2].long(), tokens[:2], state.cell, None, 1e-5)

@@ -207,8 +207,8 @@ def whole_steps() -> None:
         model = LM(config).to("cuda", torch.bfloat16)
         narrow = [PlainModel(quantize_model(model, kind)) for kind in ("int8", "fp8")]
         models = HopperLM(model), HopperLM(model, deterministic=True), *narrow
-        state = model.new_state(8)
-        for step, batch in itertools.product(models, (1, 3, 8)):
+        state = model.new_state(13)
+        for step, batch in itertools.product(models, (1, 3, 8, 13)):
             slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
             step.step(slots + 5, state, slots)
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import linear_map
-from engine.ops.whole_step import MOST_ROWS, Phase, Program
+from engine.ops.whole_step import EIGHT, Phase, Program
 from tests.ops.helpers import int32
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ def test_a_product_has_the_bits_of_a_linear_map(channels: int, inputs: int, kind
         program = Program(
             phases, gates=2, linear_candidate=False, normalize_gates=True, fixed_order=True
         )
-        for batch in (1, 2, 3, MOST_ROWS):
+        for batch in (1, 2, 3, EIGHT):
             ids = torch.randint(64, (batch,), dtype=torch.int32, device="cuda")
             x, scaled, squares = linear_embed(ids, table, weights_of_norm)
             given = (x, None) if weights_of_norm is None else (scaled, squares)
