@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.device import available_memory
 from engine.errors import ConfigError
 from engine.models import hopper, products
 from engine.models.cell import ModelState, StepToBests
@@ -22,6 +23,7 @@ from engine.models.lm import LM
 from engine.models.packed import PackedLM, can_pack
 from engine.models.products import ProductsLM
 from engine.models.whole_step import Head, WholeStep, runs_kernels
+from engine.models.widened import bytes_of_copy, widened
 
 
 class ServingModel(Protocol):
@@ -109,6 +111,9 @@ def serving_model(model: LM, device: torch.device, *, deterministic: bool = Fals
         return PackedLM(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
         return hopper.HopperLM(model, deterministic=deterministic)
+    if not deterministic and device.type == "cuda" and _is_worth_a_copy(model, device):
+        few = WholeStep(model, Head.of(model))
+        return hopper.HopperLM(widened(model), few=few)
     if deterministic:
         raise ConfigError(
             "deterministic is not possible for this model and device; allowed: float32 or bfloat16 "
@@ -117,3 +122,16 @@ def serving_model(model: LM, device: torch.device, *, deterministic: bool = Fals
             param="deterministic",
         )
     return PlainModel(model)
+
+
+def _is_worth_a_copy(model: LM, device: torch.device) -> bool:
+    """Whether steps of a few sequences are a kernel that reads 8-bit weights as they are, and there
+    is room for a copy in 16 bits, by which all else is several times as quick: half of the memory
+    that is free stays so."""
+    return (
+        model.config.quantization is not None
+        and runs_kernels(model)
+        and hopper.supports_widths(model.config)
+        and WholeStep.most_rows(model) > 0
+        and 2 * bytes_of_copy(model) <= available_memory(device)
+    )

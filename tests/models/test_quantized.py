@@ -13,6 +13,7 @@ from engine.config import Quantization
 from engine.errors import ConfigError
 from engine.models.lm import LM
 from engine.models.quantized import QuantEmbedding, QuantLinear, quantized_matrices
+from engine.models.widened import bytes_of_copy, widened
 from engine.quantization import QUANTIZED_DTYPES, NotFiniteError, dequantize
 from tests.models import reference
 from tests.models.variants import DEVICES, VARIANTS, build, int32, relative_error
@@ -223,3 +224,24 @@ def test_a_graph_replays_a_quantised_step(kind: Quantization, tied: bool) -> Non
     graph.replay()
     assert relative_error(got, expected) < 0.01
     assert relative_error(state.cell, expected_state.cell) < 0.01
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_widened_copy_is_the_model_with_rounded_weights(
+    kind: Quantization, dtype: torch.dtype
+) -> None:
+    model = quantize_model(
+        build({"cell": "minlstm", "conv_kernel": 3, "cell_bias": True}).to(dtype), kind
+    )
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wide = widened(model)
+    assert wide.config == dataclasses.replace(model.config, quantization=None)
+    exact, got = dequantized(model), wide.state_dict()
+    assert got.keys() == exact.keys()
+    for name, tensor in got.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, exact[name].to(dtype))
+    copied = [name for name in got if got[name].data_ptr() != model.state_dict()[name].data_ptr()]
+    assert set(copied) == set(quantized_matrices(model))
+    assert bytes_of_copy(model) == sum(got[name].nbytes for name in copied)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
