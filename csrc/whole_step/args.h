@@ -103,6 +103,7 @@ struct WholeStepArgs {
   int width = 0;        // of the residual stream
   int input_bytes = 0;  // of an eight's inputs at a time, at most
   int stages = 0;       // of the ring of weights
+  int in_flight = 0;    // of these, that are on their way at once
   bool linear_candidate = false, normalize_gates = true;
   float eps = 0.0f;
 

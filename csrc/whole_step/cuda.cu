@@ -32,9 +32,10 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
       kEights * args.input_bytes;
   args.stages = (most_shared - besides) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
-  if (args.stages < whole::kFewestStages<kType>) {
+  if (args.stages < whole::kFewestStages) {
     throw std::runtime_error("minserve: no room for a whole step's weights");
   }
+  args.in_flight = whole::in_flight<kType>(args);
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;

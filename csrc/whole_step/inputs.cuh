@@ -45,6 +45,42 @@ __device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], const Pla
   } while (!__all_sync(0xffffffffu, all));
 }
 
+// Adds to the diagonal of a square of sums, whose rows and columns are quads of lanes, the squares
+// of the numbers in two words of each lane.
+__device__ __forceinline__ void add_squares(float (&sums)[4], unsigned x, unsigned y) {
+  multiply_step(sums, make_uint4(x, 0, y, 0), x, y);
+}
+__device__ __forceinline__ float of_diagonal(const float (&sums)[4]) {
+  const int lane = threadIdx.x % 32, quad = lane / 4;
+  return lane % 4 != quad / 2 ? 0.0f : quad % 2 == 0 ? sums[0] : sums[1];
+}
+
+__device__ __forceinline__ unsigned product(unsigned x, unsigned y) {
+  const __nv_bfloat162 of_both = __hmul2_rn(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                            *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const unsigned*>(&of_both);
+}
+// Pairs of numbers times those of a norm's weight.
+__device__ __forceinline__ uint4 product(const uint4& x, const uint4& norm) {
+  return make_uint4(product(x.x, norm.x), product(x.y, norm.y), product(x.z, norm.z),
+                    product(x.w, norm.w));
+}
+__device__ __forceinline__ void add_squares(float& sum, const uint4& words) {
+  const unsigned x[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const float number = number_of(x, k, bf16{});
+    sum = fmaf(number, number, sum);
+  }
+}
+// Of the token of each quad of lanes, which have a part of its sum of squares each.
+__device__ __forceinline__ void tell_squares(float* squares, float sum) {
+  const int lane = threadIdx.x % 32;
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  if (lane % 4 == 0) squares[lane / 4] = sum;
+}
+
 // All inputs, or with kPieces as many from block `first` on as are here at a time. A lane has every
 // fourth unit of a block of a token.
 //
@@ -67,7 +103,7 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int of_word = 4 * args.batch * 16, of_block = kMultiplying * kEach * of_word;
-  float sum = 0.0f;
+  float squared = 0.0f;
   if (kNorm && kFixed) squares += warp * kEight;
 #pragma unroll 1
   for (int left = (kPieces ? min(blocks, phase.at_once) : blocks) - warp; left > 0;
@@ -89,25 +125,22 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (!there(i)) continue;
-      if (kNorm) {
+      if (kNorm && kFixed) {
         const unsigned x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
-        const unsigned w[4] = {norm[i].x, norm[i].y, norm[i].z, norm[i].w};
-        unsigned scaled[4];
-        float of_quad[2] = {};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float low = number_of(x, 2 * k, bf16{}), high = number_of(x, 2 * k + 1, bf16{});
-          if (kFixed) {
-            of_quad[k / 2] += low * low, of_quad[k / 2] += high * high;
-          } else {
-            sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
+        for (int half = 0; half < 2; ++half) {
+          float of_quad = 0.0f;
+#pragma unroll
+          for (int k = 4 * half; k < 4 * half + 4; ++k) {
+            const float number = number_of(x, k, bf16{});
+            of_quad += number * number;
           }
-          scaled[k] = rounded(low * number_of(w, 2 * k, bf16{}),
-                              high * number_of(w, 2 * k + 1, bf16{}), bf16{});
+          of_quads[i / kEach][half] += of_quad;
         }
-        words[i] = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
-        of_quads[i / kEach][0] += of_quad[0], of_quads[i / kEach][1] += of_quad[1];
+      } else if (kNorm) {
+        add_squares(squared, words[i]);
       }
+      if (kNorm) words[i] = product(words[i], norm[i]);
       if (real) {
         *reinterpret_cast<uint4*>(to + i / kEach * of_block + i % kEach * of_word) = words[i];
       }
@@ -131,27 +164,8 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
     from += kAtOnce * kStep * kLine;
     to += kAtOnce * of_block;
   }
-  if (kNorm && !kFixed) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (lane % 4 == 0) squares[token] = sum;
-  }
+  if (kNorm && !kFixed) tell_squares(squares, squared);
   __syncwarp();
-}
-
-// Four words times those of a norm's weight; adds the squares of what they were to `sum`.
-__device__ __forceinline__ uint4 scaled_words(const uint4& words, const uint4& norm, float& sum) {
-  const unsigned x[4] = {words.x, words.y, words.z, words.w};
-  const unsigned w[4] = {norm.x, norm.y, norm.z, norm.w};
-  unsigned scaled[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const float low = number_of(x, 2 * k, bf16{}), high = number_of(x, 2 * k + 1, bf16{});
-    sum = fmaf(low, low, sum), sum = fmaf(high, high, sum);
-    scaled[k] =
-        rounded(low * number_of(w, 2 * k, bf16{}), high * number_of(w, 2 * k + 1, bf16{}), bf16{});
-  }
-  return make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
 }
 
 // The same of two eights, whose words are on their way together, for weights in bfloat16. (Not in a
@@ -171,7 +185,7 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
   const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * kEight + token) * 16;
-  float sums[kEights] = {};
+  float squared[kEights] = {};
   // Of word i: its eight, its block of those at once, its unit of two.
   const auto eight_of = [](int i) { return i / 2 % kEights; };
   const auto block_of = [](int i) { return i / 2 / kEights; };
@@ -193,7 +207,10 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
     });
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      if (kNorm) words[i] = scaled_words(words[i], norm[i % 2], sums[eight_of(i)]);
+      if (kNorm) {
+        add_squares(squared[eight_of(i)], words[i]);
+        words[i] = product(words[i], norm[i % 2]);
+      }
       if (!there(i)) continue;
       *reinterpret_cast<uint4*>(to + eight_of(i) * args.input_bytes +
                                 (block_of(i) * (kStep / 4) + i % 2) * kOfWord) = words[i];
@@ -204,10 +221,7 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
   if (kNorm) {
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
-      float sum = sums[eight];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (lane % 4 == 0) squares[eight * kMultiplying * kEight + token] = sum;
+      tell_squares(squares + eight * kMultiplying * kEight, squared[eight]);
     }
   }
   __syncwarp();
@@ -262,21 +276,6 @@ struct Splitting<WeightType::fp8> {
   }
 };
 
-// Adds to the diagonal of a square of sums, whose rows and columns are quads of lanes, the squares
-// of the numbers in two words of each lane.
-__device__ __forceinline__ void add_squares(float (&sums)[4], unsigned x, unsigned y) {
-  multiply_step(sums, make_uint4(x, 0, y, 0), x, y);
-}
-__device__ __forceinline__ float of_diagonal(const float (&sums)[4]) {
-  const int lane = threadIdx.x % 32, quad = lane / 4;
-  return lane % 4 != quad / 2 ? 0.0f : quad % 2 == 0 ? sums[0] : sums[1];
-}
-
-__device__ __forceinline__ unsigned product(unsigned x, unsigned y) {
-  const __nv_bfloat162 of_both = __hmul2_rn(*reinterpret_cast<const __nv_bfloat162*>(&x),
-                                            *reinterpret_cast<const __nv_bfloat162*>(&y));
-  return *reinterpret_cast<const unsigned*>(&of_both);
-}
 // The largest of both magnitudes, as bits of a bfloat16 pair; those of NaN are the largest.
 __device__ __forceinline__ unsigned larger(unsigned x, unsigned y) {
   return __vmaxu2(x & 0x7fff7fffu, y & 0x7fff7fffu);

@@ -17,7 +17,7 @@ int whole_step_blocks(int device);
 void map_weight(void* map, const void* weight, WeightType type, std::int64_t rows,
                 std::int64_t inputs, int device);
 
-// Enqueued on the stream; all blocks run at once. Sets `stages`.
+// Enqueued on the stream; all blocks run at once. Sets `stages` and `in_flight`.
 void whole_step(WholeStepArgs& args, int device, void* stream);
 
 }  // namespace cuda

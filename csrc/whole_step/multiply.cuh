@@ -16,15 +16,18 @@ namespace cuda {
 namespace whole {
 
 // Stages on their way: as many as hide the memory's latency. What the blocks hand each other waits
-// behind a longer queue.
+// behind a longer queue, which costs more where that is much, or products are short.
+constexpr int kMostInFlight = 3;
 template <WeightType kType>
-constexpr int kInFlight = kType == WeightType::bf16 ? 3 : 2;
+int in_flight(const WholeStepArgs& args) {
+  const bool few = kType != WeightType::bf16 || args.batch > kEight || args.width <= 1024;
+  return few ? 2 : kMostInFlight;
+}
 // A group waits for its next stage, up to so many after its last one, by the parity of its place's
 // barrier, which is that of the copy before the last one too. So the last copy there, which may be
 // the other group's, has to have landed by then: it is none of those that are on their way.
 constexpr int kMostAhead = kGroups + 1;
-template <WeightType kType>
-constexpr int kFewestStages = kInFlight<kType> + kMostAhead;
+constexpr int kFewestStages = kMostInFlight + kMostAhead;
 
 // Blocks of 8 rows of a matrix, seen as [blocks, rows, inputs of a block], to a tile's place; zeros
 // past its end.
@@ -48,7 +51,6 @@ __device__ __forceinline__ int stages_of(int inputs) {
 template <int kGates, WeightType kType, bool kFixed, class Shared>
 __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& shared,
                                              unsigned char* ring) {
-  constexpr int in_flight = kInFlight<kType>;
   Turn stage, landed;
   int on_their_way = 0;
   unsigned asked = 0;
@@ -71,7 +73,7 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
 #pragma unroll 1
       for (int block = 0; block < blocks; block += kOfGroup) {
         if (stage.round > 0) wait_barrier(shared.empty[stage.at], (stage.round - 1) % 2);
-        if (on_their_way == in_flight) {
+        if (on_their_way == args.in_flight) {
           wait_barrier(shared.full[landed.at], landed.round % 2);
           landed.advance(1, args.stages);
           --on_their_way;
