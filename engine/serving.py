@@ -9,6 +9,7 @@ HopperLM on request. The libraries that LM's own methods call do not.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from engine.models.packed import PackedLM, can_pack
 from engine.models.products import ProductsLM
 from engine.models.whole_step import Head, WholeStep, runs_kernels
 from engine.models.widened import bytes_of_copy, widened
+
+log = logging.getLogger(__name__)
 
 
 class ServingModel(Protocol):
@@ -111,9 +114,17 @@ def serving_model(model: LM, device: torch.device, *, deterministic: bool = Fals
         return PackedLM(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
         return hopper.HopperLM(model, deterministic=deterministic)
-    if not deterministic and device.type == "cuda" and _is_worth_a_copy(model, device):
-        few = WholeStep(model, Head.of(model))
-        return hopper.HopperLM(widened(model), few=few)
+    if not deterministic and device.type == "cuda" and _would_gain_by_a_copy(model):
+        needed, free = bytes_of_copy(model), available_memory(device)
+        if 2 * needed <= free:
+            log.info("%d MB for a copy of the 8-bit weights in 16 bits", needed // 10**6)
+            few = WholeStep(model, Head.of(model))
+            return hopper.HopperLM(widened(model), few=few)
+        log.warning(
+            "no copy of the 8-bit weights in 16 bits (%d MB of %d MB free): prompts and batches of "
+            "more than 8 sequences will be slow",
+            *(needed // 10**6, free // 10**6),
+        )
     if deterministic:
         raise ConfigError(
             "deterministic is not possible for this model and device; allowed: float32 or bfloat16 "
@@ -124,14 +135,12 @@ def serving_model(model: LM, device: torch.device, *, deterministic: bool = Fals
     return PlainModel(model)
 
 
-def _is_worth_a_copy(model: LM, device: torch.device) -> bool:
-    """Whether steps of a few sequences are a kernel that reads 8-bit weights as they are, and there
-    is room for a copy in 16 bits, by which all else is several times as quick: half of the memory
-    that is free stays so."""
+def _would_gain_by_a_copy(model: LM) -> bool:
+    """Whether steps of a few sequences are a kernel that reads 8-bit weights as they are, and all
+    else would be several times as quick with a copy in 16 bits."""
     return (
         model.config.quantization is not None
         and runs_kernels(model)
         and hopper.supports_widths(model.config)
         and WholeStep.most_rows(model) > 0
-        and 2 * bytes_of_copy(model) <= available_memory(device)
     )
