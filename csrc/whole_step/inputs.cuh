@@ -168,60 +168,79 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   __syncwarp();
 }
 
-// The same of two eights, whose words are on their way together, for weights in bfloat16. (Not in a
-// fixed order.) As many registers hold two blocks, or one and its norm's weights.
+// The same of two eights, for weights in bfloat16, by the copy engine: a warp asks it for a block
+// of an eight at a time, which lies together, and looks for missing words where they have come to.
+// Loads of as many would take more registers than there are, and a multiprocessor can ask for a
+// limited number of lines. (Not in a fixed order.) `here` counts what has come, for the `turn`th
+// time.
 template <bool kNorm>
 __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const WholeStepPhase& phase,
                                             int first, const unsigned char* set, unsigned char* own,
-                                            float* squares) {
-  constexpr int kEights = 2, kAtOnce = kNorm ? 1 : 2, kWords = kEights * kAtOnce * 2;
-  constexpr int kBlock = inputs_of_block(WeightType::bf16), kUnits = kBlock / kUnit;
-  constexpr int kLine = bytes_of_unit(false), kOfWord = 4 * kEight * 16;
-  constexpr int kStep = kMultiplying * kUnits;  // units to this warp's next block
-  static_assert(kUnits == 8, "two for each lane of four");
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
+                                            float* squares, std::uint64_t& here, unsigned& turn) {
+  constexpr int kEights = 2, kBlock = inputs_of_block(WeightType::bf16), kUnits = kBlock / kUnit;
+  constexpr int kBytes = kUnits * kUnitLine;  // of a block of an eight
+  constexpr int kMostBlocks = kMostInputBytes / (kEights * kBytes) / kMultiplying;
+  constexpr int kMost = kEights * kMostBlocks;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % kEight;
   const int blocks = min(phase.inputs / kBlock - first, phase.at_once);
-  const int first_unit = (first + warp) * kUnits + lane % 4;
-  const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
-  const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
-  unsigned char* to = own + (lane % 4 * kEight + token) * 16;
-  float squared[kEights] = {};
-  // Of word i: its eight, its block of those at once, its unit of two.
-  const auto eight_of = [](int i) { return i / 2 % kEights; };
-  const auto block_of = [](int i) { return i / 2 / kEights; };
+  const int count = blocks > warp ? (blocks - warp + kMultiplying - 1) / kMultiplying : 0;
+  const int first_unit = (first + warp) * kUnits;
+  // Of block i / 2, eight i % 2.
+  const auto place = [&](int i) {
+    return own + i / kEights * (kMultiplying * kBytes) + i % kEights * args.input_bytes;
+  };
+  const auto source = [&](int i) {
+    return set + i % kEights * args.eight_bytes + phase.in +
+           (first_unit + i / kEights * (kMultiplying * kUnits)) * kUnitLine;
+  };
+  float sums[kEights] = {};
+  uint4 norm[kNorm ? kMostBlocks : 1][2];
+  if (kNorm) {
+#pragma unroll
+    for (int i = 0; i < kMostBlocks; ++i) {
+      const uint4* from = static_cast<const uint4*>(phase.norm) + first_unit +
+                          i * (kMultiplying * kUnits) + lane / kEight;
+      if (i < count) norm[i][0] = __ldg(from), norm[i][1] = __ldg(from + kUnits / 2);
+    }
+  }
+  unsigned left = (1u << kEights * count) - 1;
+  // What this warp has written there, or read, comes before what is copied.
+  fence_for_copies();
+  __syncwarp();
 #pragma unroll 1
-  for (int left = blocks - warp; left > 0; left -= kAtOnce * kMultiplying) {
-    const auto there = [&](int i) { return block_of(i) == 0 || left > kMultiplying; };
-    uint4 words[kWords], norm[2];
-    if (kNorm) {
-      norm[0] = __ldg(weights), norm[1] = __ldg(weights + 4);
-      weights += kStep;
-    }
+  while (left) {
+    if (lane == 0) {
+      arrive_expecting(here, __popc(left) * kBytes);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const bool real = eight_of(i) * kEight + token < args.batch;
-      words[i] = real && there(i) ? missing() : uint4{};
-    }
-    wait_for_words(words, [&](int i) {
-      return from + eight_of(i) * args.eight_bytes + (block_of(i) * kStep + i % 2 * 4) * kLine;
-    });
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if (kNorm) {
-        add_squares(squared[eight_of(i)], words[i]);
-        words[i] = product(words[i], norm[i % 2]);
+      for (int i = 0; i < kMost; ++i) {
+        if (left >> i & 1) copy_bytes(place(i), source(i), kBytes, here);
       }
-      if (!there(i)) continue;
-      *reinterpret_cast<uint4*>(to + eight_of(i) * args.input_bytes +
-                                (block_of(i) * (kStep / 4) + i % 2) * kOfWord) = words[i];
     }
-    from += kAtOnce * kStep * kLine;
-    to += kAtOnce * (kStep / 4) * kOfWord;
+    wait_barrier(here, turn++ % 2);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (!(left >> i & 1)) continue;
+      uint4* const at = reinterpret_cast<uint4*>(place(i)) + lane;
+      uint4 low = at[0], high = at[32];
+      const bool real = i % kEights * kEight + token < args.batch;
+      if (!__all_sync(0xffffffffu, !real || (written(low) && written(high)))) continue;
+      left &= ~(1u << i);
+      if (kNorm) {
+        if (!real) low = high = uint4{};
+        add_squares(sums[i % kEights], low);
+        add_squares(sums[i % kEights], high);
+        at[0] = product(low, norm[i / kEights][0]);
+        at[32] = product(high, norm[i / kEights][1]);
+      }
+    }
   }
   if (kNorm) {
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
-      tell_squares(squares + eight * kMultiplying * kEight, squared[eight]);
+      float sum = sums[eight];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+      if (lane < kEight) squares[eight * kMultiplying * kEight + token] = sum;
     }
   }
   __syncwarp();

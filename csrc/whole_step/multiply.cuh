@@ -117,6 +117,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
   // Whether this group had stages of the last product. Else it may be far ahead of the other one,
   // and waits for what that one has summed before it asks for its next stage (kMostAhead).
   bool had_some = true;
+  unsigned here = 0;  // how many times inputs have come to this warp by the copy engine
   Tiles held;
   stage.at = group;
   // Of a single tile, what lies beside it is multiplied too, and nobody looks at the sums.
@@ -162,9 +163,10 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
       if constexpr (kEights > 1) {
         static_assert(kEights == 2 && kPieces && kType == WeightType::bf16);
         if (phase.norm) {
-          take_eights<true>(args, phase, 0, set, own, shared.squares[0][warp]);
+          take_eights<true>(args, phase, 0, set, own, shared.squares[0][warp], shared.here[warp],
+                            here);
         } else {
-          take_eights<false>(args, phase, taken, set, own, nullptr);
+          take_eights<false>(args, phase, taken, set, own, nullptr, shared.here[warp], here);
         }
       } else if (phase.norm) {
         // Nobody reads the sums of squares before any more: a whole other product has been finished
