@@ -115,10 +115,16 @@ class Runner:
             self.config.quantization,
         )
         parameters = sum(weight.numel() for weight in model.parameters())
-        self._model = serving_model(model, self._device, deterministic=self.config.deterministic)
+        rows = self.config.max_slots + self.config.share_slots
+        self._model = serving_model(
+            model,
+            self._device,
+            deterministic=self.config.deterministic,
+            reserve=(rows + 1) * self.model_config.state_bytes,
+        )
         self._pool = StatePool(
             self.model_config,
-            self.config.max_slots + self.config.share_slots,
+            rows,
             self._device,
             self._model.initial_state_rows(),
         )

@@ -102,28 +102,31 @@ class PlainModel:
         return self._model.initial_state_rows()
 
 
-def serving_model(model: LM, device: torch.device, *, deterministic: bool = False) -> ServingModel:
+def serving_model(
+    model: LM, device: torch.device, *, deterministic: bool = False, reserve: int = 0
+) -> ServingModel:
     """The quickest implementation of `model`, whose weights are on `device`.
 
     It may take them out of `model`, which then is of no more use, or move those of norms elsewhere.
     With `deterministic`, what it gives for a row or a sequence depends on that alone, bit for bit,
-    and not on the others of a call; pieces of a prompt end at multiples of SCAN_CHUNK. Raises
-    ConfigError where there is no such implementation.
+    and not on the others of a call; pieces of a prompt end at multiples of SCAN_CHUNK. `reserve`:
+    bytes of the device's memory that are needed for more than the model. Raises ConfigError where
+    there is no such implementation.
     """
     if can_pack(model):
         return PackedLM(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
         return hopper.HopperLM(model, deterministic=deterministic)
     if not deterministic and device.type == "cuda" and _would_gain_by_a_copy(model):
-        needed, free = bytes_of_copy(model), available_memory(device)
+        needed, free = bytes_of_copy(model), available_memory(device) - reserve
         if 2 * needed <= free:
             log.info("%d MB for a copy of the 8-bit weights in 16 bits", needed // 10**6)
             few = WholeStep(model, Head.of(model))
             return hopper.HopperLM(widened(model), few=few)
         log.warning(
-            "no copy of the 8-bit weights in 16 bits (%d MB of %d MB free): prompts and batches of "
-            "more than 8 sequences will be slow",
-            *(needed // 10**6, free // 10**6),
+            "no copy of the 8-bit weights in 16 bits, which takes %d MB and is made where twice as "
+            "many are free (%d MB): prompts and batches of more than %d sequences will be slow",
+            *(needed // 10**6, max(free, 0) // 10**6, WholeStep.most_rows(model)),
         )
     if deterministic:
         raise ConfigError(

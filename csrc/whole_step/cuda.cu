@@ -18,6 +18,12 @@ int attribute(cudaDeviceAttr which, int device, const char* what) {
 template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed,
           bool kPieces, int kEights>
 void launch(WholeStepArgs& args, int device, cudaStream_t on) {
+  using OfBlock = whole::Shared<CellOf<float>::kInputs, kSplit, kFixed, kEights>;
+  // Of a Hopper's 227 KiB for a block.
+  static_assert(227 * 1024 - static_cast<int>(sizeof(OfBlock)) -
+                        input_room(CellOf<float>::kInputs, kEights * kEight) >=
+                    whole::kFewestStages * whole::kStageBytes,
+                "room for weights, whatever the inputs take");
   static thread_local int prepared = -1, most_shared = 0;
   constexpr auto kKernel =
       &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed, kPieces, kEights>;
@@ -27,9 +33,7 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
           "shared memory of a whole step");
     prepared = device;
   }
-  const int besides =
-      static_cast<int>(sizeof(whole::Shared<CellOf<float>::kInputs, kSplit, kFixed, kEights>)) +
-      kEights * args.input_bytes;
+  const int besides = static_cast<int>(sizeof(OfBlock)) + kEights * args.input_bytes;
   args.stages = (most_shared - besides) / whole::kStageBytes;
   if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
   if (args.stages < whole::kFewestStages) {

@@ -200,7 +200,7 @@ __device__ __forceinline__ void finish(
         }
         if (!kFixed) scale = normed ? norm_scale_of_warps(args, shared.squares[eight]) : 1.0f;
         ++turn;
-        if (kFixed) delay(8, 3000);
+        delay(8, 3000);
         __syncwarp();
         if (lane == 0) {
           if constexpr (kFixed) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../common/channels.cuh"
+#include "../common/delays.cuh"
 #include "exchange.cuh"
 #include "fragments.cuh"
 
@@ -171,12 +172,14 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
 // The same of two eights, for weights in bfloat16, by the copy engine: a warp asks it for a block
 // of an eight at a time, which lies together, and looks for missing words where they have come to.
 // Loads of as many would take more registers than there are, and a multiprocessor can ask for a
-// limited number of lines. (Not in a fixed order.) `here` counts what has come, for the `turn`th
-// time.
+// limited number of lines. (Not in a fixed order.) What other blocks store is not ordered before
+// what the copy engine reads: each word says by itself whether it is there, and says nothing of
+// others. `arrived` counts the bytes that have come, for the `turn`th time.
 template <bool kNorm>
 __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const WholeStepPhase& phase,
                                             int first, const unsigned char* set, unsigned char* own,
-                                            float* squares, std::uint64_t& here, unsigned& turn) {
+                                            float* squares, std::uint64_t& arrived,
+                                            unsigned& turn) {
   constexpr int kEights = 2, kBlock = inputs_of_block(WeightType::bf16), kUnits = kBlock / kUnit;
   constexpr int kBytes = kUnits * kUnitLine;  // of a block of an eight
   constexpr int kMostBlocks = kMostInputBytes / (kEights * kBytes) / kMultiplying;
@@ -193,7 +196,7 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
     return set + i % kEights * args.eight_bytes + phase.in +
            (first_unit + i / kEights * (kMultiplying * kUnits)) * kUnitLine;
   };
-  float sums[kEights] = {};
+  float sums[kMost] = {};  // of squares: blocks come in any order, and are added up in one
   uint4 norm[kNorm ? kMostBlocks : 1][2];
   if (kNorm) {
 #pragma unroll
@@ -210,13 +213,14 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
 #pragma unroll 1
   while (left) {
     if (lane == 0) {
-      arrive_expecting(here, __popc(left) * kBytes);
+      arrive_expecting(arrived, __popc(left) * kBytes);
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        if (left >> i & 1) copy_bytes(place(i), source(i), kBytes, here);
+        if (left >> i & 1) copy_bytes(place(i), source(i), kBytes, arrived);
       }
     }
-    wait_barrier(here, turn++ % 2);
+    wait_barrier(arrived, turn++ % 2);
+    delay(16, 3000);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       if (!(left >> i & 1)) continue;
@@ -227,8 +231,8 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
       left &= ~(1u << i);
       if (kNorm) {
         if (!real) low = high = uint4{};
-        add_squares(sums[i % kEights], low);
-        add_squares(sums[i % kEights], high);
+        add_squares(sums[i], low);
+        add_squares(sums[i], high);
         at[0] = product(low, norm[i / kEights][0]);
         at[32] = product(high, norm[i / kEights][1]);
       }
@@ -238,6 +242,8 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
       float sum = sums[eight];
+#pragma unroll
+      for (int i = eight + kEights; i < kMost; i += kEights) sum += sums[i];
       sum += __shfl_xor_sync(0xffffffffu, sum, 8);
       sum += __shfl_xor_sync(0xffffffffu, sum, 16);
       if (lane < kEight) squares[eight * kMultiplying * kEight + token] = sum;

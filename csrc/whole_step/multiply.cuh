@@ -85,10 +85,8 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
         if (second >= 0) copy_tile(to + kTileBytes, map, second, block, full);
         stage.advance(1, args.stages);
         ++on_their_way;
-        if (kFixed) {
-          delay(64, 3000);
-          set_count(shared.stages_asked, ++asked);
-        }
+        delay(64, 3000);
+        if (kFixed) set_count(shared.stages_asked, ++asked);
       }
     }
   }
@@ -117,7 +115,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
   // Whether this group had stages of the last product. Else it may be far ahead of the other one,
   // and waits for what that one has summed before it asks for its next stage (kMostAhead).
   bool had_some = true;
-  unsigned here = 0;  // how many times inputs have come to this warp by the copy engine
+  unsigned arrivals = 0;  // how many times inputs have come to this warp by the copy engine
   Tiles held;
   stage.at = group;
   // Of a single tile, what lies beside it is multiplied too, and nobody looks at the sums.
@@ -163,10 +161,10 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
       if constexpr (kEights > 1) {
         static_assert(kEights == 2 && kPieces && kType == WeightType::bf16);
         if (phase.norm) {
-          take_eights<true>(args, phase, 0, set, own, shared.squares[0][warp], shared.here[warp],
-                            here);
+          take_eights<true>(args, phase, 0, set, own, shared.squares[0][warp], shared.arrived[warp],
+                            arrivals);
         } else {
-          take_eights<false>(args, phase, taken, set, own, nullptr, shared.here[warp], here);
+          take_eights<false>(args, phase, taken, set, own, nullptr, shared.arrived[warp], arrivals);
         }
       } else if (phase.norm) {
         // Nobody reads the sums of squares before any more: a whole other product has been finished
@@ -192,6 +190,7 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
             }
           }
           at.advance(of_block);
+          delay(64, 3000);
           __syncwarp();
           if (lane == 0) arrive(shared.empty[stage.at]);
           // The next one of these tiles, or the first one of the next.

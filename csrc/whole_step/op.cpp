@@ -90,7 +90,7 @@ class Plan {
   PhaseKind kind_of(int n) const { return static_cast<PhaseKind>(args.phase[n].kind); }
   std::int64_t gates_of(PhaseKind kind) const { return kind == PhaseKind::gates ? gates_ : 1; }
 
-  // Rows whose inputs have room all at once. Of more than an eight each eight has as much.
+  // Rows whose inputs have room all at once: of more than an eight, for all that two eights have.
   int whole_rows(int inputs) const {
     const int row = 2 * inputs, all = input_room(static_cast<int>(gates_), kMostTokens) / row;
     return all >= kMostTokens ? kMostTokens : std::min(kMostInputBytes / row, kEight);

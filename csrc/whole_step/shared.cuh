@@ -46,12 +46,13 @@ struct Shared {
   // In a fixed order: units whose sums have been taken, by warps that finish; the newest phase
   // whose inputs and their squares are all here; stages that copies have been asked for.
   unsigned units_taken[kFinishing], products_begun, stages_asked;
-  std::uint64_t here[kMultiplying];  // inputs that a warp has asked for, of several eights
-  std::uint64_t stored;              // this block's last unit of a phase
+  std::uint64_t arrived[kMultiplying];  // inputs that a warp has asked for, of several eights
+  std::uint64_t stored;                 // this block's last unit of a phase
 };
 
 // Named barriers: 0 is that of __syncthreads, then one for each room for sums: a warp that finishes
-// waits until all have arrived that multiply, or in a fixed order all that have had a part.
+// waits, or two of two eights, until all have arrived that multiply, or in a fixed order all that
+// have had a part.
 constexpr int kSummed = 1;
 template <int kEights>
 constexpr int kMeeting = (kMultiplying + kEights) * 32;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void prepare(Shared& shared) {
     shared.units_taken[i] = 0;
   }
 #pragma unroll 1
-  for (std::uint64_t& here : shared.here) init_barrier(here, 1);
+  for (std::uint64_t& arrived : shared.arrived) init_barrier(arrived, 1);
   shared.products_begun = shared.stages_asked = 0;
   init_barrier(shared.stored, kEights);
   fence_barriers();

@@ -1,5 +1,6 @@
 """HopperLM: the decode step of an LM as a chain of linear maps (chain.py), or as one kernel: for a
-few sequences (whole_step.py), or up to about a hundred of a small model (cluster_step.py).
+few sequences (whole_step.py), or up to about a hundred of a small model (cluster_step.py). A few
+sequences may have a kernel that reads the model's weights in 8 bits.
 
 The chain is quickest up to some hundred tokens, where the head may be better off as a kernel of its
 own. More are read with products of the library altogether (products.py), or but for the middle of a
@@ -61,7 +62,7 @@ def supports(model: LM) -> bool:
 
 
 def supports_widths(config: ModelConfig) -> bool:
-    """WIDTHS."""
+    """Whether they are WIDTHS, but for the out projection."""
     return (
         config.d_model % SQUARE_ROWS == 0 and config.inner % 8 == 0 and config.mlp_hidden % 8 == 0
     )
@@ -93,6 +94,11 @@ class HopperLM:
         if WholeStep.most_rows(model, fixed_order=deterministic) > 0:
             self._whole = WholeStep(model, self._head, fixed_order=deterministic)
         self._few = few
+        self._most_of = {
+            way: kernel.rows
+            for way, kernel in ((Way.NARROW, few), (Way.WHOLE, self._whole))
+            if kernel is not None
+        }
         self._clusters = None if deterministic else ClusterStep.of(model)
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
@@ -107,7 +113,7 @@ class HopperLM:
         """As ServingModel.prepare."""
         if self._products is None:
             return
-        few = to_be_timed({count for count in steps if count <= EIGHT})
+        few_rows = to_be_timed({count for count in steps if count <= EIGHT})
         most_untimed = 0 if self._whole is None else min(self._whole.rows, EIGHT)
         rows = {count for count in steps if count > most_untimed}
         timed_rows, timed_prompts = to_be_timed(rows), to_be_timed(prompts)
@@ -116,7 +122,7 @@ class HopperLM:
         self._products.tune(for_products, [*heads, *logits])
         self._products.tune_around(for_products)
         for found, read, sizes, ways_of in (
-            (self._ways_of_few, self._step, few, self._possible_ways_of_few),
+            (self._ways_of_few, self._step, few_rows, self._possible_ways_of_few),
             (self._ways_of_steps, self._step, timed_rows, self._possible_ways),
             (self._ways_of_prompts, self._one_prompt, timed_prompts, _possible_ways_of_prompts),
         ):
@@ -141,8 +147,7 @@ class HopperLM:
     def _possible_ways_of_few(self, rows: int) -> list[Way]:
         """Of a step of up to EIGHT rows. Where one kernel computes it nothing else is quicker, but
         its like with other weights may be."""
-        takes = {Way.NARROW: self._few, Way.WHOLE: self._whole}
-        return [way for way, kernel in takes.items() if kernel is not None and rows <= kernel.rows]
+        return [way for way, most in self._most_of.items() if rows <= most]
 
     def _possible_ways(self, rows: int) -> list[Way]:
         """Of a step of any number of rows."""
@@ -241,7 +246,7 @@ class HopperLM:
             return None
         if self._fixed_order:
             return self._bests_in_fixed_order if rows > FEWEST_OF_THE_LIBRARY else None
-        way = nearest(self._ways_to_bests, rows, self._way_of_step(rows))
+        way = nearest(self._ways_to_bests, rows, self._way_of_step(rows), self._most_of)
         return partial(self._bests, way=way) if way in TO_A_HEAD else None
 
     @torch.no_grad()
@@ -263,14 +268,13 @@ class HopperLM:
     def _way_of_step(self, rows: int) -> Way:
         few = self._possible_ways_of_few(rows) if 0 < rows <= EIGHT else []
         if few:
-            way = nearest(self._ways_of_few, rows, few[0])
-            return way if way in few else few[0]
+            return nearest(self._ways_of_few, rows, few[0], self._most_of)
         unmeasured = Way.LIBRARY if rows > self._most_rows else Way.CHAIN
         if self._clusters is not None and 0 < rows <= MOST_ROWS_OF_CLUSTERS:
             unmeasured = Way.CLUSTERS
         elif self._whole is not None and 0 < rows <= self._whole.rows:
             unmeasured = Way.WHOLE
-        return nearest(self._ways_of_steps, rows, unmeasured)
+        return nearest(self._ways_of_steps, rows, unmeasured, self._most_of)
 
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
         if self._clusters is not None and way is Way.CLUSTERS:

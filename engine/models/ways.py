@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
 from engine.models.lm import LM
@@ -44,17 +44,18 @@ def to_be_timed(sizes: Iterable[int]) -> list[int]:
     return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
 
 
-def nearest(found: dict[int, Way], size: int, unmeasured: Way) -> Way:
+def nearest(
+    found: Mapping[int, Way], size: int, unmeasured: Way, most: Mapping[Way, int] | None = None
+) -> Way:
     """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
-    powers the larger one counts from 1.42 times the smaller one on."""
-    if not found or size == 0:
+    powers the larger one counts from 1.42 times the smaller one on. `most`: the largest size that
+    can go a way, where there is one."""
+    limits = {Way.CLUSTERS: max(MOST_ROWS_OF_CLUSTERS, *found, 0), **(most or {})}
+    possible = {other: way for other, way in found.items() if size <= limits.get(way, size)}
+    if not possible or size == 0:
         return unmeasured
-    near = min(found, key=lambda other: max(other, size) / min(other, size))
-    way = found[near]
-    if size <= FEWEST_OF_THE_LIBRARY and way in TO_A_HEAD:
-        return Way.CHAIN
-    most = {Way.CLUSTERS: max(MOST_ROWS_OF_CLUSTERS, *found), Way.WHOLE: near}
-    return unmeasured if size > most.get(way, size) else way
+    way = possible[min(possible, key=lambda other: max(other, size) / min(other, size))]
+    return Way.CHAIN if size <= FEWEST_OF_THE_LIBRARY and way in TO_A_HEAD else way
 
 
 def where_the_library_begins(model: LM) -> tuple[int, int]:

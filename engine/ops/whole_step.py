@@ -27,7 +27,7 @@ _LINE_BYTES = 16  # of a channel's values of EIGHT tokens
 #: What the kernel takes: rows of a batch, products, channels for each multiprocessor, taps of a
 #: convolution; what the inputs of products divide by, in bytes of a row of weights.
 MOST_ROWS = 16
-EIGHT = 8  # rows whose columns are multiplied together; in a fixed order there are no more
+EIGHT = 8  # rows whose columns are multiplied together; the most in a fixed order, or in 8 bits
 MOST_PHASES = 224
 MOST_CHANNELS_EACH = 24
 MOST_TAPS = 4
@@ -113,13 +113,15 @@ class Program:
             device="cpu",
         )
         sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
+        narrow = phases[-1].weight.dtype != torch.bfloat16
+        most_rows = EIGHT if fixed_order or narrow else MOST_ROWS
         # By eights of a batch: what a step leaves to the next one is for its like.
         self._exchanges = [
             (
                 torch.full((eights * sets,), 255, dtype=torch.uint8, device=device),
                 torch.zeros(1, dtype=torch.int64, device=device),
             )
-            for eights in range(1, 2 if fixed_order else 1 + MOST_ROWS // EIGHT)
+            for eights in range(1, 1 + most_rows // EIGHT)
         ]
 
     def run(
@@ -128,9 +130,10 @@ class Program:
         """One token of every row.
 
         Args:
-            tokens: int32 [batch], up to MOST_ROWS, in a fixed order EIGHT, and where inputs may
-                not come in pieces as many as MOST_INPUT_BYTES leave room for, of more than EIGHT
-                as many whole ones; an id out of range is a row of zeros.
+            tokens: int32 [batch], up to EIGHT, and for weights in bfloat16 without a fixed order
+                up to MOST_ROWS. Inputs that may not come in pieces must have room for all rows in
+                MOST_INPUT_BYTES; with more than EIGHT rows for MOST_ROWS, of three gates in
+                FEW_INPUT_BYTES. An id out of range is a row of zeros.
             slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
                 be named twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.

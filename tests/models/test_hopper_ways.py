@@ -44,9 +44,12 @@ def test_clusters_take_no_more_than_was_timed() -> None:
     assert nearest({128: Way.CLUSTERS}, 120, Way.CHAIN) is Way.CLUSTERS
 
 
-def test_one_kernel_takes_no_more_rows_than_was_timed() -> None:
-    assert nearest({16: Way.WHOLE, 32: Way.CHAIN}, 17, Way.CLUSTERS) is Way.CLUSTERS
-    assert nearest({16: Way.WHOLE, 32: Way.CHAIN}, 9, Way.CLUSTERS) is Way.WHOLE
+def test_a_way_with_a_limit_takes_no_more_rows() -> None:
+    found, most = {8: Way.NARROW, 16: Way.WHOLE, 32: Way.CHAIN}, {Way.NARROW: 8, Way.WHOLE: 16}
+    for size, way in ((5, Way.NARROW), (9, Way.WHOLE), (16, Way.WHOLE), (17, Way.CHAIN)):
+        assert nearest(found, size, Way.CLUSTERS, most) is way
+    assert nearest({4: Way.WHOLE, 8: Way.WHOLE}, 5, Way.NARROW, most) is Way.WHOLE
+    assert nearest({16: Way.WHOLE}, 17, Way.CLUSTERS, most) is Way.CLUSTERS
 
 
 def test_nothing_found() -> None:

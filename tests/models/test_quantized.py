@@ -229,11 +229,12 @@ def test_a_graph_replays_a_quantised_step(kind: Quantization, tied: bool) -> Non
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_widened_copy_is_the_model_with_rounded_weights(
-    kind: Quantization, dtype: torch.dtype
+    kind: Quantization, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantize_model(
         build({"cell": "minlstm", "conv_kernel": 3, "cell_bias": True}).to(dtype), kind
     )
+    monkeypatch.setattr("engine.models.widened._BLOCK", 100)  # some rows at once
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wide = widened(model)
     assert wide.config == dataclasses.replace(model.config, quantization=None)
