@@ -184,8 +184,9 @@ def chances(seed: str, most: int) -> Iterator[tuple[list[int], int]]:
         yield slots, chance.getrandbits(30)
 
 
-#: Inputs that two groups of warps have in turn, or one group alone; of three gates.
+#: Inputs that groups of warps have in turn, one group more or alone; of three gates.
 REPEATED = {
+    "three stages": config(d_model=1152, n_layers=2, vocab_size=2000),
     "two blocks for a warp": WIDE["wide"],
     "one stage": config(d_model=512, n_layers=2, cell="minlstm", expansion=4.0, vocab_size=2000),
     "three gates": config(d_model=1024, n_layers=2, cell="minlstm", vocab_size=2000),
