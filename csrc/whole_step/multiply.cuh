@@ -6,6 +6,7 @@
 // inputs, and half of the warps wait at its barriers.
 #pragma once
 
+#include "eights.cuh"
 #include "exchange.cuh"
 #include "inputs.cuh"
 #include "jobs.cuh"
