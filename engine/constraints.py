@@ -233,7 +233,7 @@ class Constraints:
             for key in keys
             if (text := self._texts.get(key)) is not None
             and key not in self._rejected
-            and text.original.cost.seconds < SLOW_SECONDS  # others may be not in the next step
+            and not text.original.cost.is_slow  # others may be not in the next step
         ]
         if not self._are_worth_threads(len(going_on)):
             return
@@ -284,7 +284,7 @@ class Constraints:
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
             self._compute_one(key, text, (address + row * size, size))
             before, last = last, time.perf_counter()
-            if last - before >= SLOW_SECONDS or text.original.cost.seconds >= SLOW_SECONDS:
+            if last - before >= SLOW_SECONDS or text.original.cost.is_slow:
                 text.original.cost.note(last - before)
         if len(texts) >= SEVERAL:  # few take longer, for what they need is in no cache
             self._mask_seconds = (last - began) / len(texts)

@@ -20,6 +20,10 @@ class MaskCost:
 
     seconds: float = 0.0  # that a mask takes, by one thread, lately
 
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds >= SLOW_SECONDS
+
     def note(self, seconds: float) -> None:
         """One has taken so long."""
         self.seconds += _NEWS * (seconds - self.seconds)
@@ -33,7 +37,7 @@ class MaskBudget:
 
     def has_room(self, cost: MaskCost | None) -> bool:
         """For one more, which counts from now on; the first one always has room."""
-        if cost is None or cost.seconds < SLOW_SECONDS:
+        if cost is None or not cost.is_slow:
             return True
         if self._left <= 0:
             return False

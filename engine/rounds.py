@@ -16,7 +16,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from engine.batch import DecodeBatch
-from engine.mask_cost import SLOW_SECONDS, MaskBudget
+from engine.mask_cost import MaskBudget
 from engine.messages import Stats
 from engine.plan import DecodeRow, Plan, StepResult
 from engine.sequence import Sequence
@@ -179,17 +179,11 @@ class Rounds:
 
     def _decode_through_host(self, plan: Plan, sequences: Collection[Sequence]) -> None:
         budget = MaskBudget()
-        served = [
-            one
-            for one in sequences
-            if (cost := one.mask_cost) is None
-            or cost.seconds < SLOW_SECONDS
-            or budget.has_room(cost)
-        ]
+        served = [one for one in sequences if budget.has_room(one.mask_cost)]
         plan.decode += [DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in served]
         if len(served) < len(sequences):  # it is the others' turn next
             for one in served:
-                if one.mask_cost is not None and one.mask_cost.seconds >= SLOW_SECONDS:
+                if one.mask_cost is not None and one.mask_cost.is_slow:
                     self.sequences[one.key] = self.sequences.pop(one.key)
                     self._hosted[one.key] = self._hosted.pop(one.key)
 
