@@ -1,9 +1,11 @@
-// A clustered decode step on Hopper: checks, the plan, arguments. CUDA only.
+// A clustered decode step on Hopper, of sixteen blocks or, for many sequences, eight (wide_step):
+// checks, the plan, arguments. CUDA only.
 #include <cstdint>
 
 #include "../common/operators.h"
 #include "../linear/require_hopper.h"
 #include "../common/addresses.h"
+#include "../wide_step/launch.h"
 #include "launch.h"
 
 namespace minserve {
@@ -86,9 +88,16 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   args.shape.hidden = static_cast<int>(hidden);
   args.ids = static_cast<int>(table.size(0));
   args.shape.vocabulary = static_cast<int>(vocabulary);
-  const std::int64_t tiles = args.shape.tiles(args.layers, 0);  // no other pair has more
+  check.tensor(weights, "weights", ScalarType::BFloat16, {-1, -1, -1},
+               "[blocks, streams, weights]");
+  const bool wide = weights.size(0) == kWideBlocks;
+  const std::int64_t streams = wide ? kWideGroups : kPairs;
+  // No other stream is longer than the first.
+  args.stream_bytes = wide ? WideShape{args.shape}.slabs(args.layers, 0) * kSlabBytes
+                           : args.shape.tiles(args.layers, 0) * kTileBytes;
   check.tensor(weights, "weights", ScalarType::BFloat16,
-               {kClusterBlocks, kPairs, tiles * kTileBytes / 2}, "[blocks, pairs, tiles]");
+               {wide ? kWideBlocks : kClusterBlocks, streams, args.stream_bytes / 2},
+               "[blocks, streams, weights]");
   check.require(weights.is_contiguous() &&
                     reinterpret_cast<std::uintptr_t>(weights.const_data_ptr()) % 16 == 0,
                 "weights must be contiguous and begin at a multiple of 16 bytes");
@@ -97,7 +106,6 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
     check.require(head_bias->is_contiguous(), "head_bias must be contiguous");
     args.head_bias = head_bias->const_data_ptr();
   }
-  args.stream_bytes = tiles * kTileBytes;
   args.weights = weights.const_data_ptr();
   args.table = table.const_data_ptr();
   args.linear_candidate = linear_candidate;
@@ -111,7 +119,9 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   args.num_slots = static_cast<int>(cell.size(1));
   const Tensor logits = torch::stable::new_empty(cell, {batch, vocabulary});
   args.logits = static_cast<float*>(logits.mutable_data_ptr());
-  cuda::cluster_step(args, tokens.get_device_index(), current_stream(tokens));
+  const int device = tokens.get_device_index();
+  wide ? cuda::wide_step(args, device, current_stream(tokens))
+       : cuda::cluster_step(args, device, current_stream(tokens));
   return logits;
 }
 

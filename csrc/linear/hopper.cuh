@@ -25,33 +25,42 @@ __device__ __forceinline__ void init_barrier(std::uint64_t& barrier, unsigned ar
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+__device__ __forceinline__ void arrive(std::uint32_t address) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address) : "memory");
+}
 __device__ __forceinline__ void arrive(std::uint64_t& barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+  arrive(shared_address(&barrier));
 }
 __device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned parity) {
+__device__ __forceinline__ void wait_barrier(std::uint32_t address, unsigned parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(shared_address(&barrier)),
+      "@!done bra again; }" ::"r"(address),
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned parity) {
+  wait_barrier(shared_address(&barrier), parity);
+}
 
-__device__ __forceinline__ bool barrier_passed(std::uint64_t& barrier, unsigned parity) {
+__device__ __forceinline__ bool barrier_passed(std::uint32_t address, unsigned parity) {
   unsigned passed;
   asm volatile(
       "{ .reg .pred done;\n"
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
       "selp.u32 %0, 1, 0, done; }"
       : "=r"(passed)
-      : "r"(shared_address(&barrier)), "r"(parity)
+      : "r"(address), "r"(parity)
       : "memory");
   return passed != 0;
+}
+__device__ __forceinline__ bool barrier_passed(std::uint64_t& barrier, unsigned parity) {
+  return barrier_passed(shared_address(&barrier), parity);
 }
 
 // --- the copy engine

@@ -37,6 +37,7 @@ struct Product;
   MS_PRODUCT(bf16, "bf16", TOKENS, PLACES, A, B, KEEP, __VA_ARGS__) \
   MS_PRODUCT(f16, "f16", TOKENS, PLACES, A, B, KEEP, __VA_ARGS__)
 #define MS_SUMS4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define MS_SUMS8(i) MS_SUMS4(i), MS_SUMS4(i + 4)
 #define MS_SUMS16(i) MS_SUMS4(i), MS_SUMS4(i + 4), MS_SUMS4(i + 8), MS_SUMS4(i + 12)
 #define MS_SUMS64(i) MS_SUMS16(i), MS_SUMS16(i + 16), MS_SUMS16(i + 32), MS_SUMS16(i + 48)
 
@@ -44,8 +45,13 @@ struct Product;
 #define MS_PLACES4 "%0, %1, %2, %3"
 #define MS_PLACES8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MS_PLACES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MS_PLACES12 MS_PLACES8 ", %8, %9, %10, %11"
+#define MS_PLACES20 MS_PLACES16 ", %16, %17, %18, %19"
+#define MS_PLACES28 MS_PLACES20 ", %20, %21, %22, %23, %24, %25, %26, %27"
 #define MS_PLACES32 MS_PLACES16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MS_PLACES36 MS_PLACES32 ", %32, %33, %34, %35"
+#define MS_PLACES40 MS_PLACES36 ", %36, %37, %38, %39"
 #define MS_PLACES64 MS_PLACES32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -56,8 +62,13 @@ struct Product;
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 MS_PRODUCTS(8, MS_PLACES4, "4", "5", "6", MS_SUMS4(0))
 MS_PRODUCTS(16, MS_PLACES8, "8", "9", "10", MS_SUMS4(0), MS_SUMS4(4))
+MS_PRODUCTS(24, MS_PLACES12, "12", "13", "14", MS_SUMS4(0), MS_SUMS8(4))
 MS_PRODUCTS(32, MS_PLACES16, "16", "17", "18", MS_SUMS16(0))
+MS_PRODUCTS(40, MS_PLACES20, "20", "21", "22", MS_SUMS4(0), MS_SUMS16(4))
+MS_PRODUCTS(56, MS_PLACES28, "28", "29", "30", MS_SUMS4(0), MS_SUMS8(4), MS_SUMS16(12))
 MS_PRODUCTS(64, MS_PLACES32, "32", "33", "34", MS_SUMS16(0), MS_SUMS16(16))
+MS_PRODUCTS(72, MS_PLACES36, "36", "37", "38", MS_SUMS4(0), MS_SUMS16(4), MS_SUMS16(20))
+MS_PRODUCTS(80, MS_PLACES40, "40", "41", "42", MS_SUMS8(0), MS_SUMS16(8), MS_SUMS16(24))
 MS_PRODUCTS(128, MS_PLACES64, "64", "65", "66", MS_SUMS64(0))
 MS_PRODUCTS(256, MS_PLACES128, "128", "129", "130", MS_SUMS64(0), MS_SUMS64(64))
 // clang-format on
@@ -65,12 +76,18 @@ MS_PRODUCTS(256, MS_PLACES128, "128", "129", "130", MS_SUMS64(0), MS_SUMS64(64))
 #undef MS_PRODUCT
 #undef MS_PRODUCTS
 #undef MS_SUMS4
+#undef MS_SUMS8
 #undef MS_SUMS16
 #undef MS_SUMS64
 #undef MS_PLACES4
 #undef MS_PLACES8
+#undef MS_PLACES12
 #undef MS_PLACES16
+#undef MS_PLACES20
+#undef MS_PLACES28
 #undef MS_PLACES32
+#undef MS_PLACES36
+#undef MS_PLACES40
 #undef MS_PLACES64
 #undef MS_PLACES128
 

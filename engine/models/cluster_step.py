@@ -1,8 +1,9 @@
-"""ClusterStep: a small LM's decode step of up to about a hundred sequences, in one kernel
-(engine/ops/cluster_step.py)."""
+"""ClusterStep: a small LM's decode step of up to about a hundred sequences, or a thousand, in one
+kernel (engine/ops/cluster_step.py)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Self, cast
 
@@ -54,19 +55,23 @@ def supports(model: LM) -> bool:
 
 class ClusterStep:
     """Steps of `model`, which `supports` says yes to, with a packed copy of its weights as they are
-    now, norms' included."""
+    now, norms' included. wide: by clusters of fewer blocks with more sequences each, for some
+    hundred."""
+
+    #: Of a step. Those that have no room at once take turns.
+    rows = sys.maxsize
 
     @classmethod
-    def of(cls, model: LM) -> Self | None:
+    def of(cls, model: LM, *, wide: bool = False) -> Self | None:
         """None where it does not run: also on GPUs, or parts of one, without room for a cluster."""
         if not supports(model):
             return None
-        step, state = cls(model), model.new_state(1)
+        step, state = cls(model, wide=wide), model.new_state(1)
         padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
         return step if works(lambda: step.step(padding, state, padding)) else None
 
     @torch.no_grad()
-    def __init__(self, model: LM) -> None:
+    def __init__(self, model: LM, *, wide: bool = False) -> None:
         config = model.config
         head = model.embedding if model.head is None else model.head
         bias = model.head_bias
@@ -80,6 +85,7 @@ class ClusterStep:
             linear_candidate=config.candidate == "linear",
             normalize_gates=config.normalize_gates,
             eps=config.norm_eps,
+            wide=wide,
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:

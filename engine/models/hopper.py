@@ -1,6 +1,6 @@
 """HopperLM: the decode step of an LM as a chain of linear maps (chain.py), or as one kernel: for a
-few sequences (whole_step.py), or up to about a hundred of a small model (cluster_step.py). A few
-sequences may have a kernel that reads the model's weights in 8 bits.
+few sequences (whole_step.py), or of a small model for up to about a thousand (cluster_step.py). A
+few sequences may have a kernel that reads the model's weights in 8 bits.
 
 The chain is quickest up to some hundred tokens, where the head may be better off as a kernel of its
 own. More are read with products of the library altogether (products.py), or but for the middle of a
@@ -13,7 +13,7 @@ A head apart is the library's, or where all rows draw the best token, one that f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -29,8 +29,10 @@ from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
 from engine.models.ways import (
     FEWEST_OF_THE_LIBRARY,
-    MOST_ROWS_OF_CLUSTERS,
+    OF_CLUSTERS,
+    OF_FEW,
     OF_THE_LIBRARY,
+    ROWS_AT_ONCE,
     TO_A_HEAD,
     Way,
     nearest,
@@ -90,16 +92,16 @@ class HopperLM:
         self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
-        self._whole = None
+        # Those that compute a step by themselves, the quickest for few rows first.
+        self._kernels: dict[Way, WholeStep | ClusterStep] = {}
+        if few is not None:
+            self._kernels[Way.NARROW] = few
         if WholeStep.most_rows(model, fixed_order=deterministic) > 0:
-            self._whole = WholeStep(model, self._head, fixed_order=deterministic)
-        self._few = few
-        self._most_of = {
-            way: kernel.rows
-            for way, kernel in ((Way.NARROW, few), (Way.WHOLE, self._whole))
-            if kernel is not None
-        }
-        self._clusters = None if deterministic else ClusterStep.of(model)
+            self._kernels[Way.WHOLE] = WholeStep(model, self._head, fixed_order=deterministic)
+        for way in () if deterministic else OF_CLUSTERS:
+            clusters = ClusterStep.of(model, wide=way is Way.WIDE_CLUSTERS)
+            if clusters is not None:
+                self._kernels[way] = clusters
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
         self._ways_of_few: dict[int, Way] = {}  # steps of up to EIGHT rows
@@ -114,7 +116,7 @@ class HopperLM:
         if self._products is None:
             return
         few_rows = to_be_timed({count for count in steps if count <= EIGHT})
-        most_untimed = 0 if self._whole is None else min(self._whole.rows, EIGHT)
+        most_untimed = min(self._most_rows_of(Way.WHOLE), EIGHT)
         rows = {count for count in steps if count > most_untimed}
         timed_rows, timed_prompts = to_be_timed(rows), to_be_timed(prompts)
         for_products = [n for n in (*timed_rows, *timed_prompts) if n > FEWEST_OF_THE_LIBRARY]
@@ -144,21 +146,27 @@ class HopperLM:
         self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
 
+    def _most_rows_of(self, way: Way) -> int:
+        """Of a step that goes this way, 0 where none does."""
+        kernel = self._kernels.get(way)
+        return 0 if kernel is None else kernel.rows
+
     def _possible_ways_of_few(self, rows: int) -> list[Way]:
         """Of a step of up to EIGHT rows. Where one kernel computes it nothing else is quicker, but
         its like with other weights may be."""
-        return [way for way, most in self._most_of.items() if rows <= most]
+        return [way for way in OF_FEW if rows <= self._most_rows_of(way)]
 
     def _possible_ways(self, rows: int) -> list[Way]:
         """Of a step of any number of rows."""
         ways = [Way.CHAIN]
         if rows > FEWEST_OF_THE_LIBRARY:
             ways += TO_A_HEAD
-        if self._whole is not None and rows <= self._whole.rows:
+        if rows <= self._most_rows_of(Way.WHOLE):
             ways.append(Way.WHOLE)
-        if self._clusters is not None:
-            ways.append(Way.CLUSTERS)
-        return ways
+        return ways + [way for way in OF_CLUSTERS if way in self._kernels]
+
+    def _nearest(self, found: Mapping[int, Way], rows: int, unmeasured: Way) -> Way:
+        return nearest(found, rows, unmeasured, {way: self._most_rows_of(way) for way in OF_FEW})
 
     def _quickest_to_bests(self, count: int, found: Way) -> Way:
         """Whether a step whose way ends with all logits, which are read once more by a draw, had
@@ -246,7 +254,7 @@ class HopperLM:
             return None
         if self._fixed_order:
             return self._bests_in_fixed_order if rows > FEWEST_OF_THE_LIBRARY else None
-        way = nearest(self._ways_to_bests, rows, self._way_of_step(rows), self._most_of)
+        way = self._nearest(self._ways_to_bests, rows, self._way_of_step(rows))
         return partial(self._bests, way=way) if way in TO_A_HEAD else None
 
     @torch.no_grad()
@@ -268,18 +276,16 @@ class HopperLM:
     def _way_of_step(self, rows: int) -> Way:
         few = self._possible_ways_of_few(rows) if 0 < rows <= EIGHT else []
         if few:
-            return nearest(self._ways_of_few, rows, few[0], self._most_of)
+            return self._nearest(self._ways_of_few, rows, few[0])
         unmeasured = Way.LIBRARY if rows > self._most_rows else Way.CHAIN
-        if self._clusters is not None and 0 < rows <= MOST_ROWS_OF_CLUSTERS:
-            unmeasured = Way.CLUSTERS
-        elif self._whole is not None and 0 < rows <= self._whole.rows:
-            unmeasured = Way.WHOLE
-        return nearest(self._ways_of_steps, rows, unmeasured, self._most_of)
+        for way in (Way.WHOLE, *reversed(OF_CLUSTERS)):
+            at_once = ROWS_AT_ONCE.get(way, self._most_rows_of(way))
+            if way in self._kernels and 0 < rows <= at_once:
+                unmeasured = way
+        return self._nearest(self._ways_of_steps, rows, unmeasured)
 
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
-        if self._clusters is not None and way is Way.CLUSTERS:
-            return self._clusters.step(tokens, state, slots)
-        kernel = {Way.NARROW: self._few, Way.WHOLE: self._whole}.get(way)
+        kernel = self._kernels.get(way)
         if kernel is not None:
             return kernel.step(tokens, state, slots)[:, : self._vocabulary]
         if self._products is not None and way in TO_A_HEAD:

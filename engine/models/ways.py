@@ -16,8 +16,6 @@ _MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels 
 _SMALL = 4_000_000
 # Of so few tokens the library was never quicker.
 FEWEST_OF_THE_LIBRARY = 32
-# Where clusters of blocks read a step, more than so many rows have them take turns on some GPUs.
-MOST_ROWS_OF_CLUSTERS = 96
 _MOST_TOKENS = 192
 _MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
 
@@ -29,13 +27,18 @@ class Way(Enum):
     CHAIN_TO_HEAD = auto()  # which is apart; of steps
     LIBRARY = auto()
     LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
-    CLUSTERS = auto()
+    CLUSTERS = auto()  # of blocks, each with all weights: one kernel; of steps
+    WIDE_CLUSTERS = auto()  # the same with fewer blocks each and more rows
     WHOLE = auto()  # one kernel; of steps of few rows
     NARROW = auto()  # the same with 8-bit weights
 
 
 OF_THE_LIBRARY = (Way.LIBRARY, Way.LIBRARY_AROUND)
 TO_A_HEAD = (Way.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
+OF_FEW = (Way.NARROW, Way.WHOLE)
+OF_CLUSTERS = (Way.CLUSTERS, Way.WIDE_CLUSTERS)
+#: More than so many rows have clusters take turns on some GPUs.
+ROWS_AT_ONCE = {Way.CLUSTERS: 96, Way.WIDE_CLUSTERS: 1024}
 
 
 def to_be_timed(sizes: Iterable[int]) -> list[int]:
@@ -50,7 +53,8 @@ def nearest(
     """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
     powers the larger one counts from 1.42 times the smaller one on. `most`: the largest size that
     can go a way, where there is one."""
-    limits = {Way.CLUSTERS: max(MOST_ROWS_OF_CLUSTERS, *found, 0), **(most or {})}
+    timed = max(found, default=0)
+    limits = {way: max(rows, timed) for way, rows in ROWS_AT_ONCE.items()} | dict(most or {})
     possible = {other: way for other, way in found.items() if size <= limits.get(way, size)}
     if not possible or size == 0:
         return unmeasured

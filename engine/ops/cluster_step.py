@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops import library, wide_step  # noqa: F401  (library registers the operators)
 
 #: What the kernel takes: blocks that share a model's weights; layers; channels of the residual
 #: stream; taps of a convolution.
@@ -61,6 +61,8 @@ class ClusterProgram:
         head_bias: [vocabulary].
         gates: 2: minGRU, 3: minLSTM.
         eps: of the norms.
+        wide: eight blocks instead of sixteen have a model's weights, and up to 80 sequences instead
+            of 32: for more of them (engine/ops/wide_step.py).
 
     d_model is a multiple of 128 up to MOST_WIDTH, inner and hidden channels are multiples of 256.
 
@@ -78,6 +80,7 @@ class ClusterProgram:
         linear_candidate: bool,
         normalize_gates: bool,
         eps: float,
+        wide: bool = False,
     ) -> None:
         _check(table, layers, head, head_bias, gates)
         self._table, self._head_bias = table, head_bias
@@ -85,8 +88,8 @@ class ClusterProgram:
         self._hidden = 0 if layers[0].up is None else len(layers[0].up)
         self._gates, self._eps = gates, eps
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
-        products = [product for layer in layers for product in _products(layer, gates)]
-        self._weights = _packed([*products, _head_rows(head)])
+        pack = wide_step.packed if wide else _packed
+        self._weights = pack(layers, head, gates)
         self._taps = 0 if layers[0].taps is None else layers[0].taps.shape[1]
         # As csrc/cluster_step/op.cpp reads them.
         self._beside = [
@@ -229,8 +232,10 @@ def _products(layer: ClusterLayer, gates: int) -> list[list[Tensor]]:
     return products
 
 
-def _packed(products: Sequence[list[Tensor]]) -> Tensor:
+def _packed(layers: Sequence[ClusterLayer], head: Tensor, gates: int) -> Tensor:
     """[BLOCKS, _PAIRS, weights]: streams of pairs, filled up to the longest, the first's."""
+    products = [product for layer in layers for product in _products(layer, gates)]
+    products.append(_head_rows(head))
     streams = [torch.cat(of_pair, dim=1) for of_pair in zip(*products, strict=True)]
     most = streams[0].shape[1]
     streams = [functional.pad(stream, (0, 0, 0, most - stream.shape[1])) for stream in streams]

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.models.cluster_step import ClusterStep, takes
 from engine.models.hopper import HopperLM
-from engine.models.ways import Way
-from engine.ops import cluster_step
+from engine.models.ways import OF_CLUSTERS, Way
+from engine.ops import cluster_step, wide_step
 from engine.ops.cluster_step import ClusterLayer, ClusterProgram
 from tests.models.test_hopper import build, copied, exact_of
 from tests.models.variants import int32, relative_error
@@ -50,8 +50,11 @@ def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
 
 
 def test_limits_are_those_of_the_kernel() -> None:
-    text = (Path(__file__).parents[2] / "csrc" / "cluster_step" / "args.h").read_text()
-    constants = dict(re.findall(r"(k\w+) = ([\w *]+)[,;]", text))
+    texts = [
+        (Path(__file__).parents[2] / "csrc" / folder / "args.h").read_text()
+        for folder in ("cluster_step", "wide_step")
+    ]
+    constants = dict(re.findall(r"(k\w+) = ([\w *]+)[,;]", "".join(texts)))
     assert int(constants["kClusterBlocks"]) == cluster_step.BLOCKS
     assert int(constants["kMostClusterLayers"]) == cluster_step.MOST_LAYERS
     assert int(constants["kMostClusterTaps"]) == cluster_step.MOST_TAPS
@@ -59,6 +62,9 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constants["kClusterWidthUnit"] == "8 * kClusterBlocks"
     assert 4 * 8 * int(constants["kClusterBlocks"]) == cluster_step.MOST_WIDTH
     assert int(constants["kComputingWarps"]) == 2 * cluster_step._PAIRS
+    assert int(constants["kWideBlocks"]) == wide_step.BLOCKS
+    assert int(constants["kWideGroups"]) == wide_step._GROUPS
+    assert int(constants["kSlabRows"]) == wide_step._SLAB
 
 
 def numbered(rows: int, inputs: int) -> Tensor:
@@ -187,6 +193,105 @@ def test_a_stream_has_products_in_the_order_in_which_they_are_computed() -> None
         assert not stream[len(together) :].any()
 
 
+def slab_of(weight: Tensor, rows: list[int], inputs: list[int]) -> Tensor:
+    """64 rows (-1: zeros) by 16 inputs as wgmma reads them from shared memory without swizzle:
+    granules of eight rows by eight inputs, neighbouring inputs' after another."""
+    found = torch.zeros(1024).double()
+    for place in range(1024):
+        granule, inside = divmod(place, 64)
+        row = rows[granule // 2 * 8 + inside // 8]
+        found[place] = 0 if row < 0 else weight[row, inputs[granule % 2 * 8 + inside % 8]]
+    return found
+
+
+def in_pairs(first: int) -> list[int]:
+    """Sixteen rows as a warp has them: of r and r + 8 a lane's are neighbours."""
+    return [first + row for row in (*range(0, 16, 2), *range(1, 16, 2))]
+
+
+def test_a_wide_stream_has_products_in_the_order_in_which_they_are_computed() -> None:
+    """As WideShape::run in csrc/wide_step/args.h has them: by layers, and the head."""
+    draw = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, inputs: int) -> Tensor:
+        return torch.randn(rows, inputs, generator=draw).bfloat16()
+
+    layers = [
+        ClusterLayer(
+            gates=matrix(3 * 1024, 384),
+            out=matrix(384, 1024),
+            mix=matrix(384, 384),
+            up=matrix(768, 384),
+            down=matrix(384, 768),
+        )
+        for _ in range(2)
+    ]
+    head, zeros = matrix(40, 384), [torch.zeros(1024).double()]
+    packed = wide_step.packed(layers, head, 3)
+    for block, group in ((0, 0), (1, 2), (7, 1)):
+        expected: list[Tensor] = []
+
+        def stream_of(
+            weight: Tensor,
+            slabs: list[list[int]],
+            block: int = block,
+            into: list[Tensor] = expected,
+        ) -> None:
+            """Slabs of rows, multiplied with the stream: this block's 48 channels first."""
+            for step in range(24):
+                first = (48 * block + 16 * step) % 384
+                inputs = list(range(first, first + 16))
+                into += [slab_of(weight.double(), rows, inputs) for rows in slabs]
+
+        def part_of(
+            weight: Tensor, block: int = block, group: int = group, into: list[Tensor] = expected
+        ) -> None:
+            own = weight.shape[1] // 8
+            for first in range(0, own, 16):
+                inputs = list(range(own * block + first, own * block + first + 16))
+                for slab in (0, 1):
+                    rows = [
+                        r
+                        for warp in range(4)
+                        for r in in_pairs(128 * group + 32 * warp + 16 * slab)
+                    ]
+                    into.append(slab_of(weight.double(), rows, inputs))
+            if own == 48:  # three steps and one of zeros
+                into += 2 * zeros
+
+        for layer in layers:
+            assert layer.mix is not None and layer.up is not None and layer.down is not None
+            part_of(layer.mix)
+            # Four passes for three groups: of the second turn two have zeros.
+            for turn in (0, 1):
+                unit = 128 * block + 32 * (3 * turn + group)
+                if turn == 1 and group > 0:
+                    expected += zeros * 48
+                    continue
+                both = [[], []]  # type: list[list[int]]
+                for warp in range(4):
+                    channels = range(unit + 8 * warp, unit + 8 * warp + 8)
+                    both[0] += [1024 * gate + c for gate in (0, 1) for c in channels]
+                    both[1] += [*(2048 + c for c in channels), *[-1] * 8]
+                stream_of(layer.gates, both)
+            part_of(layer.out)
+            # 96 rows of a block are a slab and a half.
+            if group == 2:
+                expected += zeros * 24
+            else:
+                first, sixteens = 96 * block + 64 * group, 4 if group == 0 else 2
+                rows = [r for n in range(sixteens) for r in in_pairs(first + 16 * n)]
+                stream_of(layer.up, [rows + [-1] * (64 - len(rows))])
+            part_of(layer.down)
+        if group == 0:
+            rows = [r if r < 40 else -1 for r in in_pairs(16 * block)]
+            stream_of(head, [rows + [-1] * 48])
+        stream = packed[block, group].double()
+        together = torch.cat(expected)
+        assert torch.equal(stream[: len(together)], together)
+        assert not stream[len(together) :].any()
+
+
 MODELS = {
     "mingru": config(),
     "minlstm": config(cell="minlstm", cell_bias=True, out_bias=True, head_bias=True),
@@ -202,17 +307,27 @@ MODELS = {
 }
 
 
+# Of clusters of sixteen blocks: 8, 16 and, where there is room, 32 sequences each, and in turns; of
+# eight: 16, 24, 40, 56, 72 and 80 each, and in turns, on GPUs that have room for 13 to 16 at once.
+BATCHES = {
+    False: (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20),
+    True: (1, 16, 17, 208, 257, 300, 399, 520, 601, 728, 850, 900, 1080, 1090, 1300, *[256] * 20),
+}
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("wide", BATCHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_as_the_chain_does(name: str) -> None:
-    """Many steps of changing batches, in clusters of 8, 16 and, where there is room, 32 sequences,
-    and in turns. Ids that the model does not have are rows of zeros to both."""
+def test_steps_as_the_chain_does(name: str, wide: bool) -> None:
+    """Many steps of changing batches. Ids that the model does not have are rows of zeros to
+    both."""
     model = build(MODELS[name], torch.bfloat16)
     exact, chain = exact_of(model), HopperLM(model)
-    clusters, chance = ClusterStep(model), random.Random(name)
-    ours = model.new_state(400)
-    for rows in (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20):
-        slots = chance.sample(range(400), rows)
+    clusters, chance = ClusterStep(model, wide=wide), random.Random(name)
+    most = max(BATCHES[wide])
+    ours = model.new_state(most)
+    for rows in BATCHES[wide]:
+        slots = chance.sample(range(most), rows)
         if rows > 3:
             slots[chance.randrange(rows)] = -1
         live = [row for row, slot in enumerate(slots) if slot >= 0]
@@ -231,17 +346,18 @@ def test_steps_as_the_chain_does(name: str) -> None:
             if mine is not None and other is not None and best is not None:
                 error, usual = relative_error(mine, best), relative_error(other, best)
                 assert error < 2 * usual + 5e-3
-        dead = [row for row in range(400) if row not in slots]
+        dead = [row for row in range(most) if row not in slots]
         assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
         if ours.conv is not None and theirs.conv is not None:
             assert torch.equal(ours.conv[:, dead], theirs.conv[:, dead])
 
 
 @pytest.mark.gpu
-def test_ids_and_slots_that_are_not_there() -> None:
+@pytest.mark.parametrize("wide", BATCHES)
+def test_ids_and_slots_that_are_not_there(wide: bool) -> None:
     """An id out of range is a row of zeros; a slot out of range is padding."""
     model = build(MODELS["conv"], torch.bfloat16)
-    chain, clusters, state = HopperLM(model), ClusterStep(model), model.new_state(20)
+    chain, clusters, state = HopperLM(model), ClusterStep(model, wide=wide), model.new_state(20)
     ids = int32([3, -1, 257, 100_000, 5], "cuda")
     theirs = copied(state)
     got = clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda"))
@@ -255,22 +371,23 @@ def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.models.cluster_step.works", lambda run: False)
     model = build(MODELS["mingru"], torch.bfloat16)
     quick, state = HopperLM(model), model.new_state(16)
-    assert quick._clusters is None
+    assert not set(OF_CLUSTERS) & set(quick._kernels)
     quick.prepare([16], [], [])
     rows = int32(list(range(16)), "cuda")
     assert quick.step(rows, state, rows).isfinite().all()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("wide", BATCHES)
 @pytest.mark.parametrize("name", ["mingru", "minlstm conv"])
-def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str) -> None:
+def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, wide: bool) -> None:
     model = build(MODELS[name], torch.bfloat16)
-    clusters = ClusterStep(model)
-    before = model.new_state(200)
+    clusters = ClusterStep(model, wide=wide)
+    before = model.new_state(1000)
     before.cell.normal_()
-    for rows in (20, 100, 200):
+    for rows in (20, 200, 1000) if wide else (20, 100, 200):
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
-        slots = torch.randperm(200, device="cuda")[:rows].to(torch.int32)
+        slots = torch.randperm(1000, device="cuda")[:rows].to(torch.int32)
         whole, state = copied(before), copied(before)
         logits = clusters.step(ids, whole, slots)
         order = torch.randperm(rows, device="cuda")
@@ -282,13 +399,15 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str) ->
 
 
 @pytest.mark.gpu
-def test_graphs_of_several_batches_take_turns() -> None:
+@pytest.mark.parametrize("wide", BATCHES)
+def test_graphs_of_several_batches_take_turns(wide: bool) -> None:
     """What one step leaves behind in the blocks' memory, or still has on its way, reaches none."""
     model = build(MODELS["conv"], torch.bfloat16)
-    clusters, chance = ClusterStep(model), random.Random(3)
-    state = model.new_state(128)
+    clusters, chance = ClusterStep(model, wide=wide), random.Random(3)
+    batches = (100, 400, 1000) if wide else (16, 64, 128)
+    state = model.new_state(batches[-1])
     captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
-    for batch in (16, 64, 128):
+    for batch in batches:
         tokens, slots = int32([0] * batch, "cuda"), int32([-1] * batch, "cuda")
         clusters.step(tokens, state, slots)
         graph = torch.cuda.CUDAGraph()
@@ -296,10 +415,10 @@ def test_graphs_of_several_batches_take_turns() -> None:
             logits = clusters.step(tokens, state, slots)
         captured[batch] = (graph, tokens, slots, logits)
     for _ in range(200):
-        batch = chance.choice([16, 64, 128])
+        batch = chance.choice(batches)
         graph, tokens, slots, logits = captured[batch]
         tokens.copy_(torch.randint(0, 66, (batch,), dtype=torch.int32))
-        slots.copy_(int32(chance.sample(range(128), batch), "cpu"))
+        slots.copy_(int32(chance.sample(range(batches[-1]), batch), "cpu"))
         apart = copied(state)
         graph.replay()
         assert torch.equal(clusters.step(tokens, apart, slots), logits)
@@ -307,9 +426,10 @@ def test_graphs_of_several_batches_take_turns() -> None:
 
 
 @pytest.mark.gpu
-def test_what_does_not_fit_is_said() -> None:
+@pytest.mark.parametrize("wide", BATCHES)
+def test_what_does_not_fit_is_said(wide: bool) -> None:
     model = build(MODELS["mingru"], torch.bfloat16)
-    program = ClusterStep(model)._program
+    program = ClusterStep(model, wide=wide)._program
     cell, one = model.new_state(4).cell, int32([1], "cuda")
     with pytest.raises(RuntimeError, match="slots"):
         program.run(one, int32([1, 2], "cuda"), cell, None)

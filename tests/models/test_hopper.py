@@ -15,7 +15,7 @@ from engine.models import hopper
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM, supports
 from engine.models.lm import LM
-from engine.models.ways import TO_A_HEAD, Way
+from engine.models.ways import OF_CLUSTERS, TO_A_HEAD, Way
 from engine.ops import library
 from engine.ops.linear_best import PART, best_of, ids_of
 from tests.models.variants import int32, relative_error
@@ -203,10 +203,10 @@ def test_clusters_are_left_only_for_what_is_quicker(monkeypatch: pytest.MonkeyPa
     """What is compared with a head that finds the best is the way that was the quickest before."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
     quick, compared = HopperLM(build(config, torch.bfloat16)), []
-    assert quick._clusters is not None
+    assert set(OF_CLUSTERS) <= set(quick._kernels)
 
     def last(runs: Sequence[object], lasting: bool) -> int:
-        return len(runs) - 1  # clusters, of the steps
+        return len(runs) - 1  # wide clusters, of the steps
 
     def noted(read: object, count: int, ways: Sequence[Way]) -> Way:
         compared.append((count, ways))
@@ -214,11 +214,11 @@ def test_clusters_are_left_only_for_what_is_quicker(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(hopper, "quickest_graph_of", last)
     quick.prepare([64], [], [])
-    assert quick._ways_of_steps == {64: Way.CLUSTERS}
+    assert quick._ways_of_steps == {64: Way.WIDE_CLUSTERS}
     monkeypatch.setattr(quick, "_quickest", noted)
-    assert quick._quickest_to_bests(64, Way.CLUSTERS) is Way.CLUSTERS
+    assert quick._quickest_to_bests(64, Way.WIDE_CLUSTERS) is Way.WIDE_CLUSTERS
     assert quick._quickest_to_bests(64, Way.LIBRARY) is Way.LIBRARY
-    assert compared == [(64, [Way.CLUSTERS, Way.CHAIN_TO_HEAD])]
+    assert compared == [(64, [Way.WIDE_CLUSTERS, Way.CHAIN_TO_HEAD])]
 
 
 def test_where_logits_are_as_quick_no_bests_are_told() -> None:

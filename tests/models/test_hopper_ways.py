@@ -42,6 +42,8 @@ def test_clusters_take_no_more_than_was_timed() -> None:
     assert nearest({64: Way.CLUSTERS}, 97, Way.CHAIN) is Way.CHAIN
     assert nearest({64: Way.CLUSTERS}, 96, Way.CHAIN) is Way.CLUSTERS
     assert nearest({128: Way.CLUSTERS}, 120, Way.CHAIN) is Way.CLUSTERS
+    assert nearest({512: Way.WIDE_CLUSTERS}, 1024, Way.LIBRARY) is Way.WIDE_CLUSTERS
+    assert nearest({512: Way.WIDE_CLUSTERS}, 1025, Way.LIBRARY) is Way.LIBRARY
 
 
 def test_a_way_with_a_limit_takes_no_more_rows() -> None:

@@ -18,8 +18,8 @@ from engine.checkpoint import quantize_model
 from engine.config import ModelConfig, Quantization
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
-from engine.models.ways import Way
-from engine.models.whole_step import most_rows
+from engine.models.ways import OF_CLUSTERS, Way
+from engine.models.whole_step import WholeStep, most_rows
 from engine.models.widened import bytes_of_copy
 from engine.ops import whole_step
 from engine.ops.whole_step import MOST_PHASES, Phase, Program
@@ -111,15 +111,22 @@ def test_limits_are_those_of_the_kernel() -> None:
 
 def chain_of(model: LM, *, deterministic: bool = False) -> HopperLM:
     chain = HopperLM(model, deterministic=deterministic)
-    chain._whole = chain._clusters = None
+    chain._kernels.clear()
     return chain
 
 
 def whole_of(model: LM, *, deterministic: bool = False) -> HopperLM:
     whole = HopperLM(model, deterministic=deterministic)
-    assert whole._whole is not None
-    whole._clusters = None  # else they take more than eight rows, where nothing was timed
+    for way in OF_CLUSTERS:  # else they take more than eight rows, where nothing was timed
+        whole._kernels.pop(way, None)
+    assert list(whole._kernels) == [Way.WHOLE]
     return whole
+
+
+def kernel_of(whole: HopperLM) -> WholeStep:
+    kernel = whole._kernels[Way.WHOLE]
+    assert isinstance(kernel, WholeStep)
+    return kernel
 
 
 def as_near(got: Tensor, other: Tensor, right: Tensor) -> bool:
@@ -154,7 +161,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
     model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     exact = exact_of(model)  # before weights move
     chain, whole = chain_of(model), whole_of(model)
-    most = whole._whole.rows  # type: ignore[union-attr]
+    most = kernel_of(whole).rows
     ours = model.new_state(SLOTS)
     for slots, seed in islice(chances(name, most), 60):
         chance = random.Random(seed)
@@ -199,8 +206,8 @@ REPEATED = {
 def test_a_thousand_steps_have_the_same_bits(name: str) -> None:
     """Whatever has come when: weights, inputs of others, rooms for sums."""
     model = build(REPEATED[name], torch.bfloat16)
-    whole = whole_of(model)._whole
-    assert whole is not None and whole.rows == 16
+    whole = kernel_of(whole_of(model))
+    assert whole.rows == 16
     for batch in (1, 8, 9, 16):
         ids, slots = int32(list(range(batch)), "cuda"), int32(list(range(batch)), "cuda")
         state, start = model.new_state(batch), model.new_state(batch)
@@ -221,7 +228,7 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
     """Over many steps of changing batches, whoever of the warps comes first."""
     model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     chain, whole = (of(model, deterministic=True) for of in (chain_of, whole_of))
-    most = whole._whole.rows  # type: ignore[union-attr]
+    most = kernel_of(whole).rows
     ours, theirs = model.new_state(SLOTS), model.new_state(SLOTS)
     for slots, seed in islice(chances(name, most), 300):
         chance = random.Random(seed)
@@ -422,7 +429,7 @@ def test_ids_and_slots_that_do_not_exist_are_passed_over(deterministic: bool) ->
 def test_refuses_what_does_not_fit() -> None:
     model = build(CONFIGS["mingru"], torch.bfloat16)
     whole, state = whole_of(model), model.new_state(16)
-    program = whole._whole._program  # type: ignore[union-attr]
+    program = kernel_of(whole)._program
     tokens = torch.zeros(17, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="batch must be 1 to 16, got 17"):
         program.run(tokens, tokens, state.cell, None, 1e-5)

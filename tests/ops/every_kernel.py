@@ -215,17 +215,19 @@ def whole_steps() -> None:
 
 
 def clustered_steps() -> None:
-    """Both cells, with and without convolutions and MLPs; clusters of 8, 16 and (without both) 32
-    sequences."""
+    """Both cells, with and without convolutions and MLPs; clusters of sixteen blocks with 8, 16 and
+    (without both) 32 sequences, of eight with 16, 24, 40, 56, 72 and 80."""
     for cell, taps, mlp in (("mingru", 4, 4.0), ("minlstm", 0, 4.0), ("minlstm", 3, 0.0)):
         config = ModelConfig(
             cell=cell, vocab_size=300, d_model=384, n_layers=2, conv_kernel=taps, mlp_ratio=mlp
         )
         model = LM(config).to("cuda", torch.bfloat16)
-        clusters, state = ClusterStep(model), model.new_state(200)
-        for batch in (5, 100, 200):
-            slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
-            clusters.step(slots + 5, state, slots)
+        state = model.new_state(1080)
+        for wide, batches in ((False, (5, 100, 200)), (True, (5, 300, 500, 800, 1000, 1080))):
+            clusters = ClusterStep(model, wide=wide)
+            for batch in batches:
+                slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
+                clusters.step(slots + 5, state, slots)
     torch.cuda.synchronize()
 
 

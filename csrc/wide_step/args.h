@@ -1,0 +1,122 @@
+// A decode step of some hundred sequences through a small model: how its blocks share weights, and
+// what lies where in their memory; shared by host and device code.
+#pragma once
+
+#include "../cluster_step/args.h"
+
+namespace minserve {
+
+constexpr int kWideBlocks = 8;  // of a cluster, which have all weights of the model, a part each
+constexpr int kWideGroups = 3;  // of warps that multiply; each has a stream of weights of its own
+
+// Weights come in slabs of 64 rows by 16 inputs, as warpgroups' products read them.
+constexpr int kSlabRows = 64, kSlabBytes = kSlabRows * 16 * 2;
+
+// Slabs of a ring's stage: with many sequences there is little room.
+constexpr int slabs_of_stage(int tokens) {
+  return tokens > 72 ? 2 : 4;
+}
+
+// What a group of warps has of a product: so many passes of so many slabs each.
+struct WideRun {
+  int passes, slabs;
+};
+
+// What the products of a model are to a block.
+struct WideShape {
+  ClusterShape of;
+
+  constexpr int own() const { return of.width / kWideBlocks; }
+  constexpr int inner() const { return of.inner / kWideBlocks; }
+  constexpr int hidden() const { return of.hidden / kWideBlocks; }
+  // Steps of 16 inputs: of all channels of the residual stream, of those of one block. Of what
+  // comes out of a convolution they are filled up to two, which may be a stage: what a block has
+  // there besides is multiplied with zeros.
+  constexpr int steps() const { return of.width / 16; }
+  constexpr int own_steps() const { return own() / 16; }
+  constexpr int mix_steps() const { return 2 * divided_up_by(own_steps(), 2); }
+
+  // Passes of all groups. Of rows that read the whole stream one is a slab high; of gates, a warp's
+  // eight channels take sixteen rows of each slab. Of rows that are all channels of the stream one
+  // is two slabs high.
+  constexpr int gate_passes() const { return inner() / 8 / 4; }
+  constexpr int gate_slabs() const { return divided_up_by(of.gates, 2); }
+  constexpr int up_passes() const { return divided_up_by(hidden(), kSlabRows); }
+  constexpr int head_passes() const {
+    return divided_up_by(of.vocabulary, kWideBlocks * kSlabRows);
+  }
+  constexpr int part_passes() const { return of.width / (2 * kSlabRows); }
+
+  // The groups take turns, and all have as many, some with zeros: what one does is then no question
+  // of which it is, so that addresses of products are found by the units that have one for a warp.
+  // But for the head's, of which there may be but one.
+  static constexpr int kRuns = 5;  // of a layer
+  constexpr WideRun run(int number) const {
+    switch (number) {
+      case 0:
+        return {of.taps > 0 ? turns(part_passes()) : 0, 2 * mix_steps()};
+      case 1:
+        return {turns(gate_passes()), gate_slabs() * steps()};
+      case 2:
+        return {turns(part_passes()), 2 * (inner() / 16)};
+      case 3:
+        return {turns(up_passes()), steps()};
+      default:
+        return {of.hidden > 0 ? turns(part_passes()) : 0, 2 * (hidden() / 16)};
+    }
+  }
+  constexpr WideRun head_run(int group) const {
+    const int passes = head_passes();
+    return {passes > group ? turns(passes - group) : 0, steps()};
+  }
+  constexpr std::int64_t slabs(int layers, int group) const {
+    std::int64_t all = 0;
+    for (int number = 0; number < kRuns; ++number) {
+      const WideRun one = run(number);
+      all += one.passes * one.slabs;
+    }
+    const WideRun head = head_run(group);
+    return all * layers + head.passes * head.slabs;
+  }
+  static constexpr int turns(int passes) { return divided_up_by(passes, kWideGroups); }
+};
+
+// Where things are in a block's shared memory, in bytes, for so many sequences of its cluster.
+struct WideLayout {
+  // The residual stream, [width / 8, tokens, 8], this block's channels first, which stay;
+  // afterwards sums over this block's part of the inputs, on their way to the blocks whose channels
+  // they are.
+  int stream = 0;
+  int squares = 0;  // sums of the stream's squares, fp32 [width / 16, tokens]
+  int inbox = 0;    // all blocks' sums of this block's channels
+  int made = 0;     // channels that this block has made, of a recurrence, an MLP, a convolution
+  int ring = 0;     // slabs of weights
+  // Of a block's channels, and of their squares.
+  int channel_bytes = 0, square_bytes = 0;
+
+  WideLayout() = default;
+  constexpr WideLayout(const WideShape& shape, int tokens)
+      : stream(0),
+        squares(shape.of.width * tokens * 2),
+        inbox(squares + shape.steps() * tokens * 4),
+        made(inbox + shape.of.width * tokens * 2),
+        ring(made + most_made(shape) * tokens * 2),
+        channel_bytes(shape.own() * tokens * 2),
+        square_bytes(shape.own_steps() * tokens * 4) {}
+
+ private:
+  static constexpr int most_made(const WideShape& shape) {
+    int most = shape.inner() > shape.hidden() ? shape.inner() : shape.hidden();
+    const int mixed = shape.of.taps > 0 ? 16 * shape.mix_steps() : 0;
+    if (mixed > most) most = mixed;
+    return most;
+  }
+};
+
+// Found on the host: what is made of arguments otherwise takes registers that products need.
+struct WideStepArgs : ClusterStepArgs {
+  WideShape wide;
+  WideLayout at;
+};
+
+}  // namespace minserve

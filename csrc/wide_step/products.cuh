@@ -1,0 +1,94 @@
+// Products of a block's weights with the sequences of its cluster, by warpgroups: 64 rows of
+// weights by all of its tokens by 16 inputs at a time.
+//
+// Inputs and weights lie in granules of eight rows (tokens) by eight inputs, 128 bytes, which need
+// no swizzle. Of the sums a lane has rows r = lane / 4 and r + 8 of its warp's sixteen, of the
+// tokens 2 (lane % 4) and the next of each eight (linear/product.cuh).
+#pragma once
+
+#include "../linear/product.cuh"
+#include "ring.cuh"
+
+namespace minserve {
+namespace cuda {
+namespace wide {
+
+constexpr int kGranule = 128;  // bytes
+
+// Where a channel of a token is among granules of so many tokens.
+template <int kTokens>
+__device__ __forceinline__ int place_of(int channel, int token) {
+  return (channel / 8 * kTokens + token) * 16 + channel % 8 * 2;
+}
+
+// A matrix of granules (PTX ISA, "Matrix descriptor" without swizzle). The low word has its place,
+// and from a granule to the next inputs', the high one from a granule to the next rows'; all in
+// units of sixteen bytes, as addresses are here.
+__device__ __forceinline__ std::uint32_t low_word(std::uint32_t place, unsigned across) {
+  return (place & 0x3fffu) | across << 16;
+}
+__device__ __forceinline__ std::uint64_t described(std::uint32_t low, unsigned down) {
+  return static_cast<std::uint64_t>(down) << 32 | low;
+}
+__device__ __forceinline__ std::uint32_t place_in_units(const void* shared) {
+  return shared_address(shared) >> 4;
+}
+
+// Stages whose products may be under way at once: of few, others are on their way meanwhile.
+template <int kTokens>
+constexpr int kUnderWay = kTokens > 40 ? 1 : 2;
+
+// kHigh slabs' rows times so many steps of 16 inputs, which lie at `place`, a stage's at once:
+// await(n) waits for the first n steps' inputs. meanwhile() is called when all products have been
+// given to the tensor cores.
+template <int kTokens, int kHigh, int kSlabs, class Await, class Meanwhile>
+__device__ __forceinline__ void multiply(Stages<kSlabs>& stages, int steps, std::uint32_t place,
+                                         Await await, Meanwhile meanwhile,
+                                         float (&sums)[kHigh][kTokens / 2]) {
+  constexpr int kSteps = kSlabs / kHigh;
+  static_assert(kSteps * kHigh == kSlabs, "a stage has whole steps");
+  // Written before they are added to: else, in a loop, they would have their registers for good.
+#pragma unroll
+  for (auto& slab : sums) {
+#pragma unroll
+    for (float& sum : slab) sum = 0.0f;
+  }
+  std::uint32_t inputs = low_word(place, kTokens);
+  int under_way = 0;
+#pragma unroll 1
+  for (int first = 0; first < steps; first += kSteps, inputs += kSteps * 2 * kTokens) {
+    await(first + kSteps);
+    // The same in all lanes, so that the units that have one for a warp find what is made of them.
+    const std::uint32_t weights =
+        __shfl_sync(0xffffffffu, low_word(stages.next(), kGranule / 16), 0);
+    const std::uint32_t x = __shfl_sync(0xffffffffu, inputs, 0);
+    stages.look_ahead();
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int high = 0; high < kHigh; ++high) {
+        Product<bf16, kTokens>::add(
+            sums[high],
+            described(weights + (k * kHigh + high) * (kSlabBytes / 16), 2 * kGranule / 16),
+            described(x + k * 2 * kTokens, kGranule / 16), 1);
+      }
+    }
+    commit_products();
+    if (++under_way > kUnderWay<kTokens>) {
+      wait_products<kUnderWay<kTokens>>();
+      stages.release();
+      --under_way;
+    }
+  }
+  meanwhile();
+  wait_products<0>();
+#pragma unroll
+  for (int high = 0; high < kHigh; ++high) sums_are_there(sums[high]);
+#pragma unroll 1
+  for (; under_way > 0; --under_way) stages.release();
+}
+
+}  // namespace wide
+}  // namespace cuda
+}  // namespace minserve

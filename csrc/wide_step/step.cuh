@@ -1,0 +1,278 @@
+// All layers of a step, as one block of a cluster computes its part of them.
+#pragma once
+
+#include "../common/gelu.cuh"
+#include "../minlstm/cell.h"
+#include "../mingru/cell.h"
+#include "stream.cuh"
+
+namespace minserve {
+namespace cuda {
+namespace wide {
+
+template <template <class> class CellOf, int kTokens, int kSlabs>
+class Step : Stream<kTokens> {
+  using Base = Stream<kTokens>;
+  using Base::args_, Base::at_, Base::memory_, Base::rank_, Base::sequences_, Base::shape_;
+  using Base::kEights, Base::lane;
+  static constexpr int kGates = CellOf<float>::kInputs, kGateSlabs = divided_up_by(kGates, 2);
+
+ public:
+  // `scales`: what the last norm divides by, of every token, as the sender finds it.
+  __device__ __forceinline__ Step(const WideStepArgs& args, unsigned char* memory,
+                                  Ring (&rings)[kWideGroups], Arrivals& arrivals,
+                                  const Sequences<kTokens>& sequences, const float* scales,
+                                  int group)
+      : Base(args, memory, arrivals, sequences),
+        scales_(scales),
+        group_(group),
+        stages_(args, rings[group_],
+                memory + at_.ring + group_ * args.stages * (kSlabs * kSlabBytes)) {}
+
+  // One loop whose body has every kind of product once: each is short and takes its time from
+  // fetching instructions, which are still there the next time.
+  __device__ __forceinline__ void run() {
+    this->look_up();
+    const bool convolved = shape_.of.taps > 0;
+    Kind kind = convolved ? Kind::mix : Kind::gates;
+    if (!convolved) this->send_channels();
+    int number = 0;  // of the layer
+#pragma unroll 1
+    while (kind != Kind::head) {
+      const ClusterLayer& layer = args_.layer[number];
+      const void* bias = layer.mix_bias;
+      int inputs = shape_.mix_steps();
+      if (kind == Kind::mix) {
+        this->convolve(number);
+      } else {
+        kind == Kind::gates ? multiply_gates(layer, number) : multiply_up(layer);
+        fence_for_copies();
+        this->meet_all();  // what has been made is all there, and the stream is read
+        bias = kind == Kind::gates ? layer.out_bias : layer.down_bias;
+        inputs = (kind == Kind::gates ? shape_.inner() : shape_.hidden()) / 16;
+      }
+      multiply_made(inputs, kind == Kind::mix);
+      if (kind == Kind::mix) {
+        kind = Kind::gates;
+      } else if (kind == Kind::gates && shape_.of.hidden > 0) {
+        kind = Kind::up;
+      } else {
+        kind = ++number == args_.layers ? Kind::head : convolved ? Kind::mix : Kind::gates;
+      }
+      this->add(bias, kind != Kind::mix);
+      if (kind != Kind::mix) this->send_channels();
+    }
+    multiply_head();
+  }
+
+ private:
+  // What a product is of: a convolution's results; the residual stream, of which the others are.
+  enum class Kind { mix, gates, up, head };
+
+  __device__ __forceinline__ static int warp_of_group() { return threadIdx.x / 32 % 4; }
+  __device__ __forceinline__ static int row() { return lane() / 4; }
+  __device__ __forceinline__ static int first_of_pair() { return lane() % 4 * 2; }
+  // Of the cluster, among all.
+  __device__ __forceinline__ static int first_token() {
+    return static_cast<int>(blockIdx.x) / kWideBlocks * kTokens;
+  }
+
+  // All channels of the stream, from what this block has made.
+  __device__ __forceinline__ void multiply_made(int steps, bool after_sums) {
+    const std::uint32_t inputs = place_in_units(memory_ + at_.made);
+#pragma unroll 1
+    for (int turn = 0; turn < WideShape::turns(shape_.part_passes()); ++turn) {
+      const int pass = turn * kWideGroups + group_;
+      float sums[2][kTokens / 2];
+      multiply<kTokens, 2>(stages_, steps, inputs, [](int) {}, [] {}, sums);
+      if (after_sums && turn == 0) this->await_readers();
+      if (pass < shape_.part_passes()) {
+        this->send_sums((pass * 4 + warp_of_group()) * 2, sums);
+      }
+    }
+  }
+
+  // Rows of this block's, from all channels of the stream, and what is made of them: finish(pass,
+  // sums).
+  template <int kHigh, class Meanwhile, class Finish>
+  __device__ __forceinline__ void multiply_rows(int turns, int passes, Meanwhile meanwhile,
+                                                Finish finish) {
+    const std::uint32_t inputs = place_in_units(memory_ + at_.stream);
+    auto await = this->stream_await();
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      const int pass = turn * kWideGroups + group_;
+      float sums[kHigh][kTokens / 2];
+      multiply<kTokens, kHigh>(
+          stages_, shape_.steps(), inputs, [&](int n) { await(n); },
+          [&] {
+            meanwhile(pass);
+            if (turn == 0) this->await_scales();
+          },
+          sums);
+      if (pass < passes) finish(pass, sums);
+    }
+    this->stream_is_read();
+  }
+  __device__ __forceinline__ void multiply_gates(const ClusterLayer& layer, int number) {
+    const int passes = shape_.gate_passes();
+    const auto channel_of = [&](int pass) {  // of this block's
+      return (pass * 4 + warp_of_group()) * 8 + row();
+    };
+    Before before;
+    multiply_rows<kGateSlabs>(
+        WideShape::turns(passes), passes,
+        [&](int pass) {
+          if (pass < passes) look_before(layer, number, channel_of(pass), before);
+        },
+        [&](int pass, const float (&sums)[kGateSlabs][kTokens / 2]) {
+          if (args_.linear_candidate || !args_.normalize_gates) {
+            const AnyOptions options{args_.linear_candidate, args_.normalize_gates};
+            step(options, number, channel_of(pass), before, sums);
+          } else {
+            step(UsualOptions{}, number, channel_of(pass), before, sums);
+          }
+        });
+  }
+  __device__ __forceinline__ void multiply_up(const ClusterLayer& layer) {
+    const int passes = shape_.up_passes();
+    multiply_rows<1>(
+        WideShape::turns(passes), passes, [](int) {},
+        [&](int pass, const float (&sums)[1][kTokens / 2]) {
+          lift(layer.up_bias, (pass * 4 + warp_of_group()) * 16 + 2 * row(), sums[0]);
+        });
+  }
+  __device__ __forceinline__ void multiply_head() {
+    const int passes = shape_.head_passes();
+    if (group_ >= passes) return this->await_scales();
+    multiply_rows<1>(
+        shape_.head_run(group_).passes, passes, [](int) {},
+        [&](int pass, const float (&sums)[1][kTokens / 2]) {
+          const int sixteen = pass * 4 + warp_of_group();
+          leave((sixteen * kWideBlocks + rank_) * 16 + 2 * row(), sums[0]);
+        });
+  }
+  __device__ __forceinline__ float2 scales_of(int eight) const {
+    return *reinterpret_cast<const float2*>(scales_ + eight * 8 + first_of_pair());
+  }
+
+  // What a step needs besides its sums.
+  struct Before {
+    float shift[2 * kGateSlabs];
+    float state[kEights][2];
+  };
+  __device__ __forceinline__ float* states_of(int number, int channel) const {
+    return args_.cell + number * args_.cell_layer_stride + rank_ * shape_.inner() + channel;
+  }
+  // Where two neighbouring sequences' states are, or negative. Read again each time: what is made
+  // of them would take the registers of a product.
+  __device__ __forceinline__ void rows_of(int eight, long long (&rows)[2]) const {
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(rows[0]), "=l"(rows[1])
+                 : "r"(shared_address(sequences_.rows + eight * 8 + first_of_pair())));
+  }
+  __device__ __forceinline__ void look_before(const ClusterLayer& layer, int number, int channel,
+                                              Before& before) const {
+#pragma unroll
+    for (int gate = 0; gate < 2 * kGateSlabs; ++gate) {
+      before.shift[gate] = 0.0f;
+      if (layer.gates_bias && gate < kGates) {
+        before.shift[gate] = to_lane(static_cast<const bf16*>(
+            layer.gates_bias)[gate * shape_.of.inner + rank_ * shape_.inner() + channel]);
+      }
+    }
+    const float* states = states_of(number, channel);
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      long long rows[2];
+      rows_of(j, rows);
+      before.state[j][0] = rows[0] < 0 ? 0.0f : states[rows[0]];
+      before.state[j][1] = rows[1] < 0 ? 0.0f : states[rows[1]];
+    }
+  }
+
+  // The recurrence's step.
+  template <class Options>
+  __device__ __forceinline__ void step(const Options& options, int number, int channel,
+                                       const Before& before,
+                                       const float (&sums)[kGateSlabs][kTokens / 2]) {
+    float* states = states_of(number, channel);
+    unsigned char* made = memory_ + at_.made;
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      const float2 scales = scales_of(j);
+      long long rows[2];
+      rows_of(j, rows);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float scale = i == 0 ? scales.x : scales.y;
+        float in[2 * kGateSlabs];  // rounded as pre-activations in memory are, two at once
+#pragma unroll
+        for (int slab = 0; slab < kGateSlabs; ++slab) {
+          const float* of = sums[slab] + 4 * j + i;
+          const float2 both =
+              whole::numbers(rounded(of[0] * scale + before.shift[2 * slab],
+                                     of[2] * scale + before.shift[2 * slab + 1], bf16{}));
+          in[2 * slab] = both.x, in[2 * slab + 1] = both.y;
+        }
+        const float h = whole::stepped<CellOf>(
+            options, reinterpret_cast<const float (&)[kGates]>(in), before.state[j][i]);
+        if (rows[i] >= 0) states[rows[i]] = h;
+        *reinterpret_cast<unsigned short*>(
+            made + place_of<kTokens>(channel, j * 8 + first_of_pair() + i)) =
+            static_cast<unsigned short>(rounded(rows[i] >= 0 ? h : 0.0f, 0.0f, bf16{}));
+      }
+    }
+  }
+
+  // An MLP's upper half: two neighbouring channels of this block's.
+  __device__ __forceinline__ void lift(const void* bias, int channel,
+                                       const float (&sums)[kTokens / 2]) {
+    if (channel >= shape_.hidden()) return;
+    float2 shift = {0.0f, 0.0f};
+    if (bias) shift = whole::load_pair(bias, rank_ * shape_.hidden() + channel);
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      const float2 scales = scales_of(j);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float scale = i == 0 ? scales.x : scales.y;
+        *reinterpret_cast<unsigned*>(memory_ + at_.made +
+                                     place_of<kTokens>(channel, j * 8 + first_of_pair() + i)) =
+            rounded(gelu(sums[4 * j + i] * scale + shift.x),
+                    gelu(sums[4 * j + 2 + i] * scale + shift.y), bf16{});
+      }
+    }
+  }
+
+  // The logits of two neighbouring tokens of the vocabulary.
+  __device__ __forceinline__ void leave(int channel, const float (&sums)[kTokens / 2]) {
+    const int vocabulary = shape_.of.vocabulary;
+    const auto* bias = static_cast<const bf16*>(args_.head_bias);
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      if (channel + high >= vocabulary) return;
+      const float shift = bias ? to_lane(bias[channel + high]) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kEights; ++j) {
+        const float2 scales = scales_of(j);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int token = first_token() + j * 8 + first_of_pair() + i;
+          if (token < args_.batch) {
+            args_.logits[static_cast<std::int64_t>(token) * vocabulary + channel + high] =
+                sums[4 * j + 2 * high + i] * (i == 0 ? scales.x : scales.y) + shift;
+          }
+        }
+      }
+    }
+  }
+
+  const float* const scales_;
+  const int group_;  // of warps, the same in all lanes
+  Stages<kSlabs> stages_;
+};
+
+}  // namespace wide
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,135 @@
+// A block's channels of the residual stream: looked up, added to, and passed on, or through the
+// convolution that a layer begins with.
+#pragma once
+
+#include "exchange.cuh"
+
+namespace minserve {
+namespace cuda {
+namespace wide {
+
+// The sequences of a cluster, -1 for none: their rows of the state, the place of these in a
+// layer's, and tokens.
+template <int kTokens>
+struct Sequences {
+  long long rows[kTokens];
+  int slots[kTokens], ids[kTokens];
+};
+
+template <int kTokens>
+class Stream : protected Exchange<kTokens> {
+ protected:
+  using Base = Exchange<kTokens>;
+  using Base::args_, Base::at_, Base::memory_, Base::rank_, Base::shape_, Base::kEights,
+      Base::kWarps;
+  using Base::lane, Base::warp;
+
+  __device__ __forceinline__ Stream(const WideStepArgs& args, unsigned char* memory,
+                                    Arrivals& arrivals, const Sequences<kTokens>& sequences)
+      : Base(args, memory, arrivals), sequences_(sequences) {}
+
+  __device__ __forceinline__ void look_up() {
+    const auto* table = static_cast<const bf16*>(args_.table) + rank_ * shape_.own();
+    renew(shape_.of.taps == 0, [&](int channel, int token, unsigned (&pairs)[2]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int id = sequences_.ids[token + i];
+        pairs[i] = id < 0 ? 0
+                          : *reinterpret_cast<const unsigned*>(
+                                table + static_cast<std::int64_t>(id) * shape_.of.width + channel);
+      }
+    });
+  }
+
+  // Adds all blocks' sums and the bias to this block's channels; last: which a convolution does not
+  // add to before they are sent.
+  __device__ __forceinline__ void add(const void* bias, bool last) {
+    this->await_sums();
+    renew(last, [&](int channel, int token, unsigned (&pairs)[2]) {
+      float2 shift = {0.0f, 0.0f}, sums[2];
+      if (bias) shift = whole::load_pair(bias, rank_ * shape_.own() + channel);
+      this->sum_up(channel / 16, token / 8, sums);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 before = whole::numbers(*pair_at(at_.stream, channel, token + i));
+        pairs[i] = rounded(sums[i].x + shift.x + before.x, sums[i].y + shift.y + before.y, bf16{});
+      }
+    });
+  }
+
+  // The convolution of a layer, of this block's channels.
+  __device__ __forceinline__ void convolve(int layer) {
+    const ClusterLayer& of = args_.layer[layer];
+    each_own([&](int channel, int token) {
+      const int of_all = rank_ * shape_.own() + channel;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int slot = sequences_.slots[token + i];
+        float* row = args_.conv + layer * args_.conv_layer_stride +
+                     max(slot, 0) * args_.conv_slot_stride + of_all;
+        whole::Convolution<kMostClusterTaps> convolution;
+        convolution.load(of.taps, of.taps_bias, shape_.of.taps, of_all, row, args_.conv_tap_stride);
+        const float2 x = whole::numbers(*pair_at(at_.stream, channel, token + i));
+        const float2 y = convolution.step(x, slot >= 0);
+        *pair_at(at_.made, channel, token + i) = rounded(y.x, y.y, bf16{});
+      }
+    });
+    // What fills the steps up.
+    constexpr int kStepSixteens = 2 * kTokens;
+    uint4* behind =
+        reinterpret_cast<uint4*>(memory_ + at_.made) + shape_.own_steps() * kStepSixteens;
+    const int more = (shape_.mix_steps() - shape_.own_steps()) * kStepSixteens;
+    for (int i = threadIdx.x; i < more; i += kComputingThreads) behind[i] = {};
+    fence_for_copies();
+    this->meet_all();
+    this->say_sums_are_read();
+  }
+
+  const Sequences<kTokens>& sequences_;
+
+ private:
+  // Calls f(channel, token) for what this thread has: two neighbouring channels of this block and
+  // two neighbouring tokens, as sums lie in messages.
+  template <class F>
+  __device__ __forceinline__ void each_own(F f) {
+#pragma unroll 1
+    for (int n = warp(); n < shape_.own_steps() * kEights; n += kWarps) {
+      f(n / kEights * 16 + lane() / 4 * 2, n % kEights * 8 + lane() % 4 * 2);
+    }
+  }
+  // Puts what f(channel, token, pairs) finds into the stream.
+  template <class F>
+  __device__ __forceinline__ void renew(bool last, F f) {
+    each_own([&](int channel, int token) {
+      unsigned pairs[2];
+      f(channel, token, pairs);
+      keep(channel, token, pairs, last);
+    });
+  }
+  __device__ __forceinline__ unsigned* pair_at(int region, int channel, int token) const {
+    return reinterpret_cast<unsigned*>(memory_ + region + place_of<kTokens>(channel, token));
+  }
+  // Two tokens' channels; the last time before they are sent, the sums of their squares go to all
+  // blocks.
+  __device__ __forceinline__ void keep(int channel, int token, const unsigned (&pairs)[2],
+                                       bool last) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) *pair_at(at_.stream, channel, token + i) = pairs[i];
+    if (!last) return;
+    float squares[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 x = whole::numbers(pairs[i]);
+      squares[i] = x.x * x.x + x.y * x.y;
+#pragma unroll
+      for (int other = 4; other < 32; other *= 2) {
+        squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], other);
+      }
+    }
+    this->send_squares(channel / 16, token, {squares[0], squares[1]});
+  }
+};
+
+}  // namespace wide
+}  // namespace cuda
+}  // namespace minserve
