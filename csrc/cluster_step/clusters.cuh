@@ -7,28 +7,36 @@
 namespace minserve {
 namespace cuda {
 
-template <auto kKernel>
+// What a thread has found out about a kernel on a device.
+struct KnownClusters {
+  int device = -1, room = 0;
+  std::size_t shared = 0;  // with so many bytes a block,
+  int at_once = -1;        // so many clusters
+};
+
+template <class Args>
 class Clusters {
  public:
   // Of so many blocks; more than eight are not what every GPU with clusters must have room for.
-  Clusters(int blocks, int threads, int device, cudaStream_t on)
-      : blocks_(blocks), device_(device) {
-    static thread_local int prepared = -1, room = 0;
-    if (prepared != device) {
+  // `known`: of this kernel alone.
+  Clusters(void (*kernel)(Args), KnownClusters& known, int blocks, int threads, int device,
+           cudaStream_t on)
+      : kernel_(kernel), known_(known), blocks_(blocks) {
+    if (known.device != device) {
+      int room = 0;
       check(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
             "shared memory");
       if (blocks > 8) {
-        check(cudaFuncSetAttribute(kernel(), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+        check(cudaFuncSetAttribute(address(), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
               "clusters of blocks");
       }
       cudaFuncAttributes attributes;
-      check(cudaFuncGetAttributes(&attributes, kernel()), "attributes of a kernel");
+      check(cudaFuncGetAttributes(&attributes, address()), "attributes of a kernel");
       room -= static_cast<int>(attributes.sharedSizeBytes);
-      check(cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, room),
+      check(cudaFuncSetAttribute(address(), cudaFuncAttributeMaxDynamicSharedMemorySize, room),
             "shared memory of clusters of blocks");
-      prepared = device;
+      known = {device, room, 0, -1};
     }
-    room_ = room;
     attributes_[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes_[0].val.programmaticStreamSerializationAllowed = 1;
     attributes_[1].id = cudaLaunchAttributeClusterDimension;
@@ -42,35 +50,34 @@ class Clusters {
   Clusters& operator=(const Clusters&) = delete;
 
   // Bytes of shared memory that a block may have.
-  int room() const { return room_; }
+  int room() const { return known_.room; }
   void arrange(int clusters, int shared_bytes) {
     config_.gridDim = dim3(static_cast<unsigned>(clusters * blocks_));
     config_.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   }
   // Throws where the GPU has no room for one.
   bool at_once() const {
-    static thread_local int known_device = -1, most = 0;
-    static thread_local std::size_t known_shared = 0;
-    if (device_ != known_device || config_.dynamicSmemBytes != known_shared) {
-      check(cudaOccupancyMaxActiveClusters(&most, kernel(), &config_), "clusters at once");
-      known_device = device_, known_shared = config_.dynamicSmemBytes;
+    if (known_.at_once < 0 || known_.shared != config_.dynamicSmemBytes) {
+      check(cudaOccupancyMaxActiveClusters(&known_.at_once, address(), &config_),
+            "clusters at once");
+      known_.shared = config_.dynamicSmemBytes;
     }
-    if (most == 0) {
+    if (known_.at_once == 0) {
       throw std::runtime_error("minserve: this GPU has no room for a cluster of " +
                                std::to_string(blocks_) + " blocks");
     }
-    return static_cast<int>(config_.gridDim.x) <= most * blocks_;
+    return static_cast<int>(config_.gridDim.x) <= known_.at_once * blocks_;
   }
-  template <class Args>
   void go(const Args& args) const {
-    check(cudaLaunchKernelEx(&config_, kKernel, args), "clusters of blocks");
+    check(cudaLaunchKernelEx(&config_, kernel_, args), "clusters of blocks");
   }
 
  private:
-  static const void* kernel() { return reinterpret_cast<const void*>(kKernel); }
+  const void* address() const { return reinterpret_cast<const void*>(kernel_); }
 
-  const int blocks_, device_;
-  int room_ = 0;
+  void (*const kernel_)(Args);
+  KnownClusters& known_;
+  const int blocks_;
   cudaLaunchAttribute attributes_[2] = {};
   cudaLaunchConfig_t config_ = {};
 };

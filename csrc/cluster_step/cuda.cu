@@ -12,7 +12,9 @@ template <template <class> class CellOf, int kTiles, int kWidth>
 class Launch {
  public:
   Launch(ClusterStepArgs& args, int device, cudaStream_t on)
-      : args_(args), clusters_(kClusterBlocks, clustered::kThreads, device, on) {
+      : args_(args),
+        clusters_(clustered::cluster_step_kernel<CellOf, kTiles, kWidth>, known(), kClusterBlocks,
+                  clustered::kThreads, device, on) {
     const ClusterLayout at(args.shape, kTokens);
     stages_ = (clusters_.room() - at.ring) / (kPairs * kChunkBytes);
     if (stages_ > clustered::kMostStages) stages_ = clustered::kMostStages;
@@ -27,10 +29,14 @@ class Launch {
   }
 
  private:
+  static KnownClusters& known() {
+    static thread_local KnownClusters found;
+    return found;
+  }
   static constexpr int kTokens = kTiles * 8, kFewestStages = 3;
 
   ClusterStepArgs& args_;
-  Clusters<&clustered::cluster_step_kernel<CellOf, kTiles, kWidth>> clusters_;
+  Clusters<ClusterStepArgs> clusters_;
   int stages_ = 0;
 };
 

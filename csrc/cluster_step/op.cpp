@@ -92,8 +92,8 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
                "[blocks, streams, weights]");
   const bool wide = weights.size(0) == kWideBlocks;
   const std::int64_t streams = wide ? kWideGroups : kPairs;
-  // No other stream is longer than the first.
-  args.stream_bytes = wide ? WideShape{args.shape}.slabs(args.layers, 0) * kSlabBytes
+  // Of the longest stream.
+  args.stream_bytes = wide ? WideShape{args.shape}.slabs(args.layers, kWideGroups - 1) * kSlabBytes
                            : args.shape.tiles(args.layers, 0) * kTileBytes;
   check.tensor(weights, "weights", ScalarType::BFloat16,
                {wide ? kWideBlocks : kClusterBlocks, streams, args.stream_bytes / 2},

@@ -49,7 +49,6 @@ struct WideShape {
 
   // The groups take turns, and all have as many, some with zeros: what one does is then no question
   // of which it is, so that addresses of products are found by the units that have one for a warp.
-  // But for the head's, of which there may be but one.
   static constexpr int kRuns = 5;  // of a layer
   constexpr WideRun run(int number) const {
     switch (number) {
@@ -65,10 +64,12 @@ struct WideShape {
         return {of.hidden > 0 ? turns(part_passes()) : 0, 2 * (hidden() / 16)};
     }
   }
+  // Of the head there is often but one pass: the groups have some of each one's steps.
+  constexpr int first_of_head(int group) const { return group * (steps() / 4) / kWideGroups * 4; }
   constexpr WideRun head_run(int group) const {
-    const int passes = head_passes();
-    return {passes > group ? turns(passes - group) : 0, steps()};
+    return {head_passes(), first_of_head(group + 1) - first_of_head(group)};
   }
+  // Of a group's stream; the last one's is the longest.
   constexpr std::int64_t slabs(int layers, int group) const {
     std::int64_t all = 0;
     for (int number = 0; number < kRuns; ++number) {
@@ -88,9 +89,10 @@ struct WideLayout {
   // they are.
   int stream = 0;
   int squares = 0;  // sums of the stream's squares, fp32 [width / 16, tokens]
-  int inbox = 0;    // all blocks' sums of this block's channels
-  int made = 0;     // channels that this block has made, of a recurrence, an MLP, a convolution
-  int ring = 0;     // slabs of weights
+  // All blocks' sums of this block's channels; of the head, what groups of warps tell each other.
+  int inbox = 0;
+  int made = 0;  // channels that this block has made, of a recurrence, an MLP, a convolution
+  int ring = 0;  // slabs of weights
   // Of a block's channels, and of their squares.
   int channel_bytes = 0, square_bytes = 0;
 
@@ -99,12 +101,19 @@ struct WideLayout {
       : stream(0),
         squares(shape.of.width * tokens * 2),
         inbox(squares + shape.steps() * tokens * 4),
-        made(inbox + shape.of.width * tokens * 2),
+        made(inbox + inbox_bytes(shape, tokens)),
         ring(made + most_made(shape) * tokens * 2),
         channel_bytes(shape.own() * tokens * 2),
         square_bytes(shape.own_steps() * tokens * 4) {}
 
+  // The sums that two groups have of the tokens that the third one finishes.
+  static constexpr int told_bytes(int tokens) { return tokens / 8 * 2 * 128 * 16; }
+
  private:
+  static constexpr int inbox_bytes(const WideShape& shape, int tokens) {
+    const int sums = shape.of.width * tokens * 2, told = told_bytes(tokens);
+    return sums > told ? sums : told;
+  }
   static constexpr int most_made(const WideShape& shape) {
     int most = shape.inner() > shape.hidden() ? shape.inner() : shape.hidden();
     const int mixed = shape.of.taps > 0 ? 16 * shape.mix_steps() : 0;

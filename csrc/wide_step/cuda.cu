@@ -12,7 +12,9 @@ template <template <class> class CellOf, int kTokens>
 class Launch {
  public:
   Launch(const WideStepArgs& args, int device, cudaStream_t on)
-      : args_(args), clusters_(kWideBlocks, wide::kThreads, device, on) {
+      : args_(args),
+        clusters_(wide::wide_step_kernel<CellOf, kTokens>, known(), kWideBlocks, wide::kThreads,
+                  device, on) {
     args_.at = WideLayout(args.wide, kTokens);
     args_.stages = (clusters_.room() - args_.at.ring) / kRingStageBytes;
     if (args_.stages > wide::kMostStages) args_.stages = wide::kMostStages;
@@ -25,11 +27,15 @@ class Launch {
   void go() const { clusters_.go(args_); }
 
  private:
+  static KnownClusters& known() {
+    static thread_local KnownClusters found;
+    return found;
+  }
   static constexpr int kRingStageBytes = kWideGroups * slabs_of_stage(kTokens) * kSlabBytes;
   static constexpr int kFewestStages = 3;
 
   WideStepArgs args_;
-  Clusters<&wide::wide_step_kernel<CellOf, kTokens>> clusters_;
+  Clusters<WideStepArgs> clusters_;
 };
 
 // With the first of these numbers of tokens of which all clusters run at once, else the last that

@@ -58,7 +58,7 @@ class Exchange {
  public:
   // Few channels go to all blocks at once, each by a warp, for a copy takes a thread some time;
   // many one after the other.
-  static constexpr bool kAtOnce = kTokens <= 40;
+  static constexpr bool kAtOnce = kTokens <= 24;
   // To the block that has them in this turn.
   __device__ __forceinline__ static void send_to(int turn, const WideStepArgs& args,
                                                  unsigned char* memory, Arrivals& arrivals) {

@@ -93,20 +93,22 @@ class Step : Stream<kTokens> {
   }
 
   // Rows of this block's, from all channels of the stream, and what is made of them: finish(pass,
-  // sums).
-  template <int kHigh, class Meanwhile, class Finish>
-  __device__ __forceinline__ void multiply_rows(int turns, int passes, Meanwhile meanwhile,
-                                                Finish finish) {
+  // sums). What that needs besides, look(pass) asks for: before the products, or where their sums
+  // leave no room for more under way, behind them.
+  template <int kHigh, class Look, class Finish>
+  __device__ __forceinline__ void multiply_rows(int passes, Look look, Finish finish) {
+    constexpr bool kFirst = kTokens <= 40;
     const std::uint32_t inputs = place_in_units(memory_ + at_.stream);
     auto await = this->stream_await();
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
+    for (int turn = 0; turn < WideShape::turns(passes); ++turn) {
       const int pass = turn * kWideGroups + group_;
       float sums[kHigh][kTokens / 2];
+      if (kFirst && pass < passes) look(pass);
       multiply<kTokens, kHigh>(
           stages_, shape_.steps(), inputs, [&](int n) { await(n); },
           [&] {
-            meanwhile(pass);
+            if (!kFirst && pass < passes) look(pass);
             if (turn == 0) this->await_scales();
           },
           sums);
@@ -115,16 +117,13 @@ class Step : Stream<kTokens> {
     this->stream_is_read();
   }
   __device__ __forceinline__ void multiply_gates(const ClusterLayer& layer, int number) {
-    const int passes = shape_.gate_passes();
     const auto channel_of = [&](int pass) {  // of this block's
       return (pass * 4 + warp_of_group()) * 8 + row();
     };
     Before before;
     multiply_rows<kGateSlabs>(
-        WideShape::turns(passes), passes,
-        [&](int pass) {
-          if (pass < passes) look_before(layer, number, channel_of(pass), before);
-        },
+        shape_.gate_passes(),
+        [&](int pass) { look_before(layer, number, channel_of(pass), before); },
         [&](int pass, const float (&sums)[kGateSlabs][kTokens / 2]) {
           if (args_.linear_candidate || !args_.normalize_gates) {
             const AnyOptions options{args_.linear_candidate, args_.normalize_gates};
@@ -135,22 +134,60 @@ class Step : Stream<kTokens> {
         });
   }
   __device__ __forceinline__ void multiply_up(const ClusterLayer& layer) {
-    const int passes = shape_.up_passes();
     multiply_rows<1>(
-        WideShape::turns(passes), passes, [](int) {},
+        shape_.up_passes(), [](int) {},
         [&](int pass, const float (&sums)[1][kTokens / 2]) {
           lift(layer.up_bias, (pass * 4 + warp_of_group()) * 16 + 2 * row(), sums[0]);
         });
   }
+
+  // The head: the groups have some of the inputs each, and finish every third eight of tokens.
   __device__ __forceinline__ void multiply_head() {
-    const int passes = shape_.head_passes();
-    if (group_ >= passes) return this->await_scales();
-    multiply_rows<1>(
-        shape_.head_run(group_).passes, passes, [](int) {},
-        [&](int pass, const float (&sums)[1][kTokens / 2]) {
-          const int sixteen = pass * 4 + warp_of_group();
-          leave((sixteen * kWideBlocks + rank_) * 16 + 2 * row(), sums[0]);
-        });
+    const int first = shape_.first_of_head(group_);
+    const std::uint32_t inputs = place_in_units(memory_ + at_.stream) + first * 2 * kTokens;
+    auto await = this->stream_await();
+#pragma unroll 1
+    for (int pass = 0; pass < shape_.head_passes(); ++pass) {
+      float sums[1][kTokens / 2];
+      if (pass > 0) this->meet_all();  // what was told before has been heard
+      multiply<kTokens, 1>(
+          stages_, shape_.first_of_head(group_ + 1) - first, inputs,
+          [&](int n) { await(first + n); },
+          [&] {
+            if (pass == 0) this->await_scales();
+          },
+          sums);
+      share_out(sums[0]);
+      const int sixteen = pass * 4 + warp_of_group();
+      leave((sixteen * kWideBlocks + rank_) * 16 + 2 * row(), sums[0]);
+    }
+  }
+  // The groups tell each other their sums of the others' tokens, and add up those of their own.
+  __device__ __forceinline__ void share_out(float (&sums)[kTokens / 2]) {
+    const auto told = [&](int eight, int from) {
+      auto* all = reinterpret_cast<float4*>(memory_ + at_.inbox);
+      return all + (eight * 2 + (from + 2 - eight % kWideGroups) % kWideGroups) * 128 +
+             threadIdx.x % 128;
+    };
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      const float* own = sums + 4 * j;
+      if (!finishes(j)) *told(j, group_) = {own[0], own[1], own[2], own[3]};
+    }
+    this->meet_all();
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      if (!finishes(j)) continue;
+#pragma unroll
+      for (int other = 1; other < kWideGroups; ++other) {
+        const float4 more = *told(j, j + other);
+        sums[4 * j] += more.x, sums[4 * j + 1] += more.y;
+        sums[4 * j + 2] += more.z, sums[4 * j + 3] += more.w;
+      }
+    }
+  }
+  __device__ __forceinline__ bool finishes(int eight) const {
+    return eight % kWideGroups == group_;
   }
   __device__ __forceinline__ float2 scales_of(int eight) const {
     return *reinterpret_cast<const float2*>(scales_ + eight * 8 + first_of_pair());
@@ -255,6 +292,7 @@ class Step : Stream<kTokens> {
       const float shift = bias ? to_lane(bias[channel + high]) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kEights; ++j) {
+        if (!finishes(j)) continue;
         const float2 scales = scales_of(j);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -30,30 +30,44 @@ class Stream : protected Exchange<kTokens> {
 
   __device__ __forceinline__ void look_up() {
     const auto* table = static_cast<const bf16*>(args_.table) + rank_ * shape_.own();
-    renew(shape_.of.taps == 0, [&](int channel, int token, unsigned (&pairs)[2]) {
+    // All are asked for at once.
+    constexpr int kMost = divided_up_by(kMostClusterWidth / kWideBlocks / 16 * kEights, kWarps);
+    unsigned pairs[kMost][2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int id = sequences_.ids[token + i];
-        pairs[i] = id < 0 ? 0
-                          : *reinterpret_cast<const unsigned*>(
-                                table + static_cast<std::int64_t>(id) * shape_.of.width + channel);
+    for (int i = 0; i < kMost; ++i) {
+      const int n = warp() + i * kWarps;
+      if (n >= items()) break;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int id = sequences_.ids[token_of(n) + k];
+        pairs[i][k] =
+            id < 0 ? 0
+                   : *reinterpret_cast<const unsigned*>(
+                         table + static_cast<std::int64_t>(id) * shape_.of.width + channel_of(n));
       }
-    });
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const int n = warp() + i * kWarps;
+      if (n < items()) keep(channel_of(n), token_of(n), pairs[i], shape_.of.taps == 0);
+    }
   }
 
   // Adds all blocks' sums and the bias to this block's channels; last: which a convolution does not
   // add to before they are sent.
   __device__ __forceinline__ void add(const void* bias, bool last) {
     this->await_sums();
-    renew(last, [&](int channel, int token, unsigned (&pairs)[2]) {
+    each_own([&](int channel, int token) {
       float2 shift = {0.0f, 0.0f}, sums[2];
       if (bias) shift = whole::load_pair(bias, rank_ * shape_.own() + channel);
       this->sum_up(channel / 16, token / 8, sums);
+      unsigned pairs[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 before = whole::numbers(*pair_at(at_.stream, channel, token + i));
         pairs[i] = rounded(sums[i].x + shift.x + before.x, sums[i].y + shift.y + before.y, bf16{});
       }
+      keep(channel, token, pairs, last);
     });
   }
 
@@ -88,23 +102,19 @@ class Stream : protected Exchange<kTokens> {
   const Sequences<kTokens>& sequences_;
 
  private:
-  // Calls f(channel, token) for what this thread has: two neighbouring channels of this block and
-  // two neighbouring tokens, as sums lie in messages.
+  // What a thread has: two neighbouring channels of this block and two neighbouring tokens, as sums
+  // lie in messages, some times.
+  __device__ __forceinline__ int items() const { return shape_.own_steps() * kEights; }
+  __device__ __forceinline__ static int channel_of(int item) {
+    return item / kEights * 16 + lane() / 4 * 2;
+  }
+  __device__ __forceinline__ static int token_of(int item) {
+    return item % kEights * 8 + lane() % 4 * 2;
+  }
   template <class F>
   __device__ __forceinline__ void each_own(F f) {
 #pragma unroll 1
-    for (int n = warp(); n < shape_.own_steps() * kEights; n += kWarps) {
-      f(n / kEights * 16 + lane() / 4 * 2, n % kEights * 8 + lane() % 4 * 2);
-    }
-  }
-  // Puts what f(channel, token, pairs) finds into the stream.
-  template <class F>
-  __device__ __forceinline__ void renew(bool last, F f) {
-    each_own([&](int channel, int token) {
-      unsigned pairs[2];
-      f(channel, token, pairs);
-      keep(channel, token, pairs, last);
-    });
+    for (int n = warp(); n < items(); n += kWarps) f(channel_of(n), token_of(n));
   }
   __device__ __forceinline__ unsigned* pair_at(int region, int channel, int token) const {
     return reinterpret_cast<unsigned*>(memory_ + region + place_of<kTokens>(channel, token));

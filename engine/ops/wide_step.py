@@ -8,6 +8,7 @@ weights by 16 inputs, is what a group reads at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,14 +28,13 @@ _UNIT = 16  # rows of a warp, and inputs of a slab
 
 def packed(layers: Sequence[ClusterLayer], head: Tensor, gates: int) -> Tensor:
     """[BLOCKS, groups, weights] of layers that fit each other, filled up to the longest stream, the
-    first's. head [vocabulary, d_model]."""
+    last. head [vocabulary, d_model]."""
     products = [_for_all(passes) for layer in layers for passes in _products(layer, gates)]
-    products.append(_head_rows(head))
     streams = [
-        torch.cat([passes[:, group::_GROUPS].flatten(1) for passes in products], dim=1)
-        for group in range(_GROUPS)
+        torch.cat([*(passes[:, group::_GROUPS].flatten(1) for passes in products), part], dim=1)
+        for group, part in enumerate(_head_parts(head))
     ]
-    most = streams[0].shape[1]
+    most = streams[-1].shape[1]
     streams = [functional.pad(stream, (0, most - stream.shape[1])) for stream in streams]
     return torch.stack(streams, dim=1)
 
@@ -110,12 +110,15 @@ def _up_rows(weight: Tensor) -> Tensor:
     return _passes(_slabs(_own_first(own)), 1)
 
 
-def _head_rows(head: Tensor) -> Tensor:
-    """Sixteen rows after another go round the blocks; the last ones are zeros."""
+def _head_parts(head: Tensor) -> list[Tensor]:
+    """Sixteen rows after another go round the blocks; the last ones are zeros. Of all rows each
+    group has some of the inputs, multiples of four steps."""
     rows = functional.pad(head, (0, 0, 0, -len(head) % (_SLAB * BLOCKS)))
     sixteens = _in_pairs(rows).reshape(-1, BLOCKS, _UNIT, head.shape[1])
-    own = sixteens.transpose(0, 1).flatten(1, 2)
-    return _passes(_slabs(_own_first(own)), 1)
+    own = _slabs(_own_first(sixteens.transpose(0, 1).flatten(1, 2)))  # [blocks, passes, steps, ...]
+    fours = own.shape[2] // 4
+    bounds = [group * fours // _GROUPS * 4 for group in range(_GROUPS + 1)]
+    return [own[:, :, first:end].flatten(1) for first, end in pairwise(bounds)]
 
 
 def _parts(weight: Tensor) -> Tensor:

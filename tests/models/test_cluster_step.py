@@ -283,9 +283,11 @@ def test_a_wide_stream_has_products_in_the_order_in_which_they_are_computed() ->
                 rows = [r for n in range(sixteens) for r in in_pairs(first + 16 * n)]
                 stream_of(layer.up, [rows + [-1] * (64 - len(rows))])
             part_of(layer.down)
-        if group == 0:
-            rows = [r if r < 40 else -1 for r in in_pairs(16 * block)]
-            stream_of(head, [rows + [-1] * 48])
+        # A third of the inputs for each group.
+        rows = [r if r < 40 else -1 for r in in_pairs(16 * block)]
+        of_head: list[Tensor] = []
+        stream_of(head, [rows + [-1] * 48], into=of_head)
+        expected += of_head[8 * group : 8 * group + 8]
         stream = packed[block, group].double()
         together = torch.cat(expected)
         assert torch.equal(stream[: len(together)], together)
