@@ -38,7 +38,7 @@ struct WideShape {
 
   // Passes of all groups. Of rows that read the whole stream one is a slab high; of gates, a warp's
   // eight channels take sixteen rows of each slab. Of rows that are all channels of the stream one
-  // is two slabs high.
+  // is two slabs, one after the other.
   constexpr int gate_passes() const { return inner() / 8 / 4; }
   constexpr int gate_slabs() const { return divided_up_by(of.gates, 2); }
   constexpr int up_passes() const { return divided_up_by(hidden(), kSlabRows); }
@@ -53,15 +53,15 @@ struct WideShape {
   constexpr WideRun run(int number) const {
     switch (number) {
       case 0:
-        return {of.taps > 0 ? turns(part_passes()) : 0, 2 * mix_steps()};
+        return {of.taps > 0 ? 2 * turns(part_passes()) : 0, mix_steps()};
       case 1:
         return {turns(gate_passes()), gate_slabs() * steps()};
       case 2:
-        return {turns(part_passes()), 2 * (inner() / 16)};
+        return {2 * turns(part_passes()), inner() / 16};
       case 3:
         return {turns(up_passes()), steps()};
       default:
-        return {of.hidden > 0 ? turns(part_passes()) : 0, 2 * (hidden() / 16)};
+        return {of.hidden > 0 ? 2 * turns(part_passes()) : 0, hidden() / 16};
     }
   }
   // Of the head there is often but one pass: the groups have some of each one's steps.

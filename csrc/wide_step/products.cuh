@@ -38,50 +38,63 @@ __device__ __forceinline__ std::uint32_t place_in_units(const void* shared) {
 template <int kTokens>
 constexpr int kUnderWay = kTokens > 40 ? 1 : 2;
 
-// kHigh slabs' rows times so many steps of 16 inputs, which lie at `place`, a stage's at once:
-// await(n) waits for the first n steps' inputs. meanwhile() is called when all products have been
-// given to the tensor cores.
-template <int kTokens, int kHigh, int kSlabs, class Await, class Meanwhile>
+// A stage's slabs times so many steps' inputs at `place`.
+template <int kTokens, int kHigh, int kSteps, int kSlabs>
+__device__ __forceinline__ void give_products(Stages<kSlabs>& stages, std::uint32_t place,
+                                              float (&sums)[kHigh][kTokens / 2]) {
+  // The same in all lanes, so that the units that have one for a warp find what is made of them.
+  const std::uint32_t weights = __shfl_sync(0xffffffffu, low_word(stages.next(), kGranule / 16), 0);
+  const std::uint32_t inputs = __shfl_sync(0xffffffffu, low_word(place, kTokens), 0);
+  stages.look_ahead();
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int high = 0; high < kHigh; ++high) {
+      Product<bf16, kTokens>::add(
+          sums[high],
+          described(weights + (k * kHigh + high) * (kSlabBytes / 16), 2 * kGranule / 16),
+          described(inputs + k * 2 * kTokens, kGranule / 16), 1);
+    }
+  }
+  commit_products();
+}
+
+// kHigh slabs' rows times so many steps of 16 inputs, an even number, which lie at `place`:
+// await(n) waits for the first n steps' inputs. meanwhile() is called when the first products have
+// been given to the tensor cores, at_last() when all have.
+template <int kTokens, int kHigh, int kSlabs, class Await, class Meanwhile, class AtLast>
 __device__ __forceinline__ void multiply(Stages<kSlabs>& stages, int steps, std::uint32_t place,
-                                         Await await, Meanwhile meanwhile,
+                                         Await await, Meanwhile meanwhile, AtLast at_last,
                                          float (&sums)[kHigh][kTokens / 2]) {
   constexpr int kSteps = kSlabs / kHigh;
-  static_assert(kSteps * kHigh == kSlabs, "a stage has whole steps");
+  static_assert(kSteps * kHigh == kSlabs && (kSteps == 4 || kSteps == 2 || kSteps == 1),
+                "a stage has whole steps, and what is left over is half of one");
   // Written before they are added to: else, in a loop, they would have their registers for good.
 #pragma unroll
   for (auto& slab : sums) {
 #pragma unroll
     for (float& sum : slab) sum = 0.0f;
   }
-  std::uint32_t inputs = low_word(place, kTokens);
   int under_way = 0;
 #pragma unroll 1
-  for (int first = 0; first < steps; first += kSteps, inputs += kSteps * 2 * kTokens) {
+  for (int first = 0; first + kSteps <= steps; first += kSteps, place += kSteps * 2 * kTokens) {
     await(first + kSteps);
-    // The same in all lanes, so that the units that have one for a warp find what is made of them.
-    const std::uint32_t weights =
-        __shfl_sync(0xffffffffu, low_word(stages.next(), kGranule / 16), 0);
-    const std::uint32_t x = __shfl_sync(0xffffffffu, inputs, 0);
-    stages.look_ahead();
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int high = 0; high < kHigh; ++high) {
-        Product<bf16, kTokens>::add(
-            sums[high],
-            described(weights + (k * kHigh + high) * (kSlabBytes / 16), 2 * kGranule / 16),
-            described(x + k * 2 * kTokens, kGranule / 16), 1);
-      }
-    }
-    commit_products();
+    give_products<kTokens, kHigh, kSteps>(stages, place, sums);
+    if (first == 0) meanwhile();
     if (++under_way > kUnderWay<kTokens>) {
       wait_products<kUnderWay<kTokens>>();
       stages.release();
       --under_way;
     }
   }
-  meanwhile();
+  if (kSteps > 2 && steps % kSteps > 0) {
+    await(steps);
+    give_products<kTokens, kHigh, kSteps / 2>(stages, place, sums);
+    if (steps < kSteps) meanwhile();
+    ++under_way;
+  }
+  at_last();
   wait_products<0>();
 #pragma unroll
   for (int high = 0; high < kHigh; ++high) sums_are_there(sums[high]);

@@ -49,12 +49,16 @@ __device__ __forceinline__ void fill(const WideStepArgs& args, Ring& ring, unsig
                             ? args.wide.run(number % WideShape::kRuns)
                             : args.wide.head_run(group);
 #pragma unroll 1
-    for (int stages = run.passes * run.slabs / kSlabs; stages > 0; --stages) {
-      if (at.turn > 0) wait_barrier(ring.empty[at.slot], (at.turn - 1) % 2);
-      arrive_expecting(ring.full[at.slot], kStageBytes);
-      copy_bytes(memory + at.slot * kStageBytes, from, kStageBytes, ring.full[at.slot]);
-      from += kStageBytes;
-      at.go_on(args.stages);
+    for (int pass = 0; pass < run.passes; ++pass) {
+#pragma unroll 1
+      for (int left = run.slabs; left > 0; left -= kSlabs) {
+        const auto bytes = static_cast<unsigned>(min(left, kSlabs) * kSlabBytes);
+        if (at.turn > 0) wait_barrier(ring.empty[at.slot], (at.turn - 1) % 2);
+        arrive_expecting(ring.full[at.slot], bytes);
+        copy_bytes(memory + at.slot * kStageBytes, from, bytes, ring.full[at.slot]);
+        from += bytes;
+        at.go_on(args.stages);
+      }
     }
   }
 }

@@ -82,13 +82,18 @@ class Step : Stream<kTokens> {
     const std::uint32_t inputs = place_in_units(memory_ + at_.made);
 #pragma unroll 1
     for (int turn = 0; turn < WideShape::turns(shape_.part_passes()); ++turn) {
-      const int pass = turn * kWideGroups + group_;
-      float sums[2][kTokens / 2];
-      multiply<kTokens, 2>(stages_, steps, inputs, [](int) {}, [] {}, sums);
+      const int pass = turn * kWideGroups + group_, first = (pass * 4 + warp_of_group()) * 2;
+      const bool real = pass < shape_.part_passes();
+      float sums[2][1][kTokens / 2];
+      multiply<kTokens, 1>(stages_, steps, inputs, [](int) {}, [] {}, [] {}, sums[0]);
       if (after_sums && turn == 0) this->await_readers();
-      if (pass < shape_.part_passes()) {
-        this->send_sums((pass * 4 + warp_of_group()) * 2, sums);
-      }
+      multiply<kTokens, 1>(
+          stages_, steps, inputs, [](int) {},
+          [&] {
+            if (real) this->send_sums(first, sums[0][0]);
+          },
+          [] {}, sums[1]);
+      if (real) this->send_sums(first + 1, sums[1][0]);
     }
   }
 
@@ -106,7 +111,7 @@ class Step : Stream<kTokens> {
       float sums[kHigh][kTokens / 2];
       if (kFirst && pass < passes) look(pass);
       multiply<kTokens, kHigh>(
-          stages_, shape_.steps(), inputs, [&](int n) { await(n); },
+          stages_, shape_.steps(), inputs, [&](int n) { await(n); }, [] {},
           [&] {
             if (!kFirst && pass < passes) look(pass);
             if (turn == 0) this->await_scales();
@@ -152,7 +157,7 @@ class Step : Stream<kTokens> {
       if (pass > 0) this->meet_all();  // what was told before has been heard
       multiply<kTokens, 1>(
           stages_, shape_.first_of_head(group_ + 1) - first, inputs,
-          [&](int n) { await(first + n); },
+          [&](int n) { await(first + n); }, [] {},
           [&] {
             if (pass == 0) this->await_scales();
           },

@@ -247,17 +247,13 @@ def test_a_wide_stream_has_products_in_the_order_in_which_they_are_computed() ->
             weight: Tensor, block: int = block, group: int = group, into: list[Tensor] = expected
         ) -> None:
             own = weight.shape[1] // 8
-            for first in range(0, own, 16):
-                inputs = list(range(own * block + first, own * block + first + 16))
-                for slab in (0, 1):
-                    rows = [
-                        r
-                        for warp in range(4)
-                        for r in in_pairs(128 * group + 32 * warp + 16 * slab)
-                    ]
-                    into.append(slab_of(weight.double(), rows, inputs))
-            if own == 48:  # three steps and one of zeros
-                into += 2 * zeros
+            for slab in (0, 1):
+                warps = [128 * group + 32 * warp + 16 * slab for warp in range(4)]
+                rows = [row for first in warps for row in in_pairs(first)]
+                for first in range(own * block, own * block + own, 16):
+                    into.append(slab_of(weight.double(), rows, list(range(first, first + 16))))
+                if own == 48:  # three steps and one of zeros
+                    into += zeros
 
         for layer in layers:
             assert layer.mix is not None and layer.up is not None and layer.down is not None
