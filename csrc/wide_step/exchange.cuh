@@ -138,27 +138,42 @@ class Exchange {
   // What the norm divides the stream's channels by is there.
   __device__ __forceinline__ static void await_scales() { meet(kScaled, kComputingThreads + 32); }
 
-  // This warp's sums of sixteen channels of the stream to the block that has them.
-  __device__ __forceinline__ void send_sums(int sixteen, const float (&sums)[kTokens / 2]) {
-    const int steps = shape_.own_steps(), to = sixteen / steps, place = sixteen % steps;
-    unsigned char* inbox = memory_ + at_.inbox + (rank_ * steps + place) * kPieceBytes;
-    unsigned char* piece = inbox;
-    if (to != rank_) {
-      piece = memory_ + at_.stream + turn_of(to, rank_) * at_.channel_bytes + place * kPieceBytes;
-    }
+  // This warp's sums of kCount neighbouring sixteens of channels, one or two, from `first` on, to
+  // the blocks that have them.
+  template <int kCount>
+  __device__ __forceinline__ void send_sums(int first, const float (&sums)[kCount][kTokens / 2]) {
+    const int steps = shape_.own_steps();
+    unsigned char *inboxes[kCount], *pieces[kCount];
+    int to[kCount];
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      const float* of = sums + 4 * j;
-      *reinterpret_cast<uint2*>(piece + j * 256 + lane() * 8) = {rounded(of[0], of[2], bf16{}),
-                                                                 rounded(of[1], of[3], bf16{})};
+    for (int i = 0; i < kCount; ++i) {
+      const int sixteen = first + i, place = sixteen % steps;
+      to[i] = sixteen / steps;
+      inboxes[i] = memory_ + at_.inbox + (rank_ * steps + place) * kPieceBytes;
+      pieces[i] = to[i] == rank_
+                      ? inboxes[i]
+                      : memory_ + at_.stream + turn_of(to[i], rank_) * at_.channel_bytes +
+                            place * kPieceBytes;
+#pragma unroll
+      for (int j = 0; j < kEights; ++j) {
+        const float* of = sums[i] + 4 * j;
+        *reinterpret_cast<uint2*>(pieces[i] + j * 256 + lane() * 8) = {
+            rounded(of[0], of[2], bf16{}), rounded(of[1], of[3], bf16{})};
+      }
     }
     fence_for_copies();
     __syncwarp();
     if (lane() == 0) {
-      if (to == rank_) {
-        arrive(arrivals_.summed);
-      } else {
-        copy_to_block(static_cast<unsigned>(to), inbox, piece, kPieceBytes, arrivals_.summed);
+      const bool together = kCount == 2 && to[0] == to[kCount - 1];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (to[i] == rank_) {
+          arrive(arrivals_.summed);
+        } else if (i == 0 || !together) {
+          copy_to_block(static_cast<unsigned>(to[i]), inboxes[i], pieces[i],
+                        static_cast<unsigned>(together ? 2 * kPieceBytes : kPieceBytes),
+                        arrivals_.summed);
+        }
       }
     }
     __syncwarp();

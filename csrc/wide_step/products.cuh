@@ -34,73 +34,91 @@ __device__ __forceinline__ std::uint32_t place_in_units(const void* shared) {
   return shared_address(shared) >> 4;
 }
 
-// Stages whose products may be under way at once: of few, others are on their way meanwhile.
-template <int kTokens>
-constexpr int kUnderWay = kTokens > 40 ? 1 : 2;
+// What a group of warps has given to the tensor cores, and the weights' stages that it holds.
+template <int kTokens, int kSlabs>
+class Products {
+  // Stages whose products may be under way at once: of few, others are on their way meanwhile.
+  static constexpr int kUnderWay = kTokens > 40 ? 1 : 2;
 
-// A stage's slabs times so many steps' inputs at `place`.
-template <int kTokens, int kHigh, int kSteps, int kSlabs>
-__device__ __forceinline__ void give_products(Stages<kSlabs>& stages, std::uint32_t place,
-                                              float (&sums)[kHigh][kTokens / 2]) {
-  // The same in all lanes, so that the units that have one for a warp find what is made of them.
-  const std::uint32_t weights = __shfl_sync(0xffffffffu, low_word(stages.next(), kGranule / 16), 0);
-  const std::uint32_t inputs = __shfl_sync(0xffffffffu, low_word(place, kTokens), 0);
-  stages.look_ahead();
-  begin_products();
+ public:
+  template <int kHigh>
+  using Sums = float[kHigh][kTokens / 2];
+
+  __device__ __forceinline__ explicit Products(const Stages<kSlabs>& stages) : stages_(stages) {}
+
+  // Sums are written before anything is added to them, and before any products are under way: if
+  // the first ones wrote them, they would have their registers for good, in a loop.
+  template <int kHigh>
+  __device__ __forceinline__ static void clear(Sums<kHigh>& sums) {
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
+    for (auto& slab : sums) {
 #pragma unroll
-    for (int high = 0; high < kHigh; ++high) {
-      Product<bf16, kTokens>::add(
-          sums[high],
-          described(weights + (k * kHigh + high) * (kSlabBytes / 16), 2 * kGranule / 16),
-          described(inputs + k * 2 * kTokens, kGranule / 16), 1);
+      for (float& sum : slab) sum = 0.0f;
+      sums_are_there(slab);
     }
   }
-  commit_products();
-}
-
-// kHigh slabs' rows times so many steps of 16 inputs, an even number, which lie at `place`:
-// await(n) waits for the first n steps' inputs. meanwhile() is called when the first products have
-// been given to the tensor cores, at_last() when all have.
-template <int kTokens, int kHigh, int kSlabs, class Await, class Meanwhile, class AtLast>
-__device__ __forceinline__ void multiply(Stages<kSlabs>& stages, int steps, std::uint32_t place,
-                                         Await await, Meanwhile meanwhile, AtLast at_last,
-                                         float (&sums)[kHigh][kTokens / 2]) {
-  constexpr int kSteps = kSlabs / kHigh;
-  static_assert(kSteps * kHigh == kSlabs && (kSteps == 4 || kSteps == 2 || kSteps == 1),
-                "a stage has whole steps, and what is left over is half of one");
-  // Written before they are added to: else, in a loop, they would have their registers for good.
-#pragma unroll
-  for (auto& slab : sums) {
-#pragma unroll
-    for (float& sum : slab) sum = 0.0f;
-  }
-  int under_way = 0;
+  // kHigh slabs' rows times so many steps of 16 inputs, an even number, which lie at `place`:
+  // await(n) waits for the first n steps' inputs. meanwhile() is called when the first ones have
+  // been given.
+  template <int kHigh, class Await, class Meanwhile>
+  __device__ __forceinline__ void give(int steps, std::uint32_t place, Await await,
+                                       Meanwhile meanwhile, Sums<kHigh>& sums) {
+    constexpr int kSteps = kSlabs / kHigh;
+    static_assert(kSteps * kHigh == kSlabs && (kSteps == 4 || kSteps == 2 || kSteps == 1),
+                  "a stage has whole steps, and what is left over is half of one");
 #pragma unroll 1
-  for (int first = 0; first + kSteps <= steps; first += kSteps, place += kSteps * 2 * kTokens) {
-    await(first + kSteps);
-    give_products<kTokens, kHigh, kSteps>(stages, place, sums);
-    if (first == 0) meanwhile();
-    if (++under_way > kUnderWay<kTokens>) {
-      wait_products<kUnderWay<kTokens>>();
-      stages.release();
-      --under_way;
+    for (int first = 0; first + kSteps <= steps; first += kSteps, place += kSteps * 2 * kTokens) {
+      await(first + kSteps);
+      give_stage<kHigh, kSteps>(place, sums);
+      if (first == 0) meanwhile();
+      if (under_way_ > kUnderWay) {
+        wait_products<kUnderWay>();
+        release();
+      }
+    }
+    if (kSteps > 2 && steps % kSteps > 0) {
+      await(steps);
+      give_stage<kHigh, kSteps / 2>(place, sums);
+      if (steps < kSteps) meanwhile();
     }
   }
-  if (kSteps > 2 && steps % kSteps > 0) {
-    await(steps);
-    give_products<kTokens, kHigh, kSteps / 2>(stages, place, sums);
-    if (steps < kSteps) meanwhile();
-    ++under_way;
-  }
-  at_last();
-  wait_products<0>();
-#pragma unroll
-  for (int high = 0; high < kHigh; ++high) sums_are_there(sums[high]);
+  // Until all are done.
+  __device__ __forceinline__ void finish() {
+    wait_products<0>();
 #pragma unroll 1
-  for (; under_way > 0; --under_way) stages.release();
-}
+    while (under_way_ > 0) release();
+  }
+
+ private:
+  template <int kHigh, int kSteps>
+  __device__ __forceinline__ void give_stage(std::uint32_t place, Sums<kHigh>& sums) {
+    // The same in all lanes, so that the units that have one for a warp find what is made of them.
+    const std::uint32_t weights =
+        __shfl_sync(0xffffffffu, low_word(stages_.next(), kGranule / 16), 0);
+    const std::uint32_t inputs = __shfl_sync(0xffffffffu, low_word(place, kTokens), 0);
+    stages_.look_ahead();
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int high = 0; high < kHigh; ++high) {
+        Product<bf16, kTokens>::add(
+            sums[high],
+            described(weights + (k * kHigh + high) * (kSlabBytes / 16), 2 * kGranule / 16),
+            described(inputs + k * 2 * kTokens, kGranule / 16), 1);
+      }
+    }
+    commit_products();
+    ++under_way_;
+  }
+  __device__ __forceinline__ void release() {
+    stages_.release();
+    --under_way_;
+  }
+
+  Stages<kSlabs> stages_;
+  int under_way_ = 0;
+};
 
 }  // namespace wide
 }  // namespace cuda

@@ -15,6 +15,10 @@ class Step : Stream<kTokens> {
   using Base = Stream<kTokens>;
   using Base::args_, Base::at_, Base::memory_, Base::rank_, Base::sequences_, Base::shape_;
   using Base::kEights, Base::lane;
+  using Given = Products<kTokens, kSlabs>;
+  // Of many sequences sums leave slab by slab, and what is needed besides sums is asked for behind
+  // the products, in whose time there are no registers for it.
+  static constexpr bool kApart = kTokens > 40;
   static constexpr int kGates = CellOf<float>::kInputs, kGateSlabs = divided_up_by(kGates, 2);
 
  public:
@@ -26,8 +30,8 @@ class Step : Stream<kTokens> {
       : Base(args, memory, arrivals, sequences),
         scales_(scales),
         group_(group),
-        stages_(args, rings[group_],
-                memory + at_.ring + group_ * args.stages * (kSlabs * kSlabBytes)) {}
+        given_(Stages<kSlabs>(args, rings[group_],
+                              memory + at_.ring + group_ * args.stages * (kSlabs * kSlabBytes))) {}
 
   // One loop whose body has every kind of product once: each is short and takes its time from
   // fetching instructions, which are still there the next time.
@@ -84,16 +88,39 @@ class Step : Stream<kTokens> {
     for (int turn = 0; turn < WideShape::turns(shape_.part_passes()); ++turn) {
       const int pass = turn * kWideGroups + group_, first = (pass * 4 + warp_of_group()) * 2;
       const bool real = pass < shape_.part_passes();
-      float sums[2][1][kTokens / 2];
-      multiply<kTokens, 1>(stages_, steps, inputs, [](int) {}, [] {}, [] {}, sums[0]);
-      if (after_sums && turn == 0) this->await_readers();
-      multiply<kTokens, 1>(
-          stages_, steps, inputs, [](int) {},
-          [&] {
-            if (real) this->send_sums(first, sums[0][0]);
-          },
-          [] {}, sums[1]);
-      if (real) this->send_sums(first + 1, sums[1][0]);
+      const auto there = [](int) {};
+      typename Given::template Sums<1> sums[2];
+      Given::template clear<1>(sums[0]);
+      if (!kApart) Given::template clear<1>(sums[1]);
+      given_.template give<1>(steps, inputs, there, [] {}, sums[0]);
+      if constexpr (kApart) {
+        // Sums of one slab are on their way while the other is multiplied.
+        given_.finish();
+        sums_are_there(sums[0][0]);
+        if (after_sums && turn == 0) this->await_readers();
+        Given::template clear<1>(sums[1]);
+        given_.template give<1>(
+            steps, inputs, there,
+            [&] {
+              if (real) this->send_sums(first, sums[0]);
+            },
+            sums[1]);
+        given_.finish();
+        sums_are_there(sums[1][0]);
+        if (real) this->send_sums(first + 1, sums[1]);
+      } else {
+        given_.template give<1>(steps, inputs, there, [] {}, sums[1]);
+        given_.finish();
+        typename Given::template Sums<2> both;
+#pragma unroll
+        for (int slab = 0; slab < 2; ++slab) {
+          sums_are_there(sums[slab][0]);
+#pragma unroll
+          for (int i = 0; i < kTokens / 2; ++i) both[slab][i] = sums[slab][0][i];
+        }
+        if (after_sums && turn == 0) this->await_readers();
+        if (real) this->send_sums(first, both);
+      }
     }
   }
 
@@ -102,22 +129,22 @@ class Step : Stream<kTokens> {
   // leave no room for more under way, behind them.
   template <int kHigh, class Look, class Finish>
   __device__ __forceinline__ void multiply_rows(int passes, Look look, Finish finish) {
-    constexpr bool kFirst = kTokens <= 40;
     const std::uint32_t inputs = place_in_units(memory_ + at_.stream);
     auto await = this->stream_await();
 #pragma unroll 1
     for (int turn = 0; turn < WideShape::turns(passes); ++turn) {
       const int pass = turn * kWideGroups + group_;
-      float sums[kHigh][kTokens / 2];
-      if (kFirst && pass < passes) look(pass);
-      multiply<kTokens, kHigh>(
-          stages_, shape_.steps(), inputs, [&](int n) { await(n); }, [] {},
-          [&] {
-            if (!kFirst && pass < passes) look(pass);
-            if (turn == 0) this->await_scales();
-          },
-          sums);
-      if (pass < passes) finish(pass, sums);
+      const bool real = pass < passes;
+      typename Given::template Sums<kHigh> sums;
+      Given::template clear<kHigh>(sums);
+      if (!kApart && real) look(pass);
+      given_.template give<kHigh>(shape_.steps(), inputs, [&](int n) { await(n); }, [] {}, sums);
+      if (kApart && real) look(pass);
+      if (turn == 0) this->await_scales();
+      given_.finish();
+#pragma unroll
+      for (auto& slab : sums) sums_are_there(slab);
+      if (real) finish(pass, sums);
     }
     this->stream_is_read();
   }
@@ -153,15 +180,15 @@ class Step : Stream<kTokens> {
     auto await = this->stream_await();
 #pragma unroll 1
     for (int pass = 0; pass < shape_.head_passes(); ++pass) {
-      float sums[1][kTokens / 2];
+      typename Given::template Sums<1> sums;
+      Given::template clear<1>(sums);
       if (pass > 0) this->meet_all();  // what was told before has been heard
-      multiply<kTokens, 1>(
-          stages_, shape_.first_of_head(group_ + 1) - first, inputs,
-          [&](int n) { await(first + n); }, [] {},
-          [&] {
-            if (pass == 0) this->await_scales();
-          },
+      given_.template give<1>(
+          shape_.first_of_head(group_ + 1) - first, inputs, [&](int n) { await(first + n); }, [] {},
           sums);
+      if (pass == 0) this->await_scales();
+      given_.finish();
+      sums_are_there(sums[0]);
       share_out(sums[0]);
       const int sixteen = pass * 4 + warp_of_group();
       leave((sixteen * kWideBlocks + rank_) * 16 + 2 * row(), sums[0]);
@@ -313,7 +340,7 @@ class Step : Stream<kTokens> {
 
   const float* const scales_;
   const int group_;  // of warps, the same in all lanes
-  Stages<kSlabs> stages_;
+  Given given_;
 };
 
 }  // namespace wide
