@@ -203,8 +203,10 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
       if (args.squares) next[0] = at.squares_of(n, 0), next[1] = at.squares_of(n, 1);
       wait_barrier(full[slot], turn % 2);
       const unsigned char* stage = ring + slot * S::kStageBytes;
-      const std::uint64_t inputs = describe_tile(stage + group * kBlockRows * kStep * 2);
-      const std::uint64_t weights = describe_tile(stage + S::kInputBytes);
+      const std::uint64_t inputs =
+          describe_tile(same_in_warp(shared_address(stage + group * kBlockRows * kStep * 2)));
+      const std::uint64_t weights =
+          describe_tile(same_in_warp(shared_address(stage + S::kInputBytes)));
       begin_products();
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {

@@ -174,11 +174,20 @@ __device__ __forceinline__ void sums_are_there(float (&sums)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// A number that a warp agrees about, which the compiler learns by this: what is made of it is then
+// found by the unit that has one register for a warp, where products look for their descriptions.
+__device__ __forceinline__ std::uint32_t same_in_warp(std::uint32_t x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 // A tile in shared memory whose rows are 128 bytes of inputs, swizzled as copy_box() leaves them
 // (PTX ISA, "Matrix descriptor"): rows in groups of 8, which lie 1,024 bytes apart.
+__device__ __forceinline__ std::uint64_t describe_tile(std::uint32_t address) {
+  const std::uint64_t place = (address & 0x3ffffu) >> 4;
+  return place | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
 __device__ __forceinline__ std::uint64_t describe_tile(const void* tile) {
-  const std::uint64_t address = (shared_address(tile) & 0x3ffffu) >> 4;
-  return address | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return describe_tile(shared_address(tile));
 }
 
 }  // namespace cuda

@@ -274,9 +274,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int n = since; n < until; ++n, ++at) {
           wait_barrier(full[at.slot], at.turn % 2);
           const unsigned char* stage = ring + at.slot * S::kStageBytes;
-          const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
-          const std::uint64_t weights =
-              describe_tile(stage + group * S::kBlocks * kBlockRows * kStep * 2);
+          const std::uint64_t inputs =
+              describe_tile(same_in_warp(shared_address(stage + S::kWeightBytes)));
+          const std::uint64_t weights = describe_tile(
+              same_in_warp(shared_address(stage + group * S::kBlocks * kBlockRows * kStep * 2)));
           begin_products();
 #pragma unroll
           for (int block = 0; block < S::kBlocks; ++block) {

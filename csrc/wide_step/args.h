@@ -29,9 +29,9 @@ struct WideShape {
   constexpr int own() const { return of.width / kWideBlocks; }
   constexpr int inner() const { return of.inner / kWideBlocks; }
   constexpr int hidden() const { return of.hidden / kWideBlocks; }
-  // Steps of 16 inputs: of all channels of the residual stream, of those of one block. Of what
-  // comes out of a convolution they are filled up to two, which may be a stage: what a block has
-  // there besides is multiplied with zeros.
+  // Steps of 16 inputs: of all channels of the residual stream, of those of one block. All products
+  // have an even number of them, for stages have one, two or four, and what is left over is half of
+  // four. So those of what comes out of a convolution are filled up, with zeros.
   constexpr int steps() const { return of.width / 16; }
   constexpr int own_steps() const { return own() / 16; }
   constexpr int mix_steps() const { return 2 * divided_up_by(own_steps(), 2); }

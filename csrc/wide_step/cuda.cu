@@ -22,7 +22,7 @@ class Launch {
                       args_.at.ring + args_.stages * kRingStageBytes);
   }
 
-  bool fits() const { return args_.stages >= kFewestStages; }
+  bool fits() const { return args_.stages >= wide::kFewestStages; }
   bool at_once() const { return clusters_.at_once(); }
   void go() const { clusters_.go(args_); }
 
@@ -32,24 +32,22 @@ class Launch {
     return found;
   }
   static constexpr int kRingStageBytes = kWideGroups * slabs_of_stage(kTokens) * kSlabBytes;
-  static constexpr int kFewestStages = 3;
 
   WideStepArgs args_;
   Clusters<WideStepArgs> clusters_;
 };
 
 // With the first of these numbers of tokens of which all clusters run at once, else the last that
-// fits. Whether it did.
+// fits. Whether one did.
 template <template <class> class CellOf, int kTokens, int... kMore>
 bool launch(const WideStepArgs& args, int device, cudaStream_t on) {
   const Launch<CellOf, kTokens> so(args, device, on);
-  if (!so.fits()) return false;
+  const bool at_once = so.fits() && so.at_once();  // throws where not one cluster runs
   if constexpr (sizeof...(kMore) > 0) {
-    if (!so.at_once() && launch<CellOf, kMore...>(args, device, on)) return true;
+    if (!at_once && launch<CellOf, kMore...>(args, device, on)) return true;
   }
-  so.at_once();  // throws where none does
-  so.go();
-  return true;
+  if (so.fits()) so.go();
+  return so.fits();
 }
 
 template <template <class> class CellOf>

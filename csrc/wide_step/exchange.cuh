@@ -119,17 +119,19 @@ class Exchange {
   // The sums of squares over sixteen channels of two tokens, which eight lanes have, one for each
   // block.
   __device__ __forceinline__ void send_squares(int sixteen, int token, const float2& sums) {
+    static_assert(32 / 4 == kWideBlocks, "one for each block");
     const int to = lane() / 4;
     auto* squares = reinterpret_cast<float*>(memory_ + at_.squares);
     store_counted(static_cast<unsigned>(to), sums,
                   squares + (rank_ * shape_.own_steps() + sixteen) * kTokens + token,
                   arrivals_.squared);
   }
-  // This block's channels, which all threads have written: a warp that does nothing else sends them
-  // (Sender).
+  // This block's channels, which all threads have written, to the others: by a warp each, or by one
+  // that does nothing else (Sender).
   __device__ __forceinline__ void send_channels() {
     fence_for_copies();
     meet(kWritten, kComputingThreads + 32);
+    delay(16, 3000);
     if (kAtOnce && 0 < warp() && warp() < kWideBlocks && lane() == 0) {
       send_to(warp(), args_, memory_, arrivals_);
     }
@@ -163,6 +165,7 @@ class Exchange {
     }
     fence_for_copies();
     __syncwarp();
+    delay(16, 3000);
     if (lane() == 0) {
       const bool together = kCount == 2 && to[0] == to[kCount - 1];
 #pragma unroll

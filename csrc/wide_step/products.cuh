@@ -39,6 +39,7 @@ template <int kTokens, int kSlabs>
 class Products {
   // Stages whose products may be under way at once: of few, others are on their way meanwhile.
   static constexpr int kUnderWay = kTokens > 40 ? 1 : 2;
+  static_assert(kUnderWay < kFewestStages, "another one comes meanwhile");
 
  public:
   template <int kHigh>
@@ -71,15 +72,13 @@ class Products {
       await(first + kSteps);
       give_stage<kHigh, kSteps>(place, sums);
       if (first == 0) meanwhile();
-      if (under_way_ > kUnderWay) {
-        wait_products<kUnderWay>();
-        release();
-      }
+      keep_few();
     }
     if (kSteps > 2 && steps % kSteps > 0) {
       await(steps);
       give_stage<kHigh, kSteps / 2>(place, sums);
       if (steps < kSteps) meanwhile();
+      keep_few();
     }
   }
   // Until all are done.
@@ -92,10 +91,9 @@ class Products {
  private:
   template <int kHigh, int kSteps>
   __device__ __forceinline__ void give_stage(std::uint32_t place, Sums<kHigh>& sums) {
-    // The same in all lanes, so that the units that have one for a warp find what is made of them.
-    const std::uint32_t weights =
-        __shfl_sync(0xffffffffu, low_word(stages_.next(), kGranule / 16), 0);
-    const std::uint32_t inputs = __shfl_sync(0xffffffffu, low_word(place, kTokens), 0);
+    delay(64, 4000);
+    const std::uint32_t weights = same_in_warp(low_word(stages_.next(), kGranule / 16));
+    const std::uint32_t inputs = same_in_warp(low_word(place, kTokens));
     stages_.look_ahead();
     begin_products();
 #pragma unroll
@@ -110,6 +108,13 @@ class Products {
     }
     commit_products();
     ++under_way_;
+  }
+  // No more stages are held than leave one to be filled.
+  __device__ __forceinline__ void keep_few() {
+    if (under_way_ > kUnderWay) {
+      wait_products<kUnderWay>();
+      release();
+    }
   }
   __device__ __forceinline__ void release() {
     stages_.release();

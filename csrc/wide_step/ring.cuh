@@ -2,6 +2,7 @@
 // warp fills them, as far ahead of the sequences as they go.
 #pragma once
 
+#include "../common/delays.cuh"
 #include "../linear/hopper.cuh"
 #include "args.h"
 
@@ -12,11 +13,12 @@ namespace wide {
 // Warps that multiply, and a group of others: three fill rings, one sends this block's channels.
 constexpr int kComputingThreads = kWideGroups * 128, kThreads = kComputingThreads + 128;
 constexpr int kFewRegisters = 56, kManyRegisters = 152;
-constexpr int kMostStages = 24;
+constexpr int kFewestStages = 3, kMostStages = 24;
 
 struct Ring {
   std::uint64_t full[kMostStages], empty[kMostStages];
 };
+static_assert(sizeof(Ring) == 2 * kMostStages * 8, "one behind the other, as Stages finds them");
 
 __device__ __forceinline__ void init(Ring& ring, int stages) {
   for (int i = 0; i < stages; ++i) {
@@ -53,6 +55,7 @@ __device__ __forceinline__ void fill(const WideStepArgs& args, Ring& ring, unsig
 #pragma unroll 1
       for (int left = run.slabs; left > 0; left -= kSlabs) {
         const auto bytes = static_cast<unsigned>(min(left, kSlabs) * kSlabBytes);
+        delay(64, 4000);
         if (at.turn > 0) wait_barrier(ring.empty[at.slot], (at.turn - 1) % 2);
         arrive_expecting(ring.full[at.slot], bytes);
         copy_bytes(memory + at.slot * kStageBytes, from, bytes, ring.full[at.slot]);

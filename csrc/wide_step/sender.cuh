@@ -1,4 +1,5 @@
-// The warp that sends a block's channels, and finds what the norm of all divides by.
+// The warp that finds what the norm of all channels divides by, and sends a block's to the others
+// where they are many (Exchange::kAtOnce).
 #pragma once
 
 #include "exchange.cuh"
@@ -22,8 +23,11 @@ class Sender {
 #pragma unroll 1
     for (int n = 0; n < messages; ++n) {
       meet(kWritten, kComputingThreads + 32);
+      delay(4, 3000);
       send();
+      delay(4, 3000);
       find_scales(n % 2);
+      __syncwarp();
       meet(kScaled, kComputingThreads + 32);
     }
   }
@@ -31,7 +35,8 @@ class Sender {
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
-  // This block's channels to all others; theirs are expected, and all squares.
+  // This block's channels to all others, unless its warps send them at once; theirs are expected,
+  // and all squares.
   __device__ __forceinline__ void send() const {
     if (!Channels::kAtOnce && lane() == 0) {
 #pragma unroll 1
@@ -53,7 +58,7 @@ class Sender {
   }
 
   __device__ __forceinline__ void find_scales(unsigned parity) const {
-    wait_barrier(arrivals_.squared, parity);
+    wait_for_blocks(arrivals_.squared, parity);
 #pragma unroll 1
     for (int token = lane(); token < kTokens; token += 32) {
       const auto* from = reinterpret_cast<const float*>(memory_ + args_.at.squares) + token;

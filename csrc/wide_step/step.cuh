@@ -194,7 +194,8 @@ class Step : Stream<kTokens> {
       leave((sixteen * kWideBlocks + rank_) * 16 + 2 * row(), sums[0]);
     }
   }
-  // The groups tell each other their sums of the others' tokens, and add up those of their own.
+  // The groups tell each other their sums of the others' tokens, and add up those of their own, in
+  // the same order whoever does.
   __device__ __forceinline__ void share_out(float (&sums)[kTokens / 2]) {
     const auto told = [&](int eight, int from) {
       auto* all = reinterpret_cast<float4*>(memory_ + at_.inbox);
@@ -210,12 +211,15 @@ class Step : Stream<kTokens> {
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       if (!finishes(j)) continue;
+      float* four = sums + 4 * j;
+      float4 all = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int other = 1; other < kWideGroups; ++other) {
-        const float4 more = *told(j, j + other);
-        sums[4 * j] += more.x, sums[4 * j + 1] += more.y;
-        sums[4 * j + 2] += more.z, sums[4 * j + 3] += more.w;
+      for (int from = 0; from < kWideGroups; ++from) {
+        float4 of = {four[0], four[1], four[2], four[3]};
+        if (from != j % kWideGroups) of = *told(j, from);
+        all.x += of.x, all.y += of.y, all.z += of.z, all.w += of.w;
       }
+      four[0] = all.x, four[1] = all.y, four[2] = all.z, four[3] = all.w;
     }
   }
   __device__ __forceinline__ bool finishes(int eight) const {

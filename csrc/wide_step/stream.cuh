@@ -74,6 +74,7 @@ class Stream : protected Exchange<kTokens> {
   // The convolution of a layer, of this block's channels.
   __device__ __forceinline__ void convolve(int layer) {
     const ClusterLayer& of = args_.layer[layer];
+    this->meet_all();  // another group may still have been multiplying what lies there
     each_own([&](int channel, int token) {
       const int of_all = rank_ * shape_.own() + channel;
 #pragma unroll
@@ -114,7 +115,10 @@ class Stream : protected Exchange<kTokens> {
   template <class F>
   __device__ __forceinline__ void each_own(F f) {
 #pragma unroll 1
-    for (int n = warp(); n < items(); n += kWarps) f(channel_of(n), token_of(n));
+    for (int n = warp(); n < items(); n += kWarps) {
+      delay(16, 2000);
+      f(channel_of(n), token_of(n));
+    }
   }
   __device__ __forceinline__ unsigned* pair_at(int region, int channel, int token) const {
     return reinterpret_cast<unsigned*>(memory_ + region + place_of<kTokens>(channel, token));

@@ -1,10 +1,11 @@
-"""cluster_step: one token of up to about a hundred sequences through a small model in one kernel,
+"""cluster_step: one token of up to about a thousand sequences through a small model in one kernel,
 on Hopper.
 
-Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model, a sixteenth each.
-What they tell each other stays in their shared memory, so that a product costs the time of its
-weights and of one exchange, not that of a kernel. Every cluster reads all weights, so they must
-come from a cache: a model of a few million.
+Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model, a sixteenth each;
+for more than a hundred sequences or so, eight have up to 80 (engine/ops/wide_step.py). What they
+tell each other stays in their shared memory, so that a product costs the time of its weights and of
+one exchange, not that of a kernel. Every cluster reads all weights, so they must come from a cache:
+a model of a few million.
 """
 
 from __future__ import annotations

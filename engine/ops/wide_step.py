@@ -128,4 +128,5 @@ def _parts(weight: Tensor) -> Tensor:
     rows = _in_pairs(weight).reshape(-1, 4, 2, _UNIT, inputs).transpose(1, 2).reshape(-1, inputs)
     parts = rows.unflatten(1, (BLOCKS, -1)).transpose(0, 1)
     parts = functional.pad(parts, (0, -parts.shape[2] % (2 * _UNIT)))
-    return _slabs(parts).unflatten(1, (-1, 2)).flatten(2)  # one after the other
+    slabs: Tensor = _slabs(parts).unflatten(1, (-1, 2))
+    return slabs.flatten(2)  # one after the other

@@ -193,103 +193,6 @@ def test_a_stream_has_products_in_the_order_in_which_they_are_computed() -> None
         assert not stream[len(together) :].any()
 
 
-def slab_of(weight: Tensor, rows: list[int], inputs: list[int]) -> Tensor:
-    """64 rows (-1: zeros) by 16 inputs as wgmma reads them from shared memory without swizzle:
-    granules of eight rows by eight inputs, neighbouring inputs' after another."""
-    found = torch.zeros(1024).double()
-    for place in range(1024):
-        granule, inside = divmod(place, 64)
-        row = rows[granule // 2 * 8 + inside // 8]
-        found[place] = 0 if row < 0 else weight[row, inputs[granule % 2 * 8 + inside % 8]]
-    return found
-
-
-def in_pairs(first: int) -> list[int]:
-    """Sixteen rows as a warp has them: of r and r + 8 a lane's are neighbours."""
-    return [first + row for row in (*range(0, 16, 2), *range(1, 16, 2))]
-
-
-def test_a_wide_stream_has_products_in_the_order_in_which_they_are_computed() -> None:
-    """As WideShape::run in csrc/wide_step/args.h has them: by layers, and the head."""
-    draw = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, inputs: int) -> Tensor:
-        return torch.randn(rows, inputs, generator=draw).bfloat16()
-
-    layers = [
-        ClusterLayer(
-            gates=matrix(3 * 1024, 384),
-            out=matrix(384, 1024),
-            mix=matrix(384, 384),
-            up=matrix(768, 384),
-            down=matrix(384, 768),
-        )
-        for _ in range(2)
-    ]
-    head, zeros = matrix(40, 384), [torch.zeros(1024).double()]
-    packed = wide_step.packed(layers, head, 3)
-    for block, group in ((0, 0), (1, 2), (7, 1)):
-        expected: list[Tensor] = []
-
-        def stream_of(
-            weight: Tensor,
-            slabs: list[list[int]],
-            block: int = block,
-            into: list[Tensor] = expected,
-        ) -> None:
-            """Slabs of rows, multiplied with the stream: this block's 48 channels first."""
-            for step in range(24):
-                first = (48 * block + 16 * step) % 384
-                inputs = list(range(first, first + 16))
-                into += [slab_of(weight.double(), rows, inputs) for rows in slabs]
-
-        def part_of(
-            weight: Tensor, block: int = block, group: int = group, into: list[Tensor] = expected
-        ) -> None:
-            own = weight.shape[1] // 8
-            for slab in (0, 1):
-                warps = [128 * group + 32 * warp + 16 * slab for warp in range(4)]
-                rows = [row for first in warps for row in in_pairs(first)]
-                for first in range(own * block, own * block + own, 16):
-                    into.append(slab_of(weight.double(), rows, list(range(first, first + 16))))
-                if own == 48:  # three steps and one of zeros
-                    into += zeros
-
-        for layer in layers:
-            assert layer.mix is not None and layer.up is not None and layer.down is not None
-            part_of(layer.mix)
-            # Four passes for three groups: of the second turn two have zeros.
-            for turn in (0, 1):
-                unit = 128 * block + 32 * (3 * turn + group)
-                if turn == 1 and group > 0:
-                    expected += zeros * 48
-                    continue
-                both = [[], []]  # type: list[list[int]]
-                for warp in range(4):
-                    channels = range(unit + 8 * warp, unit + 8 * warp + 8)
-                    both[0] += [1024 * gate + c for gate in (0, 1) for c in channels]
-                    both[1] += [*(2048 + c for c in channels), *[-1] * 8]
-                stream_of(layer.gates, both)
-            part_of(layer.out)
-            # 96 rows of a block are a slab and a half.
-            if group == 2:
-                expected += zeros * 24
-            else:
-                first, sixteens = 96 * block + 64 * group, 4 if group == 0 else 2
-                rows = [r for n in range(sixteens) for r in in_pairs(first + 16 * n)]
-                stream_of(layer.up, [rows + [-1] * (64 - len(rows))])
-            part_of(layer.down)
-        # A third of the inputs for each group.
-        rows = [r if r < 40 else -1 for r in in_pairs(16 * block)]
-        of_head: list[Tensor] = []
-        stream_of(head, [rows + [-1] * 48], into=of_head)
-        expected += of_head[8 * group : 8 * group + 8]
-        stream = packed[block, group].double()
-        together = torch.cat(expected)
-        assert torch.equal(stream[: len(together)], together)
-        assert not stream[len(together) :].any()
-
-
 MODELS = {
     "mingru": config(),
     "minlstm": config(cell="minlstm", cell_bias=True, out_bias=True, head_bias=True),
@@ -302,6 +205,9 @@ MODELS = {
     "one layer": config(d_model=128, n_layers=1, vocab_size=5),
     "256": config(d_model=256, n_layers=5, vocab_size=2000),
     "wide": config(d_model=512, n_layers=2, cell="minlstm", conv_kernel=4),
+    "256 conv": config(d_model=256, n_layers=2, expansion=5.0, mlp_ratio=1.0, conv_kernel=2),
+    # A ring of three stages for 40 sequences of a wide step.
+    "512": config(d_model=512, n_layers=1, expansion=2.5, mlp_ratio=9.0),
 }
 
 
@@ -393,7 +299,33 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, wi
         got = clusters.step(ids[order], state, others)
         assert torch.equal(got[others >= 0], logits[order][others >= 0])
         live = others[others >= 0].long()
-        assert torch.equal(state.cell[:, live], whole.cell[:, live])
+        for mine, other in ((state.cell, whole.cell), (state.conv, whole.conv)):
+            if mine is not None and other is not None:
+                assert torch.equal(mine[:, live], other[:, live])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wide", BATCHES)
+@pytest.mark.parametrize("name", ["minlstm", "conv", "256 conv", "no-mlp"])
+def test_equal_steps_have_the_same_bits(name: str, wide: bool) -> None:
+    """Whatever has come when: weights, channels, sums."""
+    model = build(MODELS[name], torch.bfloat16)
+    clusters = ClusterStep(model, wide=wide)
+    for rows in (100, 300, 1000) if wide else (40, 100, 200):
+        start = model.new_state(rows)
+        start.cell.normal_()
+        ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
+        slots = torch.randperm(rows, device="cuda").to(torch.int32)
+        first = copied(start)
+        expected = clusters.step(ids, first, slots)
+        same = torch.ones((), dtype=torch.bool, device="cuda")
+        for _ in range(300):
+            state = copied(start)
+            same &= (clusters.step(ids, state, slots) == expected).all()
+            same &= (state.cell == first.cell).all()
+            if state.conv is not None and first.conv is not None:
+                same &= (state.conv == first.conv).all()
+        assert same
 
 
 @pytest.mark.gpu

@@ -222,8 +222,8 @@ def clustered_steps() -> None:
             cell=cell, vocab_size=300, d_model=384, n_layers=2, conv_kernel=taps, mlp_ratio=mlp
         )
         model = LM(config).to("cuda", torch.bfloat16)
-        state = model.new_state(1080)
-        for wide, batches in ((False, (5, 100, 200)), (True, (5, 300, 500, 800, 1000, 1080))):
+        state = model.new_state(1300)
+        for wide, batches in ((False, (5, 100, 200)), (True, (5, 300, 500, 800, 1000, 1300))):
             clusters = ClusterStep(model, wide=wide)
             for batch in batches:
                 slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
