@@ -24,8 +24,9 @@ from engine.ops.cluster_step import (
     ClusterProgram,
 )
 
-# A cluster of blocks has 8 sequences or more, and reads all weights: they are to stay in the cache.
-_MOST_WEIGHTS = 12_000_000
+# Every cluster of blocks reads all weights. They need not stay in the cache from step to step: what
+# one cluster asks for, others have just had. Up to so many were measured.
+_MOST_WEIGHTS = 40_000_000
 
 
 def takes(config: ModelConfig) -> bool:

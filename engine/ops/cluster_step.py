@@ -4,8 +4,8 @@ on Hopper.
 Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model, a sixteenth each;
 for more than a hundred sequences or so, eight have up to 80 (engine/ops/wide_step.py). What they
 tell each other stays in their shared memory, so that a product costs the time of its weights and of
-one exchange, not that of a kernel. Every cluster reads all weights, so they must come from a cache:
-a model of a few million.
+one exchange, not that of a kernel. Every cluster reads all weights, most of them from the L2 cache,
+where others have just been before: a model of up to some ten million.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.ops import library, wide_step  # noqa: F401  (library registers the 
 #: What the kernel takes: blocks that share a model's weights; layers; channels of the residual
 #: stream; taps of a convolution.
 BLOCKS = 16
-MOST_LAYERS = 16
+MOST_LAYERS = 32
 MOST_WIDTH = 512
 MOST_TAPS = 4
 

@@ -40,9 +40,11 @@ def config(**changes: object) -> ModelConfig:
         ({"expansion": 1.5}, False),  # 576 channels: 36 for each block
         ({"mlp_ratio": 3.0}, False),  # 1152
         ({"conv_kernel": 5}, False),
-        ({"n_layers": 17, "d_model": 128}, False),
-        ({"vocab_size": 32000}, False),  # weights that no cache has for all clusters
-        ({"n_layers": 6}, False),
+        ({"n_layers": 32, "d_model": 128}, True),
+        ({"n_layers": 33, "d_model": 128}, False),
+        ({"vocab_size": 32000}, True),
+        ({"vocab_size": 100_000}, False),  # too many weights for each cluster to read them
+        ({"n_layers": 20}, False),
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
@@ -204,6 +206,7 @@ MODELS = {
     "no-mlp": config(mlp_ratio=0.0, conv_kernel=3, candidate="linear"),
     "one layer": config(d_model=128, n_layers=1, vocab_size=5),
     "256": config(d_model=256, n_layers=5, vocab_size=2000),
+    "32 layers": config(d_model=128, n_layers=32),
     "wide": config(d_model=512, n_layers=2, cell="minlstm", conv_kernel=4),
     "256 conv": config(d_model=256, n_layers=2, expansion=5.0, mlp_ratio=1.0, conv_kernel=2),
     # A ring of three stages for 40 sequences of a wide step.
