@@ -4,6 +4,7 @@
 
 #include "../linear/hopper.cuh"
 #include "args.h"
+#include "place.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -14,14 +15,6 @@ constexpr int kMostStages = 16;
 
 struct Ring {
   std::uint64_t full[kMostStages], empty[kMostStages];
-};
-
-// A place in a ring.
-struct Place {
-  int slot = 0, turn = 0;
-  __device__ __forceinline__ void go_on(int stages) {
-    if (++slot == stages) slot = 0, ++turn;
-  }
 };
 
 __device__ __forceinline__ void init(Ring& ring, int stages) {

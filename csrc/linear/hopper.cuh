@@ -117,6 +117,30 @@ __device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const voi
       "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(shared_address(&barrier), rank))
       : "memory");
 }
+// One arrival at another block's barrier.
+__device__ __forceinline__ void arrive_in_block(unsigned rank, std::uint64_t& barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   address_in_block(shared_address(&barrier), rank))
+               : "memory");
+}
+// Two numbers to another block, whose barrier counts their bytes.
+__device__ __forceinline__ void store_counted(unsigned rank, const float2& x, void* to,
+                                              std::uint64_t& barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          address_in_block(shared_address(to), rank)),
+      "f"(x.x), "f"(x.y), "r"(address_in_block(shared_address(&barrier), rank))
+      : "memory");
+}
+// As wait_barrier, for what other blocks say without the copy engine.
+__device__ __forceinline__ void wait_for_blocks(std::uint64_t& barrier, unsigned parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
 // Makes what this thread wrote to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

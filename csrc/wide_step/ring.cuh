@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/delays.cuh"
+#include "../cluster_step/place.cuh"
 #include "../linear/hopper.cuh"
 #include "args.h"
 
@@ -26,14 +27,6 @@ __device__ __forceinline__ void init(Ring& ring, int stages) {
     init_barrier(ring.empty[i], 4);  // a warp each
   }
 }
-
-// A place in a ring.
-struct Place {
-  int slot = 0, turn = 0;
-  __device__ __forceinline__ void go_on(int stages) {
-    if (++slot == stages) slot = 0, ++turn;
-  }
-};
 
 // A group of warps gets all slabs of its stream, a stage at a time: one thread's work, for those of
 // one warp would take turns.

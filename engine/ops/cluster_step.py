@@ -237,10 +237,8 @@ def _packed(layers: Sequence[ClusterLayer], head: Tensor, gates: int) -> Tensor:
     """[BLOCKS, _PAIRS, weights]: streams of pairs, filled up to the longest, the first's."""
     products = [product for layer in layers for product in _products(layer, gates)]
     products.append(_head_rows(head))
-    streams = [torch.cat(of_pair, dim=1) for of_pair in zip(*products, strict=True)]
-    most = streams[0].shape[1]
-    streams = [functional.pad(stream, (0, 0, 0, most - stream.shape[1])) for stream in streams]
-    return torch.stack(streams, dim=1).flatten(2)
+    streams = [torch.cat(of_pair, dim=1).flatten(1) for of_pair in zip(*products, strict=True)]
+    return wide_step.side_by_side(streams)
 
 
 def _tiles(weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from engine.ops.cluster_step import ClusterLayer
@@ -34,9 +35,13 @@ def packed(layers: Sequence[ClusterLayer], head: Tensor, gates: int) -> Tensor:
         torch.cat([*(passes[:, group::_GROUPS].flatten(1) for passes in products), part], dim=1)
         for group, part in enumerate(_head_parts(head))
     ]
-    most = streams[-1].shape[1]
-    streams = [functional.pad(stream, (0, most - stream.shape[1])) for stream in streams]
-    return torch.stack(streams, dim=1)
+    return side_by_side(streams)
+
+
+def side_by_side(streams: Sequence[Tensor]) -> Tensor:
+    """Streams [blocks, weights] -> [blocks, streams, weights], filled up to the longest."""
+    filled: Tensor = pad_sequence([stream.T for stream in streams], batch_first=True)
+    return filled.permute(2, 0, 1).contiguous()
 
 
 def _products(layer: ClusterLayer, gates: int) -> list[Tensor]:
