@@ -172,11 +172,12 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
       "bool linear_candidate=False, bool normalize_gates=True, bool fixed_order=False) -> Tensor");
   // the same of up to about a hundred sequences and a small model: weights as
-  // engine/ops/cluster_step.py packs them, plan the addresses of what results are added to
+  // engine/ops/cluster_step.py packs them, plan the addresses of what results are added to. Without
+  // a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]
   m.def(
       "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "
-      "Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, int gates, "
-      "float eps, bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+      "Tensor? norm, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, "
+      "int gates, float eps, bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build

@@ -20,10 +20,11 @@ from engine.device import available_memory
 from engine.errors import ConfigError
 from engine.models import hopper, products
 from engine.models.cell import ModelState, StepToBests
+from engine.models.head import Head
 from engine.models.lm import LM
 from engine.models.packed import PackedLM, can_pack
 from engine.models.products import ProductsLM
-from engine.models.whole_step import Head, WholeStep, runs_kernels
+from engine.models.whole_step import WholeStep, runs_kernels
 from engine.models.widened import bytes_of_copy, widened
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,12 @@ class PlainModel:
 
     def __init__(self, model: LM) -> None:
         self._model = model
-        self._products = ProductsLM(model) if products.supports(model) else None
+        products_run = products.supports(model)
+        whole_runs = runs_kernels(model) and WholeStep.most_rows(model) > 0
+        head = Head.of(model) if products_run or whole_runs else None
+        self._products = None if head is None or not products_run else ProductsLM(model, head)
         self._reader: LM | ProductsLM = self._products or model
-        whole = runs_kernels(model) and WholeStep.most_rows(model) > 0
-        self._whole = WholeStep(model, Head.of(model)) if whole else None
+        self._whole = None if head is None or not whole_runs else WholeStep(model, head)
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]

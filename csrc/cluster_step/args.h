@@ -30,7 +30,7 @@ struct Run {
   int tiles, of_chunk;
 };
 
-// Which products a model has, and what they are to a block.
+// Which products a model has, and what they are to a block. vocabulary: 0 without a head.
 struct ClusterShape {
   int width = 0, inner = 0, hidden = 0, taps = 0, gates = 0, vocabulary = 0;
 
@@ -109,6 +109,9 @@ struct ClusterStepArgs {
   std::int64_t conv_layer_stride = 0, conv_slot_stride = 0, conv_tap_stride = 0;
   int num_slots = 0;
   float* logits = nullptr;  // [batch, vocabulary]
+  // Without a head: the results, [batch, width], of the last norm, whose weight is [width].
+  void* hidden_states = nullptr;
+  const void* norm = nullptr;
 
   ClusterLayer layer[kMostClusterLayers + 1];  // the head comes after the last one
 };

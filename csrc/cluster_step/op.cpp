@@ -35,10 +35,10 @@ void read_plan(const Check& check, const Tensor& plan, ClusterStepArgs& args) {
 }  // namespace
 
 Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& weights,
-                    const Tensor& table, const MaybeTensor& head_bias, const Tensor& plan,
-                    const Tensor& cell, const MaybeTensor& conv, std::int64_t hidden,
-                    std::int64_t vocabulary, std::int64_t gates, double eps, bool linear_candidate,
-                    bool normalize_gates) {
+                    const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
+                    const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
+                    std::int64_t hidden, std::int64_t vocabulary, std::int64_t gates, double eps,
+                    bool linear_candidate, bool normalize_gates) {
   const Check check("cluster_step", tokens, "tokens");
   require_hopper(check, tokens);
   ClusterStepArgs args;
@@ -79,7 +79,7 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
     args.conv_tap_stride = conv->stride(2);
   }
   read_plan(check, plan, args);
-  check.require(vocabulary > 0 && vocabulary <= (1 << 20), "vocabulary must be 1 to ", 1 << 20,
+  check.require(vocabulary >= 0 && vocabulary <= (1 << 20), "vocabulary must be 0 to ", 1 << 20,
                 ", got ", vocabulary);
   args.batch = static_cast<int>(batch);
   args.shape.gates = static_cast<int>(gates);
@@ -101,6 +101,15 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   check.require(weights.is_contiguous() &&
                     reinterpret_cast<std::uintptr_t>(weights.const_data_ptr()) % 16 == 0,
                 "weights must be contiguous and begin at a multiple of 16 bytes");
+  const bool headless = vocabulary == 0;
+  check.require(headless == static_cast<bool>(norm), "there must be a vocabulary or a norm");
+  if (norm) {
+    check.tensor(*norm, "norm", ScalarType::BFloat16, {width}, "[width]");
+    check.require(
+        norm->is_contiguous() && reinterpret_cast<std::uintptr_t>(norm->const_data_ptr()) % 4 == 0,
+        "norm must be contiguous and begin at a multiple of 4 bytes");
+    args.norm = norm->const_data_ptr();
+  }
   if (head_bias) {
     check.tensor(*head_bias, "head_bias", ScalarType::BFloat16, {vocabulary}, "[vocabulary]");
     check.require(head_bias->is_contiguous(), "head_bias must be contiguous");
@@ -117,12 +126,17 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   args.cell_layer_stride = cell.stride(0);
   args.cell_slot_stride = cell.stride(1);
   args.num_slots = static_cast<int>(cell.size(1));
-  const Tensor logits = torch::stable::new_empty(cell, {batch, vocabulary});
-  args.logits = static_cast<float*>(logits.mutable_data_ptr());
+  const Tensor result = headless ? torch::stable::new_empty(table, {batch, width})
+                                 : torch::stable::new_empty(cell, {batch, vocabulary});
+  if (headless) {
+    args.hidden_states = result.mutable_data_ptr();
+  } else {
+    args.logits = static_cast<float*>(result.mutable_data_ptr());
+  }
   const int device = tokens.get_device_index();
   wide ? cuda::wide_step(args, device, current_stream(tokens))
        : cuda::cluster_step(args, device, current_stream(tokens));
-  return logits;
+  return result;
 }
 
 }  // namespace minserve

@@ -36,7 +36,7 @@ class Step : Stream<kTiles, kWidth> {
     while (true) {
       const ClusterLayer& layer = args_.layer[number];
       multiply(kind, layer, number);
-      if (kind == Kind::head) return;
+      if (kind == Kind::head) break;
       const void* bias = layer.mix_bias;
       if (kind == Kind::mix) {
         this->meet_all();  // its sums are all written
@@ -56,6 +56,7 @@ class Step : Stream<kTiles, kWidth> {
       }
       this->add(sources, bias, kind == Kind::mix ? number : -1);
     }
+    if (shape_.vocabulary == 0) this->leave_hidden();
   }
 
  private:

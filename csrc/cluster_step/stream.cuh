@@ -127,6 +127,48 @@ class Stream : protected Exchange<kTiles, kWidth> {
   }
   static_assert((kClusterBlocks - 1) % 5 == 0, "five sums at once");
 
+  // The last norm's results, where there is no head: every block has the stream of all tokens, and
+  // a warp one of every sixteenth.
+  __device__ __forceinline__ void leave_hidden() const {
+    constexpr int kUnits = kWidth / 8, kEach = divided_up_by(kUnits, 32);
+    const int lane = threadIdx.x % 32;
+    const int token = threadIdx.x / 32 * kClusterBlocks + rank_;
+    const int row = static_cast<int>(blockIdx.x) / kClusterBlocks * kTokens + token;
+    if (token >= kTokens || row >= args_.batch) return;
+    uint4 units[kEach];
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int unit = i * 32 + lane;
+      units[i] = {};
+      if (unit < kUnits) {
+        units[i] = *reinterpret_cast<const uint4*>(memory_ + at_.stream +
+                                                   place_of_pair<kTiles>(unit * 8, token));
+      }
+      for (const unsigned pair : {units[i].x, units[i].y, units[i].z, units[i].w}) {
+        const float2 x = whole::numbers(pair);
+        squares += x.x * x.x + x.y * x.y;
+      }
+    }
+    for (int other = 16; other > 0; other /= 2) {
+      squares += __shfl_xor_sync(0xffffffffu, squares, other);
+    }
+    const float scale = rsqrtf(squares / static_cast<float>(kWidth) + args_.eps);
+    bf16* hidden =
+        static_cast<bf16*>(args_.hidden_states) + static_cast<std::int64_t>(row) * kWidth;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int channel = (i * 32 + lane) * 8;
+      if (channel >= kWidth) continue;
+      const auto normed = [&](unsigned pair, int at) {
+        const float2 x = whole::numbers(pair), norm = whole::load_pair(args_.norm, channel + at);
+        return rounded(x.x * scale * norm.x, x.y * scale * norm.y, bf16{});
+      };
+      *reinterpret_cast<uint4*>(hidden + channel) = {normed(units[i].x, 0), normed(units[i].y, 2),
+                                                     normed(units[i].z, 4), normed(units[i].w, 6)};
+    }
+  }
+
   const ClusterStepArgs& args_;
   const Sequences<kTiles * 8>& sequences_;
 };

@@ -86,10 +86,10 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan,
                   std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
                   bool normalize_gates, bool fixed_order);
 Tensor cluster_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
-                    const Tensor& table, const MaybeTensor& head_bias, const Tensor& plan,
-                    const Tensor& cell, const MaybeTensor& conv, std::int64_t hidden,
-                    std::int64_t vocabulary, std::int64_t gates, double eps, bool linear_candidate,
-                    bool normalize_gates);
+                    const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
+                    const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
+                    std::int64_t hidden, std::int64_t vocabulary, std::int64_t gates, double eps,
+                    bool linear_candidate, bool normalize_gates);
 #endif
 
 }  // namespace minserve

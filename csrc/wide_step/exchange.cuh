@@ -102,13 +102,13 @@ class Exchange {
                   squares + (rank_ * shape_.own_steps() + sixteen) * kTokens + token,
                   arrivals_.squared);
   }
-  // This block's channels, which all threads have written, to the others: by a warp each, or by one
-  // that does nothing else (Sender).
-  __device__ __forceinline__ void send_channels() {
+  // This block's channels, which all threads have written, to the others (`needed`: who read them):
+  // by a warp each, or by one that does nothing else (Sender).
+  __device__ __forceinline__ void send_channels(bool needed = true) {
     fence_for_copies();
     meet(kWritten, kComputingThreads + 32);
     delay(16, 3000);
-    if (kAtOnce && 0 < warp() && warp() < kWideBlocks && lane() == 0) {
+    if (kAtOnce && needed && 0 < warp() && warp() < kWideBlocks && lane() == 0) {
       send_to(warp(), args_, memory_, arrivals_);
     }
     __syncwarp();

@@ -24,7 +24,7 @@ class Sender {
     for (int n = 0; n < messages; ++n) {
       meet(kWritten, kComputingThreads + 32);
       delay(4, 3000);
-      send();
+      send(n + 1 < messages || args_.shape.vocabulary > 0);
       delay(4, 3000);
       find_scales(n % 2);
       __syncwarp();
@@ -36,16 +36,16 @@ class Sender {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
   // This block's channels to all others, unless its warps send them at once; theirs are expected,
-  // and all squares.
-  __device__ __forceinline__ void send() const {
-    if (!Channels::kAtOnce && lane() == 0) {
+  // and all squares. Without a head nobody reads the last ones (`needed`).
+  __device__ __forceinline__ void send(bool needed) const {
+    if (!Channels::kAtOnce && needed && lane() == 0) {
 #pragma unroll 1
       for (int turn = 1; turn < kWideBlocks; ++turn) {  // those that need them first
         Channels::send_to(turn, args_, memory_, arrivals_);
       }
     }
     __syncwarp();
-    if (lane() < Channels::kBarriers) {
+    if (lane() < Channels::kBarriers && needed) {
       const int first = 1 + lane() * Channels::kBlocksAtOnce;
       const int blocks = min(Channels::kBlocksAtOnce, kWideBlocks - first);
       arrive_expecting(arrivals_.streamed[lane()],

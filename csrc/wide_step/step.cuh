@@ -64,9 +64,14 @@ class Step : Stream<kTokens> {
         kind = ++number == args_.layers ? Kind::head : convolved ? Kind::mix : Kind::gates;
       }
       this->add(bias, kind != Kind::mix);
-      if (kind != Kind::mix) this->send_channels();
+      if (kind != Kind::mix) this->send_channels(kind != Kind::head || has_head());
     }
-    multiply_head();
+    if (has_head()) {
+      multiply_head();
+    } else {
+      this->await_scales();
+      this->leave_hidden(scales_, first_token());
+    }
   }
 
  private:
@@ -80,6 +85,8 @@ class Step : Stream<kTokens> {
   __device__ __forceinline__ static int first_token() {
     return static_cast<int>(blockIdx.x) / kWideBlocks * kTokens;
   }
+
+  __device__ __forceinline__ bool has_head() const { return shape_.of.vocabulary > 0; }
 
   // All channels of the stream, from what this block has made.
   __device__ __forceinline__ void multiply_made(int steps, bool after_sums) {

@@ -100,6 +100,25 @@ class Stream : protected Exchange<kTokens> {
     this->say_sums_are_read();
   }
 
+  // The last norm's results, of this block's channels; `scales`: of tokens, of which the cluster's
+  // first is this one of all.
+  __device__ __forceinline__ void leave_hidden(const float* scales, int first_token) {
+    each_own([&](int channel, int token) {
+      const int of_all = rank_ * shape_.own() + channel;
+      const float2 norm = whole::load_pair(args_.norm, of_all);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (first_token + token + i >= args_.batch) return;
+        const float scale = scales[token + i];
+        const float2 x = whole::numbers(*pair_at(at_.stream, channel, token + i));
+        bf16* row = static_cast<bf16*>(args_.hidden_states) +
+                    static_cast<std::int64_t>(first_token + token + i) * shape_.of.width;
+        *reinterpret_cast<unsigned*>(row + of_all) =
+            rounded(x.x * scale * norm.x, x.y * scale * norm.y, bf16{});
+      }
+    });
+  }
+
   const Sequences<kTokens>& sequences_;
 
  private:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
+from engine.models.head import Head
 from engine.models.lm import LM, Layer
-from engine.models.whole_step import Head
 from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import linear_map

@@ -24,9 +24,12 @@ from engine.ops.cluster_step import (
     ClusterProgram,
 )
 
-# Every cluster of blocks reads all weights. They need not stay in the cache from step to step: what
-# one cluster asks for, others have just had. Up to so many were measured.
+# Every cluster of blocks reads all weights of the layers. They need not stay in the cache from step
+# to step: what one cluster asks for, others have just had. Up to so many were measured.
 _MOST_WEIGHTS = 40_000_000
+#: Logits of so many tokens are computed with the layers. Those of more are better off with a head
+#: apart, which reads its weights once for all sequences.
+MOST_LOGITS = 1024
 
 
 def takes(config: ModelConfig) -> bool:
@@ -45,7 +48,7 @@ def takes(config: ModelConfig) -> bool:
         and config.mlp_hidden % (16 * BLOCKS) == 0
         and config.conv_kernel <= MOST_TAPS
         and config.n_layers <= MOST_LAYERS
-        and config.n_layers * layer + config.d_model * config.vocab_size <= _MOST_WEIGHTS
+        and config.n_layers * layer <= _MOST_WEIGHTS
     )
 
 
@@ -74,14 +77,17 @@ class ClusterStep:
     @torch.no_grad()
     def __init__(self, model: LM, *, wide: bool = False) -> None:
         config = model.config
+        #: Whether steps end before the head, of which they give hidden states then.
+        self.ends_with_hidden = config.vocab_size > MOST_LOGITS
+        norm = model.norm.weight.detach()
         head = model.embedding if model.head is None else model.head
-        bias = model.head_bias
-        dtype = model.norm.weight.dtype
+        bias = None if self.ends_with_hidden else model.head_bias
         self._program = ClusterProgram(
             model.embedding.weight.detach(),
             [_layer(layer) for layer in cast("Iterable[Layer]", model.layers)],
-            _times_norm(head.weight.detach(), model.norm),
-            None if bias is None else bias.detach().to(dtype),
+            None if self.ends_with_hidden else _times_norm(head.weight.detach(), model.norm),
+            None if bias is None else bias.detach().to(norm.dtype),
+            norm=norm if self.ends_with_hidden else None,
             gates=config.gates,
             linear_candidate=config.candidate == "linear",
             normalize_gates=config.normalize_gates,
@@ -90,7 +96,7 @@ class ClusterStep:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As HopperLM.step."""
+        """As HopperLM.step, or with hidden states [batch, d_model] instead."""
         return self._program.run(tokens, slots, state.cell, state.conv)
 
 

@@ -24,6 +24,7 @@ from engine.config import ModelConfig
 from engine.models.cell import ModelState, StepToBests
 from engine.models.chain import Chain
 from engine.models.cluster_step import ClusterStep
+from engine.models.head import Head
 from engine.models.lm import LM
 from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
@@ -39,7 +40,7 @@ from engine.models.ways import (
     to_be_timed,
     where_the_library_begins,
 )
-from engine.models.whole_step import Head, WholeStep, runs_kernels
+from engine.models.whole_step import WholeStep, runs_kernels
 from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_map import SQUARE_ROWS
 from engine.ops.whole_step import EIGHT
@@ -87,13 +88,14 @@ class HopperLM:
         self._model = model
         self._fixed_order = deterministic
         self._eps = model.config.norm_eps
-        self._products = None if deterministic else ProductsLM(model)
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        self._products = None if deterministic else ProductsLM(model, self._head)
         self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
-        # Those that compute a step by themselves, the quickest for few rows first.
+        # Those that compute a step by themselves or up to a head, the quickest for few rows first.
         self._kernels: dict[Way, WholeStep | ClusterStep] = {}
+        self._to_a_head = set(TO_A_HEAD)  # clusters may end there, too
         if few is not None:
             self._kernels[Way.NARROW] = few
         if WholeStep.most_rows(model, fixed_order=deterministic) > 0:
@@ -102,6 +104,8 @@ class HopperLM:
             clusters = ClusterStep.of(model, wide=way is Way.WIDE_CLUSTERS)
             if clusters is not None:
                 self._kernels[way] = clusters
+                if clusters.ends_with_hidden:
+                    self._to_a_head.add(way)
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
         self._ways_of_few: dict[int, Way] = {}  # steps of up to EIGHT rows
@@ -140,7 +144,7 @@ class HopperLM:
         # Those between, whose ways are known now.
         of_steps = [(count, self._way_of_step(count)) for count in sorted(rows)]
         of_prompts = [(count, self._way_of_prompt(count)) for count in sorted(prompts)]
-        heads = [n for n, way in of_steps if way in TO_A_HEAD]
+        heads = [n for n, way in of_steps if way in self._to_a_head and n > FEWEST_OF_THE_LIBRARY]
         both = [*of_steps, *of_prompts]
         self._products.tune([n for n, way in both if way is Way.LIBRARY], heads)
         self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
@@ -173,13 +177,14 @@ class HopperLM:
         better go to a head that finds the best."""
 
         def drawn(tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
-            if way in TO_A_HEAD:
+            if way in self._to_a_head:
                 return self._bests(tokens, state, slots, way)
             return self._step(tokens, state, slots, way).argmax(1)  # takes as long as a draw
 
-        if found in TO_A_HEAD:  # this one takes no longer
+        if found in self._to_a_head:  # this one takes no longer
             return found
-        return self._quickest(drawn, count, [found, Way.CHAIN_TO_HEAD])
+        clusters = [way for way in OF_CLUSTERS if way in self._to_a_head]
+        return self._quickest(drawn, count, [found, Way.CHAIN_TO_HEAD, *clusters])
 
     @torch.no_grad()
     def _quickest(self, read: _Read, count: int, ways: Sequence[Way]) -> Way:
@@ -255,7 +260,7 @@ class HopperLM:
         if self._fixed_order:
             return self._bests_in_fixed_order if rows > FEWEST_OF_THE_LIBRARY else None
         way = self._nearest(self._ways_to_bests, rows, self._way_of_step(rows))
-        return partial(self._bests, way=way) if way in TO_A_HEAD else None
+        return partial(self._bests, way=way) if way in self._to_a_head else None
 
     @torch.no_grad()
     def _bests(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
@@ -285,16 +290,22 @@ class HopperLM:
         return self._nearest(self._ways_of_steps, rows, unmeasured)
 
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+        if self._products is not None and way in self._to_a_head:
+            hidden = self._to_head(tokens, state, slots, way)
+            if len(tokens) <= FEWEST_OF_THE_LIBRARY:
+                return self._chain.logits(hidden, None)
+            return self._products.logits(hidden)
         kernel = self._kernels.get(way)
         if kernel is not None:
             return kernel.step(tokens, state, slots)[:, : self._vocabulary]
-        if self._products is not None and way in TO_A_HEAD:
-            return self._products.logits(self._to_head(tokens, state, slots, way))
         _, scaled, squares = self._chain.step(tokens, state, slots)
         return self._chain.logits(scaled, squares)
 
     def _to_head(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
-        """The last norm's hidden states [batch, d_model], one of the ways TO_A_HEAD."""
+        """The last norm's hidden states [batch, d_model], one of the ways to a head."""
+        kernel = self._kernels.get(way)
+        if kernel is not None:
+            return kernel.step(tokens, state, slots)
         if way is Way.CHAIN_TO_HEAD:
             return self._normed(self._chain.step(tokens, state, slots, normed=False).x)
         assert self._products is not None

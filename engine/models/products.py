@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.models.cell import Cell, ModelState
 from engine.models.conv import CausalConv
+from engine.models.head import Head
 from engine.models.lm import LM, Layer
 from engine.models.tuned import TunedProducts
 from engine.ops import library
@@ -53,13 +54,13 @@ class ProductsLM:
     they were: other models may share them.
     """
 
-    def __init__(self, model: LM) -> None:
+    def __init__(self, model: LM, head: Head) -> None:
+        """`head`: the model's."""
         self._model = model
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._products = TunedProducts()
-        head = model.embedding if model.head is None else model.head
-        self._head = cast("nn.Linear", head).weight
+        self._head = head
         for layer in self._layers:
             _move_weight(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
             if layer.mlp is not None:
@@ -78,7 +79,7 @@ class ProductsLM:
             for module in ("cell.out", "mlp.down"):
                 self._products.tune(self._weights(module), count, add=True)
         for count in logits:
-            self._products.tune([self._head], count, single=True)
+            self._products.tune([self._head.weight], count, single=True)
         torch.cuda.empty_cache()  # of what was multiplied
 
     @torch.no_grad()
@@ -101,8 +102,8 @@ class ProductsLM:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """As LM.logits."""
-        logits, bias = self._products.single(hidden, self._head), self._model.head_bias
-        return logits if bias is None else logits + bias
+        logits, bias = self._products.single(hidden, self._head.weight), self._head.bias
+        return (logits if bias is None else logits + bias)[:, : self._model.config.vocab_size]
 
     @torch.no_grad()
     def step(

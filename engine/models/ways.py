@@ -27,13 +27,14 @@ class Way(Enum):
     CHAIN_TO_HEAD = auto()  # which is apart; of steps
     LIBRARY = auto()
     LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
-    CLUSTERS = auto()  # of blocks, each with all weights: one kernel; of steps
+    CLUSTERS = auto()  # of blocks, each with all weights: one kernel, or one to a head; of steps
     WIDE_CLUSTERS = auto()  # the same with fewer blocks each and more rows
     WHOLE = auto()  # one kernel; of steps of few rows
     NARROW = auto()  # the same with 8-bit weights
 
 
 OF_THE_LIBRARY = (Way.LIBRARY, Way.LIBRARY_AROUND)
+#: Which have a head apart in any case.
 TO_A_HEAD = (Way.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
 OF_FEW = (Way.NARROW, Way.WHOLE)
 OF_CLUSTERS = (Way.CLUSTERS, Way.WIDE_CLUSTERS)

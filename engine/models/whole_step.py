@@ -4,8 +4,7 @@ bfloat16 or quantised weights."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from engine.config import ModelConfig
 from engine.models.cell import ModelState
 from engine.models.conv import CausalConv
+from engine.models.head import Head
 from engine.models.lm import LM, Layer
 from engine.models.quantized import QuantLinear
 from engine.ops import library
@@ -81,31 +81,6 @@ def runs_kernels(model: LM) -> bool:
         and "90a" in library.cuda_archs()
         and model.config.out_projection
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A model's head with as many rows as products need: a multiple of 8, the last ones zeros. A
-    copy where rows were missing."""
-
-    weight: Tensor  # [rows, d_model]
-    scale: Tensor | None  # [rows], where quantised
-    bias: Tensor | None  # [rows]
-
-    @classmethod
-    def of(cls, model: LM) -> Self:
-        module = model.embedding if model.head is None else model.head
-        weight: Tensor = module.weight.detach()
-        scale: Tensor | None = getattr(module, "scale", None)
-        bias: Tensor | None = model.head_bias
-        extra = -len(weight) % 8
-        if extra:
-            raw = weight.view(torch.int8) if weight.element_size() == 1 else weight
-            weight = torch.cat([raw, raw.new_zeros(extra, raw.shape[1])]).view(weight.dtype)
-            scale = None if scale is None else torch.cat([scale, scale.new_ones(extra)])
-            bias = None if bias is None else torch.cat([bias, bias.new_zeros(extra)])
-        dtype = model.norm.weight.dtype
-        return cls(weight, scale, None if bias is None else bias.detach().to(dtype))
 
 
 class WholeStep:

@@ -10,7 +10,7 @@ where others have just been before: a model of up to some ten million.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +58,10 @@ class ClusterProgram:
     Args:
         table: the embedding [ids, d_model].
         layers: 1 to MOST_LAYERS.
-        head: [vocabulary, d_model], times the last norm's weight.
+        head: [vocabulary, d_model], times the last norm's weight; None: a run ends with hidden
+            states, for a head apart.
         head_bias: [vocabulary].
+        norm: without a head the last norm's weight, [d_model].
         gates: 2: minGRU, 3: minLSTM.
         eps: of the norms.
         wide: eight blocks instead of sixteen have a model's weights, and up to 80 sequences instead
@@ -74,18 +76,20 @@ class ClusterProgram:
         self,
         table: Tensor,
         layers: Sequence[ClusterLayer],
-        head: Tensor,
+        head: Tensor | None,
         head_bias: Tensor | None,
         *,
+        norm: Tensor | None = None,
         gates: int,
         linear_candidate: bool,
         normalize_gates: bool,
         eps: float,
         wide: bool = False,
     ) -> None:
-        _check(table, layers, head, head_bias, gates)
-        self._table, self._head_bias = table, head_bias
-        self._vocabulary = len(head)
+        _require((head is None) == (norm is not None), "there must be a head or a norm")
+        _check(table, layers, {"head": head, "head_bias": head_bias, "norm": norm}, gates)
+        self._table, self._head_bias, self._norm = table, head_bias, norm
+        self._vocabulary = 0 if head is None else len(head)
         self._hidden = 0 if layers[0].up is None else len(layers[0].up)
         self._gates, self._eps = gates, eps
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
@@ -128,7 +132,8 @@ class ClusterProgram:
                 convolutions.
 
         Returns:
-            logits, float32 [batch, vocabulary].
+            logits, float32 [batch, vocabulary]; without a head the last norm's results, bfloat16
+            [batch, d_model].
 
         Raises:
             RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
@@ -138,12 +143,13 @@ class ClusterProgram:
                 f"minserve::cluster_step: conv must have {self._taps} taps - 1 inputs of each"
                 f" channel, got {list(conv.shape)}"
             )
-        logits: Tensor = torch.ops.minserve.cluster_step(
+        result: Tensor = torch.ops.minserve.cluster_step(
             tokens,
             slots,
             self._weights,
             self._table,
             self._head_bias,
+            self._norm,
             self._plan,
             cell,
             conv,
@@ -154,31 +160,31 @@ class ClusterProgram:
             self._linear_candidate,
             self._normalize_gates,
         )
-        return logits
+        return result
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise RuntimeError(f"minserve::cluster_step: {what}")
 
 
 def _check(
     table: Tensor,
     layers: Sequence[ClusterLayer],
-    head: Tensor,
-    head_bias: Tensor | None,
+    at_the_end: Mapping[str, Tensor | None],
     gates: int,
 ) -> None:
-    """RuntimeError where tensors do not fit each other or the kernel."""
-
-    def require(holds: bool, what: str) -> None:
-        if not holds:
-            raise RuntimeError(f"minserve::cluster_step: {what}")
-
+    """RuntimeError where tensors do not fit each other or the kernel. at_the_end: head, head_bias
+    and norm."""
     width, unit = table.shape[1], BLOCKS * _TILE
-    require(1 <= len(layers) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers, got {len(layers)}")
-    require(
+    _require(1 <= len(layers) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers, got {len(layers)}")
+    _require(
         width % (unit // 2) == 0 and 0 < width <= MOST_WIDTH,
         f"d_model must be a multiple of {unit // 2} up to {MOST_WIDTH}, got {width}",
     )
     first = layers[0]
     inner, hidden = first.out.shape[1], 0 if first.up is None else len(first.up)
-    require(
+    _require(
         inner % unit == 0 and hidden % unit == 0,
         f"inner and hidden channels must be multiples of {unit}, got {inner} and {hidden}",
     )
@@ -198,21 +204,26 @@ def _check(
         "down": (width, hidden) if has_mlp else None,
         "down_bias": (width,) if has_mlp else None,
     }
-    of_model = [("table", table, tuple(table.shape)), ("head", head, (len(head), width))]
-    if head_bias is not None:
-        of_model.append(("head_bias", head_bias, (len(head),)))
+    head = at_the_end["head"]
+    vocabulary = 0 if head is None else len(head)
+    shapes_at_the_end = {"head": (vocabulary, width), "head_bias": (vocabulary,), "norm": (width,)}
+    of_model = [("table", table, tuple(table.shape))] + [
+        (name, tensor, shapes_at_the_end[name])
+        for name, tensor in at_the_end.items()
+        if tensor is not None
+    ]
     for number, layer in enumerate(layers):
         for name, shape in shapes.items():
             tensor: Tensor | None = getattr(layer, name)
             if tensor is not None and shape is not None:
                 of_model.append((f"{name} of layer {number}", tensor, shape))
             optional = name.endswith("_bias") and shape is not None
-            require(
+            _require(
                 optional or (tensor is None) == (shape is None),
                 f"{name} of layer {number} is missing, or not of such a model",
             )
     for name, tensor, shape in of_model:
-        require(
+        _require(
             tuple(tensor.shape) == shape
             and tensor.dtype == torch.bfloat16
             and tensor.is_contiguous()
@@ -233,10 +244,11 @@ def _products(layer: ClusterLayer, gates: int) -> list[list[Tensor]]:
     return products
 
 
-def _packed(layers: Sequence[ClusterLayer], head: Tensor, gates: int) -> Tensor:
+def _packed(layers: Sequence[ClusterLayer], head: Tensor | None, gates: int) -> Tensor:
     """[BLOCKS, _PAIRS, weights]: streams of pairs, filled up to the longest, the first's."""
     products = [product for layer in layers for product in _products(layer, gates)]
-    products.append(_head_rows(head))
+    if head is not None:
+        products.append(_head_rows(head))
     streams = [torch.cat(of_pair, dim=1).flatten(1) for of_pair in zip(*products, strict=True)]
     return wide_step.side_by_side(streams)
 
@@ -298,6 +310,7 @@ def _fake(
     weights: Tensor,
     table: Tensor,
     head_bias: Tensor | None,
+    norm: Tensor | None,
     plan: Tensor,
     cell: Tensor,
     conv: Tensor | None,
@@ -308,6 +321,8 @@ def _fake(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> Tensor:
+    if norm is not None:
+        return table.new_empty((tokens.shape[0], table.shape[1]))
     return cell.new_empty((tokens.shape[0], vocabulary))
 
 

@@ -27,13 +27,14 @@ _SLAB = 64  # rows
 _UNIT = 16  # rows of a warp, and inputs of a slab
 
 
-def packed(layers: Sequence[ClusterLayer], head: Tensor, gates: int) -> Tensor:
+def packed(layers: Sequence[ClusterLayer], head: Tensor | None, gates: int) -> Tensor:
     """[BLOCKS, groups, weights] of layers that fit each other, filled up to the longest stream, the
-    last. head [vocabulary, d_model]."""
+    last. head [vocabulary, d_model], or None."""
     products = [_for_all(passes) for layer in layers for passes in _products(layer, gates)]
+    parts = [[part] for part in _head_parts(head)] if head is not None else [[]] * _GROUPS
     streams = [
-        torch.cat([*(passes[:, group::_GROUPS].flatten(1) for passes in products), part], dim=1)
-        for group, part in enumerate(_head_parts(head))
+        torch.cat([*(passes[:, group::_GROUPS].flatten(1) for passes in products), *part], dim=1)
+        for group, part in enumerate(parts)
     ]
     return side_by_side(streams)
 

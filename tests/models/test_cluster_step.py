@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.models.cluster_step import ClusterStep, takes
 from engine.models.hopper import HopperLM
+from engine.models.lm import LM
 from engine.models.ways import OF_CLUSTERS, Way
 from engine.ops import cluster_step, wide_step
 from engine.ops.cluster_step import ClusterLayer, ClusterProgram
@@ -43,8 +48,8 @@ def config(**changes: object) -> ModelConfig:
         ({"n_layers": 32, "d_model": 128}, True),
         ({"n_layers": 33, "d_model": 128}, False),
         ({"vocab_size": 32000}, True),
-        ({"vocab_size": 100_000}, False),  # too many weights for each cluster to read them
-        ({"n_layers": 20}, False),
+        ({"vocab_size": 100_000}, True),  # whose head is none of its business
+        ({"n_layers": 20}, False),  # too many weights for each cluster to read them
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
@@ -216,24 +221,50 @@ MODELS = {
 
 # Of clusters of sixteen blocks: 8, 16 and, where there is room, 32 sequences each, and in turns; of
 # eight: 16, 24, 40, 56, 72 and 80 each, and in turns, on GPUs that have room for 13 to 16 at once.
-BATCHES = {
-    False: (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20),
-    True: (1, 16, 17, 208, 257, 300, 399, 520, 601, 728, 850, 900, 1080, 1090, 1300, *[256] * 20),
-}
+OF_SIXTEEN = (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20)
+OF_EIGHT = (1, 16, 17, 208, 257, 300, 399, 520, 601, 728, 850, 900, 1080, 1090, 1300, *[256] * 20)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A head of its own, whatever the vocabulary, or none."""
+
+    wide: bool
+    head: bool
+
+    def of(self, model: LM) -> ClusterStep:
+        most = len(model.embedding.weight) if self.head else 0
+        with patch("engine.models.cluster_step.MOST_LOGITS", most):
+            return ClusterStep(model, wide=self.wide)
+
+    def logits(self, got: Tensor, model: LM) -> Tensor:
+        """What a step has left to others is the model's."""
+        assert got.dtype == (torch.float32 if self.head else torch.bfloat16)
+        return got if self.head else model.logits(got)
+
+
+FORMS = [
+    pytest.param(
+        Form(wide, head),
+        id=("eight" if wide else "sixteen") + ("" if head else " to a head"),
+    )
+    for wide, head in product((False, True), repeat=2)
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wide", BATCHES)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_as_the_chain_does(name: str, wide: bool) -> None:
+def test_steps_as_the_chain_does(name: str, form: Form) -> None:
     """Many steps of changing batches. Ids that the model does not have are rows of zeros to
     both."""
     model = build(MODELS[name], torch.bfloat16)
     exact, chain = exact_of(model), HopperLM(model)
-    clusters, chance = ClusterStep(model, wide=wide), random.Random(name)
-    most = max(BATCHES[wide])
+    clusters, chance = form.of(model), random.Random(name)
+    batches = OF_EIGHT if form.wide else OF_SIXTEEN
+    most = max(batches)
     ours = model.new_state(most)
-    for rows in BATCHES[wide]:
+    for rows in batches:
         slots = chance.sample(range(most), rows)
         if rows > 3:
             slots[chance.randrange(rows)] = -1
@@ -241,7 +272,7 @@ def test_steps_as_the_chain_does(name: str, wide: bool) -> None:
         ids = int32([chance.randrange(model.config.vocab_size) for _ in slots], "cuda")
         at = int32(slots, "cuda")
         theirs, reference = copied(ours), copied(ours)
-        got = clusters.step(ids, ours, at)
+        got = form.logits(clusters.step(ids, ours, at), model)
         expected = chain._step(ids, theirs, at, Way.CHAIN)
         right = exact.logits(exact.step(ids, reference, at))
         assert got.shape == expected.shape and got.dtype == torch.float32
@@ -260,14 +291,14 @@ def test_steps_as_the_chain_does(name: str, wide: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wide", BATCHES)
-def test_ids_and_slots_that_are_not_there(wide: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_and_slots_that_are_not_there(form: Form) -> None:
     """An id out of range is a row of zeros; a slot out of range is padding."""
     model = build(MODELS["conv"], torch.bfloat16)
-    chain, clusters, state = HopperLM(model), ClusterStep(model, wide=wide), model.new_state(20)
+    chain, clusters, state = HopperLM(model), form.of(model), model.new_state(20)
     ids = int32([3, -1, 257, 100_000, 5], "cuda")
     theirs = copied(state)
-    got = clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda"))
+    got = form.logits(clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda")), model)
     expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), Way.CHAIN)
     assert relative_error(got[:4], expected[:4]) < 0.02
     assert relative_error(state.cell, theirs.cell) < 0.02
@@ -285,14 +316,14 @@ def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wide", BATCHES)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mingru", "minlstm conv"])
-def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, wide: bool) -> None:
+def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, form: Form) -> None:
     model = build(MODELS[name], torch.bfloat16)
-    clusters = ClusterStep(model, wide=wide)
+    clusters = form.of(model)
     before = model.new_state(1000)
     before.cell.normal_()
-    for rows in (20, 200, 1000) if wide else (20, 100, 200):
+    for rows in (20, 200, 1000) if form.wide else (20, 100, 200):
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
         slots = torch.randperm(1000, device="cuda")[:rows].to(torch.int32)
         whole, state = copied(before), copied(before)
@@ -308,13 +339,13 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, wi
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wide", BATCHES)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["minlstm", "conv", "256 conv", "no-mlp"])
-def test_equal_steps_have_the_same_bits(name: str, wide: bool) -> None:
+def test_equal_steps_have_the_same_bits(name: str, form: Form) -> None:
     """Whatever has come when: weights, channels, sums."""
     model = build(MODELS[name], torch.bfloat16)
-    clusters = ClusterStep(model, wide=wide)
-    for rows in (100, 300, 1000) if wide else (40, 100, 200):
+    clusters = form.of(model)
+    for rows in (100, 300, 1000) if form.wide else (40, 100, 200):
         start = model.new_state(rows)
         start.cell.normal_()
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
@@ -332,12 +363,12 @@ def test_equal_steps_have_the_same_bits(name: str, wide: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wide", BATCHES)
-def test_graphs_of_several_batches_take_turns(wide: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs_of_several_batches_take_turns(form: Form) -> None:
     """What one step leaves behind in the blocks' memory, or still has on its way, reaches none."""
     model = build(MODELS["conv"], torch.bfloat16)
-    clusters, chance = ClusterStep(model, wide=wide), random.Random(3)
-    batches = (100, 400, 1000) if wide else (16, 64, 128)
+    clusters, chance = form.of(model), random.Random(3)
+    batches = (100, 400, 1000) if form.wide else (16, 64, 128)
     state = model.new_state(batches[-1])
     captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
     for batch in batches:
@@ -359,10 +390,10 @@ def test_graphs_of_several_batches_take_turns(wide: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wide", BATCHES)
-def test_what_does_not_fit_is_said(wide: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_what_does_not_fit_is_said(form: Form) -> None:
     model = build(MODELS["mingru"], torch.bfloat16)
-    program = ClusterStep(model, wide=wide)._program
+    program = form.of(model)._program
     cell, one = model.new_state(4).cell, int32([1], "cuda")
     with pytest.raises(RuntimeError, match="slots"):
         program.run(one, int32([1, 2], "cuda"), cell, None)
@@ -408,3 +439,13 @@ def test_layers_that_do_not_fit_are_named(layer: ClusterLayer, message: str) -> 
             normalize_gates=True,
             eps=1e-6,
         )
+
+
+def test_a_step_has_a_head_or_a_norm() -> None:
+    table, norm = torch.zeros(5, 128).bfloat16(), torch.ones(128).bfloat16()
+    gates: dict[str, Any] = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
+    for head, given in ((table, norm), (None, None)):
+        with pytest.raises(RuntimeError, match="there must be a head or a norm"):
+            ClusterProgram(table, [layer_of()], head, None, norm=given, eps=1e-6, **gates)
+    with pytest.raises(RuntimeError, match=r"norm must be contiguous bfloat16 \[128\]"):
+        ClusterProgram(table, [layer_of()], None, None, norm=norm[:64], eps=1e-6, **gates)

@@ -141,11 +141,15 @@ def test_what_is_prepared_is_measured() -> None:
         assert not quick._ways_of_few  # there is one
 
 
-@pytest.mark.parametrize("way", TO_A_HEAD, ids=str)
+@pytest.mark.parametrize("way", [*TO_A_HEAD, *OF_CLUSTERS], ids=str)
 @pytest.mark.parametrize(("vocabulary", "bias"), [(3001, True), (3008, False)])
 def test_bests_of_steps(vocabulary: int, bias: bool, way: Way) -> None:
     """Those of the logits that `step` has."""
-    config = dataclasses.replace(CONFIGS["medium"], vocab_size=vocabulary, head_bias=bias)
+    config = dataclasses.replace(
+        CONFIGS["mingru" if way in OF_CLUSTERS else "medium"],
+        vocab_size=vocabulary,
+        head_bias=bias,
+    )
     model = build(config, torch.bfloat16)
     quick, rows = HopperLM(model), 150
     quick._ways_of_steps[rows] = way
@@ -199,8 +203,9 @@ def test_the_head_of_the_chain_is_left_where_that_pays(monkeypatch: pytest.Monke
         assert served == {rows: bool(number) and rows > 32 for rows in served}
 
 
-def test_clusters_are_left_only_for_what_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared with a head that finds the best is the way that was the quickest before."""
+def test_a_head_that_finds_the_best_is_behind_clusters_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickest way to a head is left as it is; one to all logits is compared with those to a
+    head."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
     quick, compared = HopperLM(build(config, torch.bfloat16)), []
     assert set(OF_CLUSTERS) <= set(quick._kernels)
@@ -218,7 +223,31 @@ def test_clusters_are_left_only_for_what_is_quicker(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quick, "_quickest", noted)
     assert quick._quickest_to_bests(64, Way.WIDE_CLUSTERS) is Way.WIDE_CLUSTERS
     assert quick._quickest_to_bests(64, Way.LIBRARY) is Way.LIBRARY
-    assert compared == [(64, [Way.WIDE_CLUSTERS, Way.CHAIN_TO_HEAD])]
+    assert not compared
+    assert quick._quickest_to_bests(64, Way.CHAIN) is Way.CHAIN
+    assert compared == [(64, [Way.CHAIN, Way.CHAIN_TO_HEAD, *OF_CLUSTERS])]
+    assert quick.step_to_bests(64) is not None
+
+
+@pytest.mark.parametrize("way", OF_CLUSTERS, ids=str)
+@pytest.mark.parametrize(("vocabulary", "apart"), [(1024, False), (1030, True)])
+def test_large_vocabularies_have_a_head_behind_clusters(
+    vocabulary: int, apart: bool, way: Way
+) -> None:
+    """Few rows and many."""
+    config = dataclasses.replace(CONFIGS["mingru"], vocab_size=vocabulary, head_bias=True)
+    model = build(config, torch.bfloat16)
+    exact, quick = exact_of(model), HopperLM(model)
+    assert quick._kernels[way].ends_with_hidden is apart  # type: ignore[union-attr]
+    for rows in (3, 20, 32, 33, 70):
+        tokens = torch.randint(0, vocabulary, (rows,), dtype=torch.int32, device="cuda")
+        slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+        mine, its = model.new_state(rows), model.new_state(rows)
+        got = quick._step(tokens, mine, slots, way)
+        right = exact.logits(exact.step(tokens, its, slots))
+        assert got.shape == right.shape and got.dtype == torch.float32
+        assert relative_error(got, right) < 0.02
+        assert relative_error(mine.cell, its.cell) < 0.02
 
 
 def test_where_logits_are_as_quick_no_bests_are_told() -> None:

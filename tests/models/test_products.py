@@ -9,6 +9,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.models.cell import ModelState
+from engine.models.head import Head
 from engine.models.products import ProductsLM, supports
 from engine.serving import PlainModel
 from tests.models.test_hopper import CONFIGS, build, exact_of
@@ -30,7 +31,7 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
     exact = exact_of(model)  # of the weights as they were
     plain = build(config, torch.bfloat16)
     assert supports(model)
-    quick = ProductsLM(model)
+    quick = ProductsLM(model, Head.of(model))
     assert all(bool((layer.cell_norm.weight == 1).all()) for layer in model.layers)
     lengths = [130, 0, 7, 40, 1]
     rows = len(lengths) + 2
@@ -51,6 +52,8 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
     for _ in range(3):
         one = torch.randint(0, config.vocab_size, (len(slots),), device="cuda", dtype=torch.int32)
         got = quick.logits(quick.step(one, ours, slots))
+        assert got.shape == (len(one), config.vocab_size)
+        assert got.stride(0) % 8 == 0  # rows begin where kernels read the quickest
         right = exact.logits(exact.step(one, reference, slots))
         usual = plain.logits(plain.step(one, theirs, slots))
         allowed = 2 * relative_error(usual[live], right[live]) + 2e-3
@@ -65,7 +68,7 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
 
 def test_a_graph_of_it_replays() -> None:
     model = build(CASES["medium"], torch.bfloat16)
-    quick = ProductsLM(model)
+    quick = ProductsLM(model, Head.of(model))
     tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
     eager, replayed = model.new_state(3), model.new_state(3)
     expected = [quick.step(tokens, eager, slots).clone() for _ in range(4)]

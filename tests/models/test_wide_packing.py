@@ -168,5 +168,7 @@ def test_products_of_a_stream_are_those_of_the_model(
         if layer.up is not None and layer.down is not None:
             check_up(streams, layer.up, stream)
             check_part(streams, layer.down)
+    without = Streams(wide_step.packed(layers, None, gates))
+    assert torch.equal(without._packed, streams._packed[:, :, : without._packed.shape[2]])
     check_head(streams, head, stream)
     assert streams.are_read()

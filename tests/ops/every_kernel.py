@@ -9,6 +9,7 @@ linear maps in every form of csrc/linear/choice.h, whole steps and clustered one
 """
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -216,14 +217,18 @@ def whole_steps() -> None:
 
 def clustered_steps() -> None:
     """Both cells, with and without convolutions and MLPs; clusters of sixteen blocks with 8, 16 and
-    (without both) 32 sequences, of eight with 16, 24, 40, 56, 72 and 80."""
-    for cell, taps, mlp in (("mingru", 4, 4.0), ("minlstm", 0, 4.0), ("minlstm", 3, 0.0)):
-        config = ModelConfig(
-            cell=cell, vocab_size=300, d_model=384, n_layers=2, conv_kernel=taps, mlp_ratio=mlp
-        )
+    (without both) 32 sequences, of eight with 16, 24, 40, 56, 72 and 80; a head and none."""
+    base = ModelConfig(cell="mingru", vocab_size=300, d_model=384, n_layers=2, conv_kernel=4)
+    for config in (
+        base,
+        replace(base, vocab_size=1300),
+        replace(base, cell="minlstm", conv_kernel=0),
+        replace(base, cell="minlstm", conv_kernel=3, mlp_ratio=0.0),
+    ):
         model = LM(config).to("cuda", torch.bfloat16)
         state = model.new_state(1300)
-        for wide, batches in ((False, (5, 100, 200)), (True, (5, 300, 500, 800, 1000, 1300))):
+        many = (5, 300, 500, 800, 1000, 1300)
+        for wide, batches in ((False, (5, 100, 200)), (True, many)):
             clusters = ClusterStep(model, wide=wide)
             for batch in batches:
                 slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
