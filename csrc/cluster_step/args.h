@@ -123,25 +123,24 @@ struct ClusterLayout {
   // Sums over this block's part of the inputs, fp32 [width, tokens], on their way to the others;
   // before, what the warps of a pair tell each other.
   int outbox;
-  int inbox;     // all blocks' sums of this block's channels, [kClusterBlocks, own, tokens]
-  int messages;  // two: this block's channels on their way to the others
-  int own;       // the residual stream's own channels, in pairs
-  int state;     // this block's channels of the recurrence
-  int hidden;    // of an MLP
-  int ring;      // chunks of weights, a ring for each pair
+  int inbox;   // all blocks' sums of this block's channels, [kClusterBlocks, own, tokens]
+  int own;     // the residual stream's own channels, in pairs
+  int state;   // this block's channels of the recurrence
+  int hidden;  // of an MLP
+  int ring;    // chunks of weights, a ring for each pair
 
   constexpr ClusterLayout(const ClusterShape& shape, int tokens)
       : stream(0),
         convolved(stream + shape.width * tokens * 2),
         outbox(convolved + (shape.taps > 0 ? shape.width * tokens * 2 : 0)),
         inbox(outbox + outbox_bytes(shape, tokens)),
-        messages(inbox + shape.width * tokens * 4),
-        own(messages + 2 * message_bytes(shape, tokens)),
-        state(own + message_bytes(shape, tokens)),
+        own(inbox + shape.width * tokens * 4),
+        state(own + own_bytes(shape, tokens)),
         hidden(state + shape.inner / kClusterBlocks * tokens * 2),
         ring(hidden + shape.hidden / kClusterBlocks * tokens * 2) {}
 
-  static constexpr int message_bytes(const ClusterShape& shape, int tokens) {
+  // Of a block's channels.
+  static constexpr int own_bytes(const ClusterShape& shape, int tokens) {
     return shape.width / kClusterBlocks * tokens * 2;
   }
   // What a lane tells the other warp's: of a tile of tokens two sums of each row, and squares.

@@ -2,6 +2,7 @@
 //
 // Nothing is overwritten before it has been read: a block's sums leave after it has all of the
 // stream, and its channels after it has all sums or, where they are mixed, all that was convolved.
+// What a block tells itself it writes where it belongs.
 #pragma once
 
 #include "products.cuh"
@@ -50,23 +51,32 @@ class Exchange {
   __device__ __forceinline__ void await_stream(bool convolved) {
     if (!convolved && streamed_ == sent_) return;
     std::uint64_t& barrier = convolved ? arrivals_.convolved : arrivals_.streamed;
-    expect(barrier, kWidth * kTokens * 2);
+    expect(barrier, (kClusterBlocks - 1) * kOwn * kTokens * 2);
     wait_barrier(barrier, (convolved ? convolved_ : streamed_) % 2);
     convolved ? ++convolved_ : ++streamed_;
   }
+  // This block's channels of the stream, or of what comes out of a convolution.
+  __device__ __forceinline__ unsigned char* own_of(bool convolved) const {
+    return memory_ + (convolved ? at_.convolved : at_.stream) + rank_ * (kOwn * kTokens * 2);
+  }
   // Of what all threads have written: the channels of the stream, or sums.
   __device__ __forceinline__ void send_channels(bool convolved) {
-    const int bytes = ClusterLayout::message_bytes(shape_, kTokens);
-    send(convolved ? at_.convolved : at_.stream, at_.messages + (convolved ? bytes : 0), 0, bytes,
-         convolved ? arrivals_.convolved : arrivals_.streamed);
+    unsigned char* own = own_of(convolved);
+    send(own, own, 0, kOwn * kTokens * 2, convolved ? arrivals_.convolved : arrivals_.streamed);
     if (!convolved) ++sent_;
+  }
+  // Where a row's sums are written: for a block among those for the others, its own at once.
+  __device__ __forceinline__ float* sums_of(int row) const {
+    const bool own = static_cast<unsigned>(row - rank_ * kOwn) < static_cast<unsigned>(kOwn);
+    return floats(own ? at_.inbox : at_.outbox) + row * kTokens;
   }
   __device__ __forceinline__ void send_sums() {
     constexpr int kBytes = kOwn * kTokens * 4;
-    send(at_.inbox, at_.outbox, kBytes, kBytes, arrivals_.summed);
+    send(memory_ + at_.inbox + rank_ * kBytes, memory_ + at_.outbox, kBytes, kBytes,
+         arrivals_.summed);
   }
   __device__ __forceinline__ void await_sums() const {
-    expect(arrivals_.summed, kWidth * kTokens * 4);
+    expect(arrivals_.summed, (kClusterBlocks - 1) * kOwn * kTokens * 4);
     wait_barrier(arrivals_.summed, sums_ % 2);
   }
   __device__ __forceinline__ void sums_are_read() { ++sums_; }
@@ -80,17 +90,19 @@ class Exchange {
   __device__ __forceinline__ void expect(std::uint64_t& barrier, int bytes) const {
     if (threadIdx.x == 0) arrive_expecting(barrier, static_cast<unsigned>(bytes));
   }
-  // A copy to every block of what all threads have written.
-  __device__ __forceinline__ void send(int to, int from, int stride, int bytes,
-                                       std::uint64_t& barrier) {
+  // A copy to every other block of what all threads have written: so many bytes, each block's that
+  // much further on.
+  __device__ __forceinline__ void send(unsigned char* to, const unsigned char* from, int stride,
+                                       int bytes, std::uint64_t& barrier) {
     fence_for_copies();
     meet_all();
     if (!met_) wait_for_cluster();  // the other blocks have set their barriers up
     met_ = true;
     if (threadIdx.x % 32 == 0) {  // a thread of each warp, for those of one would take turns
-      for (int block = threadIdx.x / 32; block < kClusterBlocks; block += kComputingWarps) {
-        copy_to_block(static_cast<unsigned>(block), memory_ + to + rank_ * bytes,
-                      memory_ + from + block * stride, static_cast<unsigned>(bytes), barrier);
+      for (int n = 1 + threadIdx.x / 32; n < kClusterBlocks; n += kComputingWarps) {
+        const int block = (rank_ + n) % kClusterBlocks;
+        copy_to_block(static_cast<unsigned>(block), to, from + block * stride,
+                      static_cast<unsigned>(bytes), barrier);
       }
     }
     __syncwarp();

@@ -81,7 +81,7 @@ class Step : Stream<kTiles, kWidth> {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int row = first + row_of_lane() + half * 8;
-            float* to = this->floats(at_.outbox) + row * kTokens;
+            float* to = this->sums_of(row);
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {
               *reinterpret_cast<float2*>(to + this->column(row, i * 8 + threadIdx.x % 4 * 2)) = {

@@ -51,9 +51,8 @@ class Stream : protected Exchange<kTiles, kWidth> {
   }
   // A pair of this block's channels, to be sent.
   __device__ __forceinline__ void put(bool convolved, int channel, int token, float2 x) {
-    const int message = convolved ? ClusterLayout::message_bytes(shape_, kTokens) : 0;
-    *reinterpret_cast<unsigned*>(memory_ + at_.messages + message +
-                                 place_of_pair<kTiles>(channel, token)) = rounded(x.x, x.y, bf16{});
+    *reinterpret_cast<unsigned*>(this->own_of(convolved) + place_of_pair<kTiles>(channel, token)) =
+        rounded(x.x, x.y, bf16{});
   }
 
   __device__ __forceinline__ void look_up() {

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     }
     init_barrier(received, 1);
     fence_barriers();
-    if (parts > 1) arrive_expecting(received, parts * share * S::kSumRows * 4);
+    if (parts > 1) arrive_expecting(received, (parts - 1) * share * S::kSumRows * 4);
   }
   __syncthreads();
   if (!alone) arrive_at_cluster();
@@ -179,16 +179,21 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     wait_products<0>();
   }
 
-  // The ring becomes [tokens][rows] of this block's sums.
+  // The ring becomes [tokens][rows] of this block's sums. In parts, each gets its share of the
+  // tokens from all, behind its ring; what a block tells itself it writes there at once.
   __syncthreads();
   float* staged = reinterpret_cast<float*>(ring);
+  unsigned char* inbox = ring + S::kRing;
+  const int own_share = parts > 1 ? share : 0;
   if (warp < S::kComputing / 32) {
     const int row = warp / 4 * S::kBlocks * kBlockRows + warp % 4 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < S::kTokens / 8; ++j) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        float* to = staged + (8 * j + lane % 4 * 2 + odd) * S::kSumRows + row;
+        const int token = 8 * j + lane % 4 * 2 + odd;
+        const bool own = static_cast<unsigned>(token - part * own_share) < own_share;
+        float* to = staged + (own ? S::kRing / 4 : 0) + token * S::kSumRows + row;
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block) {
           to[block * kBlockRows] = sums[block][4 * j + odd];
@@ -201,10 +206,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   __syncthreads();
   const float* parts_sums = staged;  // [parts][share][rows]
   if (parts > 1) {
-    // To each part its share of the tokens, behind its ring.
-    unsigned char* inbox = ring + S::kRing;
     const int bytes = share * S::kSumRows * 4;
-    if (warp == S::kComputing / 32 && lane < parts) {
+    if (warp == S::kComputing / 32 && lane < parts && lane != part) {
       copy_to_block(lane, inbox + part * bytes, ring + lane * bytes, bytes, received);
     }
     __syncwarp();

@@ -49,7 +49,8 @@ def config(**changes: object) -> ModelConfig:
         ({"n_layers": 33, "d_model": 128}, False),
         ({"vocab_size": 32000}, True),
         ({"vocab_size": 100_000}, True),  # whose head is none of its business
-        ({"n_layers": 20}, False),  # too many weights for each cluster to read them
+        ({"n_layers": 32}, True),
+        ({"d_model": 512, "n_layers": 20}, False),  # too many for each cluster to read them
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
