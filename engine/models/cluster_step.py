@@ -26,7 +26,7 @@ from engine.ops.cluster_step import (
 
 # Every cluster of blocks reads all weights of the layers. They need not stay in the cache from step
 # to step: what one cluster asks for, others have just had. Up to so many were measured.
-_MOST_WEIGHTS = 64_000_000
+_MOST_WEIGHTS = 67_000_000
 #: Logits of so many tokens are computed with the layers. Those of more are better off with a head
 #: apart, which reads its weights once for all sequences.
 MOST_LOGITS = 1024

@@ -5,7 +5,7 @@ Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model,
 for more than a hundred sequences or so, eight have up to 80 (engine/ops/wide_step.py). What they
 tell each other stays in their shared memory, so that a product costs the time of its weights and of
 one exchange, not that of a kernel. Every cluster reads all weights, most of them from the L2 cache,
-where others have just been before: a model of up to some ten million.
+where others have just been before: a model whose layers have some ten million.
 """
 
 from __future__ import annotations
