@@ -1,13 +1,14 @@
 // A decode step of a small model in one kernel, on Hopper, for more sequences than whole_step
 // takes.
 //
-// A cluster of sixteen blocks has up to 32 sequences and all weights of the model: each block reads
-// a sixteenth of them, whichever cluster it is in, so that weights come from the L2 cache as often
-// as there are clusters, and what blocks tell each other never leaves the cluster. A block has a
-// sixteenth of the channels of everything. Gates and an MLP's upper half need all of the residual
-// stream: every block sends its channels to all. Out projection and lower half take the channels
-// that the block has just made: sums over them go to the blocks whose channels they are. Both go by
-// bulk copies that a barrier of the receiver counts; nobody else waits for anybody.
+// A cluster of sixteen blocks has up to 32 sequences and all weights of the layers, and of a small
+// vocabulary's head: each block reads a sixteenth of them, whichever cluster it is in, so that
+// weights come from the L2 cache as often as there are clusters, and what blocks tell each other
+// never leaves the cluster. A block has a sixteenth of the channels of everything. Gates and an
+// MLP's upper half need all of the residual stream: every block sends its channels to the others.
+// Out projection and lower half take the channels that the block has just made: sums over them go
+// to the blocks whose channels they are. Both go by bulk copies that a barrier of the receiver
+// counts; nobody else waits for anybody.
 #pragma once
 
 #include "step.cuh"

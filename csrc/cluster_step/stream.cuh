@@ -87,7 +87,7 @@ class Stream : protected Exchange<kTiles, kWidth> {
   }
 
   // Adds the inbox's sums, of so many blocks, and the bias to this block's channels, and sends them
-  // to all: through the convolution of a layer, or (-1) as they are.
+  // to the others: through the convolution of a layer, or (-1) as they are.
   __device__ __forceinline__ void add(int sources, const void* bias, int layer) {
     const float* inbox = this->floats(at_.inbox);
     const int stride = kOwn * kTokens;

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.models.cell import ModelState
+from engine.models.head import SMALL_VOCABULARY
 from engine.models.lm import LM, Layer
 from engine.models.quickest import works
 from engine.models.whole_step import runs_kernels
@@ -27,9 +28,6 @@ from engine.ops.cluster_step import (
 # Every cluster of blocks reads all weights of the layers. They need not stay in the cache from step
 # to step: what one cluster asks for, others have just had. Up to so many were measured.
 _MOST_WEIGHTS = 67_000_000
-#: Logits of so many tokens are computed with the layers. Those of more are better off with a head
-#: apart, which reads its weights once for all sequences.
-MOST_LOGITS = 1024
 
 
 def takes(config: ModelConfig) -> bool:
@@ -78,7 +76,7 @@ class ClusterStep:
     def __init__(self, model: LM, *, wide: bool = False) -> None:
         config = model.config
         #: Whether steps end before the head, of which they give hidden states then.
-        self.ends_with_hidden = config.vocab_size > MOST_LOGITS
+        self.ends_with_hidden = config.vocab_size > SMALL_VOCABULARY
         norm = model.norm.weight.detach()
         head = model.embedding if model.head is None else model.head
         bias = None if self.ends_with_hidden else model.head_bias

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from engine.models.lm import LM
 
+#: A vocabulary of up to so many tokens is drawn from in no time, and clusters compute its logits
+#: with the layers. Of a larger one a head apart reads the weights once for all sequences, and one
+#: that finds the best token leaves a draw little to read.
+SMALL_VOCABULARY = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

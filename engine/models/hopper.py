@@ -7,8 +7,8 @@ own. More are read with products of the library altogether (products.py), or but
 layer, out projection and MLP up with GELU. Which way is the quickest is measured for some of the
 sizes that graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
 
-A head apart is the library's, or where all rows draw the best token, one that finds it meanwhile
-(engine/ops/linear_best.py).
+A head apart is the library's, of a few rows the chain's last map, or where all of more rows draw
+the best token, one that finds it meanwhile (engine/ops/linear_best.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.config import ModelConfig
 from engine.models.cell import ModelState, StepToBests
 from engine.models.chain import Chain
 from engine.models.cluster_step import ClusterStep
-from engine.models.head import Head
+from engine.models.head import SMALL_VOCABULARY, Head
 from engine.models.lm import LM
 from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
@@ -44,9 +44,6 @@ from engine.models.whole_step import WholeStep, runs_kernels
 from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_map import SQUARE_ROWS
 from engine.ops.whole_step import EIGHT
-
-# A vocabulary of so many tokens is drawn from in no time.
-_SMALL_VOCABULARY = 1024
 
 #: What `supports` asks of a model's widths, in words.
 WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
@@ -92,7 +89,7 @@ class HopperLM:
         self._products = None if deterministic else ProductsLM(model, self._head)
         self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
-        self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else _SMALL_VOCABULARY)
+        self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else SMALL_VOCABULARY)
         # Those that compute a step by themselves or up to a head, the quickest for few rows first.
         self._kernels: dict[Way, WholeStep | ClusterStep] = {}
         self._to_a_head = set(TO_A_HEAD)  # clusters may end there, too
@@ -257,9 +254,13 @@ class HopperLM:
         """As ServingModel.step_to_bests."""
         if not self._finds_best:
             return None
+        if rows <= FEWEST_OF_THE_LIBRARY:  # their logits are as quick
+            return None
         if self._fixed_order:
-            return self._bests_in_fixed_order if rows > FEWEST_OF_THE_LIBRARY else None
-        way = self._nearest(self._ways_to_bests, rows, self._way_of_step(rows))
+            return self._bests_in_fixed_order
+        way = self._way_of_step(rows)
+        if way not in self._to_a_head:
+            way = self._nearest(self._ways_to_bests, rows, way)
         return partial(self._bests, way=way) if way in self._to_a_head else None
 
     @torch.no_grad()

@@ -1,11 +1,12 @@
 """cluster_step: one token of up to about a thousand sequences through a small model in one kernel,
 on Hopper.
 
-Sixteen blocks, a cluster, have up to 32 sequences and all weights of the model, a sixteenth each;
+Sixteen blocks, a cluster, have up to 32 sequences and all weights of the layers, a sixteenth each;
 for more than a hundred sequences or so, eight have up to 80 (engine/ops/wide_step.py). What they
 tell each other stays in their shared memory, so that a product costs the time of its weights and of
 one exchange, not that of a kernel. Every cluster reads all weights, most of them from the L2 cache,
-where others have just been before: a model whose layers have some ten million.
+where others have just been before, so the layers of a model have some ten million. Its head, too,
+or, where that is large, a head apart reads what the last norm gives.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class Form:
 
     def of(self, model: LM) -> ClusterStep:
         most = len(model.embedding.weight) if self.head else 0
-        with patch("engine.models.cluster_step.MOST_LOGITS", most):
+        with patch("engine.models.cluster_step.SMALL_VOCABULARY", most):
             return ClusterStep(model, wide=self.wide)
 
     def logits(self, got: Tensor, model: LM) -> Tensor:

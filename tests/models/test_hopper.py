@@ -229,6 +229,25 @@ def test_a_head_that_finds_the_best_is_behind_clusters_too(monkeypatch: pytest.M
     assert quick.step_to_bests(64) is not None
 
 
+def test_few_rows_go_the_way_that_was_measured_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that finds the best, behind clusters, does not draw away what is not its business."""
+    config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
+    quick, gone = HopperLM(build(config, torch.bfloat16)), []
+    quick._ways_of_steps = {16: Way.WHOLE, 32: Way.CLUSTERS, 64: Way.WIDE_CLUSTERS}
+    quick._ways_to_bests = {64: Way.WIDE_CLUSTERS}
+    assert [quick.step_to_bests(rows) for rows in (1, 8, 9, 16, 32)] == [None] * 5
+
+    def noted(*_: object, way: Way) -> None:
+        gone.append(way)
+
+    monkeypatch.setattr(quick, "_bests", noted)
+    for rows in (33, 45, 46, 64, 100):
+        to_bests = quick.step_to_bests(rows)
+        assert to_bests is not None
+        to_bests(*[torch.zeros(0)] * 3)  # type: ignore[arg-type]
+    assert gone == [Way.CLUSTERS] * 2 + [Way.WIDE_CLUSTERS] * 3
+
+
 @pytest.mark.parametrize("way", OF_CLUSTERS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "apart"), [(1024, False), (1030, True)])
 def test_large_vocabularies_have_a_head_behind_clusters(
