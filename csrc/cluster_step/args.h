@@ -8,8 +8,8 @@
 
 namespace minserve {
 
-constexpr int kClusterBlocks = 16;      // which have all weights, a part each
-constexpr int kMostClusterLayers = 32;  // all arguments fit into those of a kernel
+constexpr int kClusterBlocks = 16;                     // which have all weights, a part each
+constexpr int kMostClusterLayers = 32;                 // all arguments fit into those of a kernel
 constexpr int kClusterWidthUnit = 8 * kClusterBlocks;  // a multiple of it is the residual stream's
 constexpr int kMostClusterWidth = 4 * kClusterWidthUnit;
 constexpr int kMostClusterTaps = 4;  // of a convolution
