@@ -98,6 +98,7 @@ class Exchange {
     meet_all();
     if (!met_) wait_for_cluster();  // the other blocks have set their barriers up
     met_ = true;
+    delay(16, 3000);
     if (threadIdx.x % 32 == 0) {  // a thread of each warp, for those of one would take turns
       for (int n = 1 + threadIdx.x / 32; n < kClusterBlocks; n += kComputingWarps) {
         const int block = (rank_ + n) % kClusterBlocks;

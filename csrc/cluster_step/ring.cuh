@@ -2,6 +2,7 @@
 // another warp fills them, as far ahead of the sequences as they go.
 #pragma once
 
+#include "../common/delays.cuh"
 #include "../linear/hopper.cuh"
 #include "args.h"
 #include "place.cuh"
@@ -50,6 +51,7 @@ __device__ __forceinline__ void fill(const ClusterStepArgs& args, Ring (&rings)[
     }
     const int tiles = min(run.tiles, run.of_chunk);
     const unsigned bytes = static_cast<unsigned>(tiles * kTileBytes);
+    delay(64, 4000);
     arrive_expecting(ring.full[at.slot], bytes);
     copy_bytes(memory + at.slot * kChunkBytes, from, bytes, ring.full[at.slot]);
     from += bytes;

@@ -130,6 +130,7 @@ class Step : Stream<kTiles, kWidth> {
       Sums<kTiles> sums[kGateRows], squares;
       multiply_rows<kTiles, kWidth, kGateRows>(chunks_, rows, inputs, ready, sums, squares);
       next = beside(kind, layer, number, unit + kPairs, units);
+      delay(16, 3000);
       if (unit != share.pair) meet_pair();  // what was told before has been heard
       const Own own = share_out(sums, squares, kind != Kind::mix);
       if (gates) {

@@ -31,6 +31,7 @@ class Stream : protected Exchange<kTiles, kWidth> {
   __device__ __forceinline__ void each_own_pair(F f) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kOwn / 2 * kTokens; i += kComputingThreads) {
+      delay(16, 2000);
       f(i, i / 4 / kTokens * 8 + i % 4 * 2, i / 4 % kTokens);
     }
   }
