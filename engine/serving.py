@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -69,12 +70,11 @@ class PlainModel:
 
     def __init__(self, model: LM) -> None:
         self._model = model
-        products_run = products.supports(model)
-        whole_runs = runs_kernels(model) and WholeStep.most_rows(model) > 0
-        head = Head.of(model) if products_run or whole_runs else None
-        self._products = None if head is None or not products_run else ProductsLM(model, head)
+        head = cache(partial(Head.of, model))  # which may be a copy: one for both
+        self._products = ProductsLM(model, head()) if products.supports(model) else None
         self._reader: LM | ProductsLM = self._products or model
-        self._whole = None if head is None or not whole_runs else WholeStep(model, head)
+        whole = runs_kernels(model) and WholeStep.most_rows(model) > 0
+        self._whole = WholeStep(model, head()) if whole else None
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]

@@ -11,7 +11,7 @@ or, where that is large, a head apart reads what the last norm gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ class ClusterProgram:
         wide: bool = False,
     ) -> None:
         _require((head is None) == (norm is not None), "there must be a head or a norm")
-        _check(table, layers, {"head": head, "head_bias": head_bias, "norm": norm}, gates)
+        _check(table, layers, head, head_bias, norm, gates)
         self._table, self._head_bias, self._norm = table, head_bias, norm
         self._vocabulary = 0 if head is None else len(head)
         self._hidden = 0 if layers[0].up is None else len(layers[0].up)
@@ -172,11 +172,12 @@ def _require(holds: bool, what: str) -> None:
 def _check(
     table: Tensor,
     layers: Sequence[ClusterLayer],
-    at_the_end: Mapping[str, Tensor | None],
+    head: Tensor | None,
+    head_bias: Tensor | None,
+    norm: Tensor | None,
     gates: int,
 ) -> None:
-    """RuntimeError where tensors do not fit each other or the kernel. at_the_end: head, head_bias
-    and norm."""
+    """RuntimeError where tensors do not fit each other or the kernel."""
     width, unit = table.shape[1], BLOCKS * _TILE
     _require(1 <= len(layers) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers, got {len(layers)}")
     _require(
@@ -205,14 +206,14 @@ def _check(
         "down": (width, hidden) if has_mlp else None,
         "down_bias": (width,) if has_mlp else None,
     }
-    head = at_the_end["head"]
     vocabulary = 0 if head is None else len(head)
-    shapes_at_the_end = {"head": (vocabulary, width), "head_bias": (vocabulary,), "norm": (width,)}
-    of_model = [("table", table, tuple(table.shape))] + [
-        (name, tensor, shapes_at_the_end[name])
-        for name, tensor in at_the_end.items()
-        if tensor is not None
-    ]
+    of_model = [("table", table, tuple(table.shape))]
+    if head is not None:
+        of_model.append(("head", head, (vocabulary, width)))
+    if head_bias is not None:
+        of_model.append(("head_bias", head_bias, (vocabulary,)))
+    if norm is not None:
+        of_model.append(("norm", norm, (width,)))
     for number, layer in enumerate(layers):
         for name, shape in shapes.items():
             tensor: Tensor | None = getattr(layer, name)
