@@ -53,7 +53,7 @@ from loadtest.timing import release_memory
 
 BATCHES = {"cuda": [1, 4, 16, 64, 256, 1024, 4096], "cpu": [1, 4, 16, 64, 256]}
 PROMPTS = {"cuda": [128, 1024, 16_384, 131_072], "cpu": [128, 1024, 16_384]}
-MODELS = {"cuda": list(SIZES), "cpu": ["6.3m", "113m"]}
+MODELS = {"cuda": ["6.3m", "113m", "1.3b"], "cpu": ["6.3m", "113m"]}
 
 
 def _options() -> argparse.ArgumentParser:
@@ -66,8 +66,8 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--models",
         nargs="+",
-        help=f"{', '.join(SIZES)}, bundled names or folders; by default the sizes (on the CPU "
-        "without 1.3b) and the bundled ones",
+        help=f"{', '.join(SIZES)}, bundled names or folders; by default 6.3m, 113m, 1.3b (not on "
+        "the CPU) and the bundled ones",
     )
     options.add_argument("--cell", nargs="+", choices=get_args(CellName), default=["mingru"])
     options.add_argument("--dtype", nargs="+", choices=get_args(DtypeName), default=["bfloat16"])

@@ -28,6 +28,13 @@ from engine.models.lm import LM
 #: The name says the parameters with minGRU cells; minLSTM has a third gate and so a few more.
 SIZES: dict[str, dict[str, Any]] = {
     "6.3m": {"d_model": 384, "n_layers": 3, "expansion": 2.0, "vocab_size": 66},
+    "25m": {  # half of it is the embedding and the head
+        "d_model": 384,
+        "n_layers": 6,
+        "expansion": 2.0,
+        "vocab_size": 32_000,
+        "tie_embeddings": True,
+    },
     "113m": {
         "d_model": 768,
         "n_layers": 12,

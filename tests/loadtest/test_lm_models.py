@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
     ("size", "parameters", "inner", "tied"),
     [
         ("6.3m", 6_252_288, 768, False),
+        ("25m", 24_690_816, 768, True),
         ("113m", 113_114_880, 1152, True),
         ("1.3b", 1_324_173_312, 3072, True),
     ],
