@@ -31,26 +31,42 @@ ASKED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+class Left:
+    """What there is of requests that came since, but for what the latest on each connection
+    brought. (Other tests of this process may have left something that is still in use.)"""
+
+    def __init__(self) -> None:
+        self._before = self._all()
+
+    def requests(self) -> list[str]:
+        return [type(one).__name__ for one in self._new() if not isinstance(one, ApiError)]
+
+    def errors(self) -> int:
+        return sum(isinstance(one, ApiError) for one in self._new())
+
+    def nothing(self) -> bool:
+        return not self._new()
+
+    def _new(self) -> list[object]:
+        return [one for key, one in self._all().items() if key not in self._before]
+
+    @staticmethod
+    def _all() -> dict[int, object]:
+        watched = (Flight, Delivery, ApiError)
+        return {id(one): one for one in gc.get_objects() if isinstance(one, watched)}
+
+
 @pytest.fixture
-def _uncollected() -> Iterator[None]:
+def left() -> Iterator[Left]:
+    """While nothing is collected."""
     gc.collect()
     gc.disable()
-    yield
+    yield Left()
     gc.enable()
 
 
-def left() -> list[str]:
-    """What is there of requests, but for what the latest on each connection brought."""
-    return [type(one).__name__ for one in gc.get_objects() if isinstance(one, (Flight, Delivery))]
-
-
-def errors() -> int:
-    return sum(isinstance(one, ApiError) for one in gc.get_objects())
-
-
-@pytest.mark.usefixtures("_uncollected")
 @pytest.mark.parametrize("what", ASKED)
-def test_what_a_request_brought_goes_with_it(tmp_path: Path, what: str) -> None:
+def test_what_a_request_brought_goes_with_it(tmp_path: Path, left: Left, what: str) -> None:
     path, body, status = ASKED[what]
     runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
     with (
@@ -61,21 +77,20 @@ def test_what_a_request_brought_goes_with_it(tmp_path: Path, what: str) -> None:
         if status == 429:
             held = {"prompts": ["ka"] * 4, "stream": True, **LONG}
             with other.stream("POST", "/generate", json=held):
-                before = len(left())
+                before = len(left.requests())
                 for _ in range(5):
                     assert client.post(f"/{path}", json=body).status_code == status
                 client.get("/models")  # the connection's latest request
-                wait_for(lambda: (len(left()), errors()) == (before, 0))
+                wait_for(lambda: (len(left.requests()), left.errors()) == (before, 0))
             return
         for _ in range(5):
             assert client.post(f"/{path}", json=body).status_code == status
         client.get("/models")  # the connection's latest request
-        wait_for(lambda: (left(), errors()) == ([], 0))
+        wait_for(left.nothing)
         assert not service.lifecycle.runtime.flights
 
 
-@pytest.mark.usefixtures("_uncollected")
-def test_so_does_a_stream_that_fails_in_the_middle(tmp_path: Path) -> None:
+def test_so_does_a_stream_that_fails_in_the_middle(tmp_path: Path, left: Left) -> None:
     runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
     body = {"prompts": ["ka"], "stream": True, **LONG}
     with listening(runner) as (url, _), httpx.Client(base_url=f"{url}/v1") as client:
@@ -86,12 +101,13 @@ def test_so_does_a_stream_that_fails_in_the_middle(tmp_path: Path) -> None:
                 runner.failures.append(RuntimeError("boom"))
                 assert "step_failed" in list(lines)[-2]
         client.get("/models")  # the connection's latest request
-        wait_for(lambda: (left(), errors()) == ([], 0))
+        wait_for(left.nothing)
 
 
-@pytest.mark.usefixtures("_uncollected")
 @pytest.mark.parametrize("stream", [False, True])
-def test_so_does_what_a_client_that_left_had_asked(tmp_path: Path, stream: bool) -> None:
+def test_so_does_what_a_client_that_left_had_asked(
+    tmp_path: Path, left: Left, stream: bool
+) -> None:
     runner = fake_runner(save_byte_tokenizer(tmp_path), slots=4, step_seconds=0.001)
     with listening(runner) as (url, service):
         body = httpx.Request("POST", url, json={"prompts": ["ka"], "stream": stream, **LONG})
@@ -101,4 +117,4 @@ def test_so_does_what_a_client_that_left_had_asked(tmp_path: Path, stream: bool)
                 client.sendall(b"content-length: %d\r\n\r\n%b" % (len(body.content), body.content))
                 wait_for(lambda: service.lifecycle.runtime.flights)
             wait_for(lambda: not service.lifecycle.runtime.flights)
-        wait_for(lambda: not left())
+        wait_for(lambda: not left.requests())
