@@ -6,7 +6,8 @@
 // (distance, id); top_k, top_p and min_p each keep the first of this order, so the kept ones are
 // those that rank at or before a cut. A token's weight depends on its distance alone and is an
 // integer, so sums of weights are exact in any order. Tokens of weight 0 are never drawn, hence
-// where they rank does not matter: distances past kFarthest are as good as infinite.
+// where they rank does not matter: distances past kFarthest are as good as infinite. Rows without
+// top_k try draws from all tokens first (tries.h).
 #pragma once
 
 #include "../common/types.h"
@@ -71,12 +72,18 @@ struct Cut {
 };
 
 // splitmix64 (Steele, Lea, Flood, 2014), of which engine/distribution.py makes the streams.
-MS_HD double uniform_number(std::int64_t stream, std::int64_t position) {
-  std::uint64_t x = static_cast<std::uint64_t>(stream) +
-                    (static_cast<std::uint64_t>(position) + 1) * 0x9e3779b97f4a7c15u;
+MS_HD std::uint64_t random_bits(std::uint64_t stream, std::uint64_t position) {
+  std::uint64_t x = stream + (position + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  x = x ^ (x >> 31);
+  return x ^ (x >> 31);
+}
+// For the token at a position; after so many that were refused another one, from a stream that
+// begins with the first one's bits.
+MS_HD double uniform_number(std::int64_t stream, std::int64_t position, int refused = 0) {
+  std::uint64_t x =
+      random_bits(static_cast<std::uint64_t>(stream), static_cast<std::uint64_t>(position));
+  if (refused > 0) x = random_bits(x, static_cast<std::uint64_t>(refused));
   return static_cast<double>(x >> 11) * 0x1p-53;
 }
 
@@ -113,6 +120,7 @@ struct RowParameters {
   double top_p;
   std::int64_t stream;
 
+  RowParameters() = default;
   MS_HD RowParameters(const DrawArgs& args, std::int64_t r)
       : temperature(args.temperature[r]),
         min_p(args.min_p[r]),
@@ -161,10 +169,18 @@ struct DrawKernels {
   float (*best)(const float* logits, std::int64_t vocab);
   // The first place of a logit, which is there.
   std::int64_t (*first)(const float* logits, std::int64_t vocab, float logit);
+  // 2^-distance, as all of these have it; of up to 2 * kFarthest.
+  float (*odds)(float distance);
+  // Units (tries.h) of tokens whose best is finite, and their sum.
+  std::uint64_t (*units)(const float* logits, std::int64_t tokens, float best, float octaves,
+                         std::uint32_t* units);
   // (best - logit) * octaves, bounded by 2 * kFarthest, and the weights of these. Returns the
   // greatest distance up to kFarthest.
   float (*weigh)(const float* logits, std::int64_t vocab, float best, float octaves,
                  float* distances, std::int64_t* weights);
+  // The sum of the weights of those that rank before a cut.
+  std::uint64_t (*before)(const float* distances, std::int64_t vocab, Cut cut,
+                          const std::int64_t* weights);
   // The bin of each distance, of so many bins for each unit; what is further is in the last.
   void (*bin)(const float* distances, std::int64_t vocab, float scale, std::uint16_t* bins);
   // Whether one of the numbers is in the bin.

@@ -42,12 +42,25 @@ bool holds(const std::uint16_t* bins, std::int64_t count, std::uint16_t bin) {
   return any != 0;
 }
 
+// Signed, for which all instruction sets have comparisons.
+inline std::int32_t bounded(std::uint32_t x) {
+  return static_cast<std::int32_t>(x < 0x7fffffffu ? x : 0x7fffffffu);
+}
+
+std::uint64_t before(const float* __restrict distances, std::int64_t vocab, Cut cut,
+                     const std::int64_t* __restrict weights) {
+  const std::int32_t furthest = bounded(cut.distance), last = bounded(cut.id);
+  std::int64_t sum = 0;
+  for (std::int64_t i = 0; i < vocab; ++i) {
+    const std::int32_t bits = bits_of_float(distances[i]) & 0x7fffffff;
+    const bool better = (bits < furthest) | ((bits == furthest) & (i < last));
+    sum += better ? weights[i] : 0;
+  }
+  return static_cast<std::uint64_t>(sum);
+}
+
 void keep(const float* __restrict distances, std::int64_t vocab, Cut cut,
           std::int64_t* __restrict weights, std::int64_t* __restrict sums) {
-  // Signed, for which all instruction sets have comparisons.
-  const auto bounded = [](std::uint32_t x) {
-    return static_cast<std::int32_t>(x < 0x7fffffffu ? x : 0x7fffffffu);
-  };
   const std::int32_t furthest = bounded(cut.distance), last = bounded(cut.id);
   for (std::int64_t first = 0; first < vocab; first += kPiece) {
     const std::int64_t end = first + kPiece < vocab ? first + kPiece : vocab;

@@ -1,16 +1,39 @@
-// A block's first look at a row: for the best logit, and where a filter asks for a cut, to count
-// odds meanwhile.
+// A block's first look at a row: for the best logit, to weigh sections and, where a filter asks for
+// a cut, to count odds meanwhile.
 #pragma once
 
 #include "bins.cuh"
 #include "kernel.cuh"
+#include "sections.cuh"
 
 namespace minserve {
 namespace cuda {
 
-// Finds the best logit of a row, and counts odds by weight (kWeighs) or number meanwhile.
-// `counted`: whether the bins can be used.
-template <bool kWeighs, unsigned kThreads>
+// What odds are to while the best is not known, in octaves: the best of the tokens that all threads
+// look at first. Has a barrier, so bins are empty.
+__device__ __forceinline__ float first_origin(float best, float octaves, Block& block) {
+  const float origin = block.all(best, kImpossible, max_or_nan) * octaves;
+  return origin - origin == 0.0f ? origin : 0.0f;
+}
+// The block's best, for which all have looked at theirs. Has a barrier.
+__device__ __forceinline__ Best best_of_looks(float best, Block& block) {
+  Best found = {};
+  // 0 is added since -0 is no less than 0.
+  found.key = BestKey::of(block.all(best, kImpossible, max_or_nan) + 0.0f, 0).key;
+  return found;
+}
+// Whether bins in which odds are to the origin can be used, which then are to the best.
+template <unsigned kThreads>
+__device__ __forceinline__ bool found_best(float best, float octaves, float origin,
+                                           OddsBins<kThreads>& bins) {
+  const float below = fmaf(best, octaves, -origin);
+  if (!(below >= bins.kLeastOctavesBelow && below <= bins.kMostOctavesBelow)) return false;
+  bins.set_best(below);
+  return true;
+}
+
+// Finds the best logit of a row and counts odds meanwhile. `counted`: whether the bins can be used.
+template <unsigned kThreads>
 __device__ __forceinline__ Best best_and_bins(const Row& row, float octaves, Block& block,
                                               OddsBins<kThreads>& bins, bool& counted) {
   bins.clear();
@@ -21,9 +44,7 @@ __device__ __forceinline__ Best best_and_bins(const Row& row, float octaves, Blo
         for (const float4& x : first) {
           best = max_or_nan(best, max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w)));
         }
-        // Has a barrier, so the bins are empty.
-        origin = block.all(best, kImpossible, max_or_nan) * octaves;
-        if (origin - origin != 0.0f) origin = 0.0f;
+        origin = first_origin(best, octaves, block);
       },
       [&](const float (&logits)[kTogether], unsigned) {
         unsigned odds[kTogether];
@@ -32,14 +53,71 @@ __device__ __forceinline__ Best best_and_bins(const Row& row, float octaves, Blo
           best = max_or_nan(best, logits[i]);
           odds[i] = __float_as_uint(fast_exp2(fmaf(logits[i], octaves, -origin)));
         }
-        bins.template add<kWeighs>(odds);
+        bins.template add<false>(odds);
       });
-  best = block.all(best, kImpossible, max_or_nan) + 0.0f;  // no -0, as BestOfThread has it
-  const float below = fmaf(best, octaves, -origin);
-  counted = below >= bins.kLeastOctavesBelow && below <= bins.kMostOctavesBelow;
-  if (counted) bins.set_best(below);
-  Best found = {};
-  found.key = BestKey::of(best, 0).key;
+  const Best found = best_of_looks(best, block);
+  counted = found_best(found.logit(), octaves, origin, bins);
+  return found;
+}
+
+// Finds the best logit of a row and weighs its sections, and with kCounts counts odds by weight
+// meanwhile. `counted`: whether the bins can be used.
+template <bool kCounts, unsigned kThreads>
+__device__ __forceinline__ Best best_and_sections(const Row& row, float octaves, Block& block,
+                                                  Sections& sections, OddsBins<kThreads>& bins,
+                                                  bool& counted) {
+  constexpr unsigned kWarps = kThreads / kWarp;
+  if (kCounts) bins.clear();
+  const unsigned lane = threadIdx.x % kWarp;
+  const unsigned count = (row.vocab + kSectionTokens - 1) / kSectionTokens;
+  const unsigned whole = row.aligned ? row.vocab / kSectionTokens : 0;
+  LaneFours x;
+  const auto load = [&](unsigned section, unsigned a) {
+    const unsigned id = section * kSectionTokens + a * kStride + lane * kTogether;
+    if (section < whole) {
+      x[a] = *reinterpret_cast<const float4*>(row.logits + id);
+    } else if (section < count) {
+      x[a] = row.four(id);
+    }
+  };
+  unsigned section = threadIdx.x / kWarp;
+#pragma unroll
+  for (unsigned a = 0; a < kFoursOfLane; ++a) {
+    x[a] = {kImpossible, kImpossible, kImpossible, kImpossible};
+    load(section, a);
+  }
+  float best = kImpossible, origin = 0.0f;
+  if (kCounts) {
+    for (const float4& four : x) {
+      best = max_or_nan(best, max_or_nan(max_or_nan(four.x, four.y), max_or_nan(four.z, four.w)));
+    }
+    origin = first_origin(best, octaves, block);
+  }
+#pragma unroll 1
+  for (; section < count; section += kWarps) {
+    SectionUnits units(x, octaves);
+    best = max_or_nan(best, units.best());
+    const float scale = kCounts ? fast_exp2(fmaf(units.beside(), octaves, -origin)) : 0.0f;
+#pragma unroll
+    for (unsigned a = 0; a < kFoursOfLane; ++a) {
+      float odds[kTogether];
+      units.add(x[a], odds);
+      load(section + kWarps, a);
+      if (kCounts) {
+        unsigned rough[kTogether];
+#pragma unroll
+        for (unsigned i = 0; i < kTogether; ++i) rough[i] = __float_as_uint(odds[i] * scale);
+        bins.template add<true>(rough);
+      }
+    }
+    const std::uint64_t sum = units.sum();
+    if (lane == 0) {
+      sections.best[section] = units.best();
+      sections.units[section] = sum;
+    }
+  }
+  const Best found = best_of_looks(best, block);
+  counted = kCounts && found_best(found.logit(), octaves, origin, bins);
   return found;
 }
 

@@ -6,6 +6,7 @@
 
 #include "../common/best.cuh"
 #include "select.cuh"
+#include "team_tries.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -13,6 +14,8 @@ namespace cuda {
 struct DrawShared {
   Team::Shared team;
   SelectResults results;
+  TriedShared tried;
+  Sections sections;
 };
 // Behind it in shared memory: what Selection needs, then the block's piece of the row.
 constexpr unsigned kDrawSharedBytes = (sizeof(DrawShared) + 15) / 16 * 16;
@@ -47,36 +50,72 @@ class BestOfThread {
   unsigned id_ = 0;
 };
 
-// A block's. base: the id of its first token; stored: where its row is left, or null.
-__device__ __forceinline__ Best best_of_block(const Row& row, unsigned base, float* stored,
-                                              Block& block) {
-  BestOfThread best;
-  float least = -kImpossible;
-  row.each<8>([&](unsigned at, const float4& x) {
+// Of fours of a piece, wherever a block meets them. stored: where they are left, or null.
+class FirstLook {
+ public:
+  __device__ __forceinline__ void add(const float4& x, unsigned at, unsigned base, float* stored) {
     if (stored) *reinterpret_cast<float4*>(stored + at) = x;
-    best.add({x.x, x.y, x.z, x.w}, base + at);
-    least = lesser(least, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
-  });
-  Best mine = best.of_block(block);
-  mine.least = block.all(least, -kImpossible, lesser);
-  return mine;
-}
-// The team's.
+    best_.add({x.x, x.y, x.z, x.w}, base + at);
+    least_ = lesser(least_, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
+  }
+  // The team's.
+  __device__ __forceinline__ Best best(Team& team) const {
+    Best mine = best_.of_block(team.block);
+    mine.least = team.block.all(least_, -kImpossible, lesser);
+    Best all = mine;
+    team.each(mine, [&](unsigned, const Best& said) {
+      all.key = greater(all.key, said.key);
+      all.least = lesser(all.least, said.least);
+    });
+    return all;
+  }
+
+ private:
+  BestOfThread best_;
+  float least_ = -kImpossible;
+};
+
+// base: the id of a block's first token.
 __device__ inline Best best_of(const Row& row, unsigned base, float* stored, Team& team) {
-  const Best mine = best_of_block(row, base, stored, team.block);
-  Best all = mine;
-  team.each(mine, [&](unsigned, const Best& said) {
-    all.key = greater(all.key, said.key);
-    all.least = lesser(all.least, said.least);
-  });
-  return all;
+  FirstLook look;
+  row.each<8>([&](unsigned at, const float4& x) { look.add(x, at, base, stored); });
+  return look.best(team);
+}
+// The same, and weighs the piece's sections.
+__device__ inline Best best_and_sections_of(const Row& row, unsigned base, float* stored,
+                                            float octaves, Sections& sections, Team& team) {
+  const unsigned lane = team.block.lane();
+  const unsigned count = (row.vocab + kSectionTokens - 1) / kSectionTokens;
+  FirstLook look;
+#pragma unroll 1
+  for (unsigned section = team.block.warp(); section < count; section += team.block.warps()) {
+    const unsigned first = section * kSectionTokens + lane * kTogether;
+    LaneFours x;
+#pragma unroll
+    for (unsigned a = 0; a < kFoursOfLane; ++a) x[a] = row.four(first + a * kStride);
+    SectionUnits units(x, octaves);
+#pragma unroll
+    for (unsigned a = 0; a < kFoursOfLane; ++a) {
+      const unsigned at = first + a * kStride;
+      if (at < row.vocab) look.add(x[a], at, base, stored);
+      float odds[kTogether];
+      units.add(x[a], odds);
+    }
+    const std::uint64_t sum = units.sum();
+    if (lane == 0) {
+      sections.best[section] = units.best();
+      sections.units[section] = sum;
+    }
+  }
+  return look.best(team);
 }
 
-// Of the row's tokens, the one that is drawn; kElsewhere in blocks that do not have it.
+// Of the row's tokens that the filters keep, the one that is drawn; kElsewhere in blocks that do
+// not have it.
 template <bool kStored>
-__device__ unsigned sampled_token(const Tokens<kStored>& tokens, float farthest,
-                                  const RowParameters& given, std::int64_t vocab, double number,
-                                  Team& team, const SelectShared& select, SelectResults& results) {
+__device__ unsigned kept_token(const Tokens<kStored>& tokens, float farthest,
+                               const RowParameters& given, std::int64_t vocab, double number,
+                               Team& team, const SelectShared& select, SelectResults& results) {
   Cut cut;
   const bool has_top_k = given.top_k > 0 && given.top_k < vocab;
   float within = farthest < kFarthest ? farthest : kFarthest;
@@ -97,21 +136,23 @@ __device__ unsigned sampled_token(const Tokens<kStored>& tokens, float farthest,
                   [&](std::uint64_t total) { return drawn_weight(number, total); });
 }
 
-// Tokens of a block's piece of a row; whole strides of a warp.
+// Tokens of a block's piece of a row; whole sections.
 MS_HD std::int64_t piece_of_row(std::int64_t vocab, unsigned blocks) {
-  return ((vocab + blocks - 1) / blocks + kStride - 1) / kStride * kStride;
+  return ((vocab + blocks - 1) / blocks + kSection - 1) / kSection * kSection;
 }
 
 // The row's token, -1 where its logits are not finite; kElsewhere in all blocks but one.
 template <bool kStored>
 __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowParameters& given,
-                                double number, char* memory) {
+                                std::int64_t position, char* memory) {
   DrawShared& shared = *reinterpret_cast<DrawShared*>(memory);
   const SelectShared select(memory + kDrawSharedBytes);
-  float* const stored =
+  float* stored =
       reinterpret_cast<float*>(memory + kDrawSharedBytes + SelectShared::bytes(blockDim.x));
   Team team(shared.team);
   const bool greedy = !(given.temperature > 0.0f);
+  const bool tried = !greedy && is_tried(args.vocab, given.top_k);
+  const float octaves = octaves_of(given.temperature);
 
   const std::int64_t piece = piece_of_row(args.vocab, team.blocks());
   const std::int64_t base = team.rank() * piece, left = args.vocab - base;
@@ -121,15 +162,28 @@ __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowP
                                          : left < piece ? left
                                                         : piece),
                    Row::is_aligned(logits)};
+  const auto id_of_first = static_cast<unsigned>(base);
+  if (!kStored || greedy) stored = nullptr;
   const Best best =
-      best_of(row, static_cast<unsigned>(base), kStored && !greedy ? stored : nullptr, team);
+      tried ? best_and_sections_of(row, id_of_first, stored, octaves, shared.sections, team)
+            : best_of(row, id_of_first, stored, team);
   if (!best.is_finite() || greedy) {
     return team.rank() ? kElsewhere : best.is_finite() ? best.id() : kNotFinite;
   }
-  const Distances distances{best.logit(), octaves_of(given.temperature)};
-  const Tokens<kStored> tokens(row, stored, static_cast<unsigned>(base), distances);
-  return sampled_token(tokens, distances(best.least), given, args.vocab, number, team, select,
-                       shared.results);
+  if (tried) {
+    const Tries tries(given, position, row, id_of_first, best.logit(), shared.sections, team);
+    if (!(given.top_p < 1.0 || given.min_p > 0.0f)) return tries.first();
+    tries.tell(shared.tried);
+  }
+  const Distances distances{best.logit(), octaves};
+  const Tokens<kStored> tokens(row, stored, id_of_first, distances);
+  if (tried) {
+    const unsigned token = kept_try(tokens, distances, given, team, shared.tried);
+    if (token != kRefused) return team.rank() ? kElsewhere : token;
+  }
+  const double number = uniform_number(given.stream, position, tried ? kTries : 0);
+  return kept_token(tokens, distances(best.least), given, args.vocab, number, team, select,
+                    shared.results);
 }
 
 template <bool kStored, int kMostThreads, int kBlocks>
@@ -141,10 +195,10 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   Team::begin();
   wait_for_previous_kernel();
   const RowParameters given(args, r);
-  const double number = uniform_number(given.stream, args.positions[r]);
+  const std::int64_t position = args.positions[r];
   if (!args.draws(r)) return;
   const unsigned token =
-      drawn_token<kStored>(args, r, given, number, reinterpret_cast<char*>(memory));
+      drawn_token<kStored>(args, r, given, position, reinterpret_cast<char*>(memory));
   if (threadIdx.x == 0 && token != kElsewhere) move_on(args, r, static_cast<std::int32_t>(token));
 }
 

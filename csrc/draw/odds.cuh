@@ -176,6 +176,22 @@ class OddsRow {
     const float odds = __uint_as_float(odds_of(logit));
     return {distance << 32 | id, whole(weight_of_odds(odds))};
   }
+  // Sums of the weights of this thread's tokens: of those that rank before a key, and of all.
+  struct Better {
+    std::uint64_t weight = 0, all = 0;
+  };
+  __device__ __forceinline__ Better better_than(std::uint64_t key) const {
+    Better better;
+    each<true>([&](const float (&logits)[kTogether], unsigned id) {
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        const Listed one = listed(id + i, logits[i]);
+        better.all += one.weight;
+        better.weight += one.key < key ? one.weight : 0;
+      }
+    });
+    return better;
+  }
   __device__ const Row& row() const { return row_; }
 
  private:

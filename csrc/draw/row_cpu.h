@@ -1,5 +1,6 @@
-// One row's draw on the CPU: weights from the instruction set's loops; where the filters cut, from
-// sums over bins of distances and partial sorting of the bin that holds the cut.
+// One row's draw on the CPU: weights from the instruction set's loops; where tries do not settle
+// it, where the filters cut, from sums over bins of distances and partial sorting of the bin that
+// holds the cut.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "draw.h"
+#include "tries.h"
 
 namespace minserve {
 
@@ -17,33 +18,40 @@ class RowDraw {
 
   // The token of row r, or -1 where its best logit is not finite.
   std::int32_t token(std::int64_t r) {
-    const float* logits = args_.logits + r * args_.row_stride;
-    const float best = kernels_.best(logits, args_.vocab);
-    if (!std::isfinite(best)) return -1;
-    if (!(args_.temperature[r] > 0)) {
-      return static_cast<std::int32_t>(kernels_.first(logits, args_.vocab, best));
+    logits_ = args_.logits + r * args_.row_stride;
+    const RowParameters given(args_, r);
+    const bool tried = given.temperature > 0 && is_tried(args_.vocab, given.top_k);
+    best_ = tried ? best_of_sections() : kernels_.best(logits_, args_.vocab);
+    if (!std::isfinite(best_)) return -1;
+    if (!(given.temperature > 0)) {
+      return static_cast<std::int32_t>(kernels_.first(logits_, args_.vocab, best_));
     }
+    octaves_ = octaves_of(given.temperature);
     const auto size = static_cast<std::size_t>(args_.vocab);
     distances_.resize(size);
     weights_.resize(size);
-    const float farthest =
-        kernels_.weigh(logits, args_.vocab, best, octaves_of(args_.temperature[r]),
-                       distances_.data(), weights_.data());
-    const bool has_top_k = args_.top_k[r] > 0 && args_.top_k[r] < args_.vocab;
-    if (has_top_k || args_.top_p[r] < 1.0) {
+    if (tried) {
+      weigh_sections();
+      const std::int32_t token = kept_try(given, args_.positions[r]);
+      if (token >= 0) return token;
+    }
+    // Tries have weighed already, where they are asked what ranks before them.
+    if (!tried || !(given.top_p < 1.0)) weigh();
+    const bool has_top_k = given.top_k > 0 && given.top_k < args_.vocab;
+    if (has_top_k || given.top_p < 1.0) {
       bins_.resize(size);
-      kernels_.bin(distances_.data(), args_.vocab, farthest > 1e-30f ? kRowBins / farthest : 0.0f,
+      kernels_.bin(distances_.data(), args_.vocab, farthest_ > 1e-30f ? kRowBins / farthest_ : 0.0f,
                    bins_.data());
     }
     Cut cut;
-    if (has_top_k) cut = top_k_cut(static_cast<std::uint64_t>(args_.top_k[r]));
-    if (has_top_k || args_.top_p[r] < 1.0) cut = top_p_cut(cut, args_.top_p[r], has_top_k);
-    if (args_.min_p[r] > 0) {
-      const auto bits = bits_of(
-          std::max(0.0f, -static_cast<float>(std::log2(static_cast<double>(args_.min_p[r])))));
+    if (has_top_k) cut = top_k_cut(static_cast<std::uint64_t>(given.top_k));
+    if (has_top_k || given.top_p < 1.0) cut = top_p_cut(cut, given.top_p, has_top_k);
+    if (given.min_p > 0) {
+      const std::uint32_t bits = min_p_distance(given.min_p);
       if (bits < cut.distance) cut = {bits, 0xffffffffu};
     }
-    return drawn(cut, uniform_number(args_.streams[r], args_.positions[r]));
+    const int refused = tried ? kTries : 0;
+    return drawn(cut, uniform_number(given.stream, args_.positions[r], refused));
   }
 
  private:
@@ -57,6 +65,78 @@ class RowDraw {
   }
   static std::uint32_t id_of(std::uint64_t key) { return static_cast<std::uint32_t>(key); }
   std::uint64_t weight(std::size_t id) const { return static_cast<std::uint64_t>(weights_[id]); }
+  static std::uint32_t min_p_distance(float min_p) {
+    return bits_of(std::max(0.0f, -static_cast<float>(std::log2(static_cast<double>(min_p)))));
+  }
+
+  void weigh() {
+    farthest_ =
+        kernels_.weigh(logits_, args_.vocab, best_, octaves_, distances_.data(), weights_.data());
+  }
+  float distance_to(float logit) const {
+    return std::min((best_ - logit) * octaves_, 2 * kFarthest);
+  }
+
+  struct Section {
+    std::int64_t first, tokens;
+    float best;
+    std::uint64_t units, weight;
+  };
+  float best_of_sections() {
+    sections_.clear();
+    float best = kernels_.best(logits_, 1);
+    for (std::int64_t first = 0; first < args_.vocab; first += kSection) {
+      const std::int64_t tokens = std::min(kSection, args_.vocab - first);
+      const float own = kernels_.best(logits_ + first, tokens);
+      if (std::isnan(own)) return own;
+      best = std::max(best, own);
+      sections_.push_back({first, tokens, own, 0, 0});
+    }
+    return best;
+  }
+  void weigh_sections() {
+    units_.resize(static_cast<std::size_t>(args_.vocab));
+    sections_weight_ = 0;
+    for (Section& section : sections_) {
+      if (!std::isfinite(section.best)) continue;  // none of its tokens is possible
+      section.units = kernels_.units(logits_ + section.first, section.tokens, section.best,
+                                     octaves_, units_.data() + section.first);
+      section.weight = section_weight(section.units, kernels_.odds(distance_to(section.best)));
+      sections_weight_ += section.weight;
+    }
+  }
+  // The token drawn from all of them after so many were refused.
+  std::int32_t try_of(const RowParameters& given, std::int64_t position, int refused) const {
+    const double number = uniform_number(given.stream, position, refused);
+    const std::uint64_t target = drawn_weight(number, sections_weight_);
+    std::uint64_t before = 0;
+    std::size_t at = 0;
+    while (target - before >= sections_[at].weight) before += sections_[at++].weight;
+    const Section& section = sections_[at];
+    const std::uint64_t unit =
+        drawn_unit(number, sections_weight_, before, section.weight, section.units);
+    auto id = static_cast<std::size_t>(section.first);
+    for (std::uint64_t sum = 0; (sum += units_[id]) <= unit;) ++id;
+    return static_cast<std::int32_t>(id);
+  }
+  // The first of the tries that the filters keep, or -1.
+  std::int32_t kept_try(const RowParameters& given, std::int64_t position) {
+    std::uint64_t limit = 0;
+    if (given.top_p < 1.0) {
+      weigh();
+      limit = nucleus_limit(given.top_p, sum_before(Cut()));
+    }
+    for (int refused = 0; refused < kTries; ++refused) {
+      const std::int32_t token = try_of(given, position, refused);
+      const Cut own = {bits_of(distance_to(logits_[token])), static_cast<std::uint32_t>(token)};
+      if (given.min_p > 0 && own.distance > min_p_distance(given.min_p)) continue;
+      if (!(given.top_p < 1.0) || sum_before(own) < limit) return token;
+    }
+    return -1;
+  }
+  std::uint64_t sum_before(const Cut& cut) const {
+    return kernels_.before(distances_.data(), args_.vocab, cut, weights_.data());
+  }
 
   Cut top_k_cut(std::uint64_t top_k) {
     const auto one = [this](std::size_t id) -> std::uint64_t { return weights_[id] != 0; };
@@ -153,9 +233,15 @@ class RowDraw {
 
   const DrawArgs& args_;
   const DrawKernels& kernels_;
+  // Of the row that is drawn.
+  const float* logits_ = nullptr;
+  float best_ = 0, octaves_ = 0, farthest_ = 0;
+  std::vector<Section> sections_;
+  std::uint64_t sections_weight_ = 0;
+  std::vector<std::uint32_t> units_;  // of the tokens, as all that follow
   std::vector<float> distances_;
   std::vector<std::int64_t> weights_;
-  std::vector<std::uint16_t> bins_;   // of the tokens
+  std::vector<std::uint16_t> bins_;
   std::vector<std::uint64_t> sums_;   // of the bins
   std::vector<std::int64_t> pieces_;  // sums of neighbouring weights
   Keys keys_;

@@ -1,5 +1,5 @@
-// The kernel of rows that are streamed: what a block needs for one, the look at it for its best
-// logit, the draw (streamed_draw.cuh), and what is done where that gives up.
+// The kernel of rows that are streamed, of more than 1,024 tokens: what a block needs for one, the
+// first look at it, the draw (streamed_draw.cuh), and what is done where that gives up.
 #pragma once
 
 #include "first_look.cuh"
@@ -20,11 +20,33 @@ constexpr std::int64_t streamed_vocab(unsigned threads) {
   return static_cast<std::int64_t>(threads) * kMostSummed;
 }
 
+__device__ __forceinline__ Row streamed_row(const DrawArgs& args, std::int64_t r, unsigned warps) {
+  const float* const logits = args.logits + r * args.row_stride;
+  return {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), warps};
+}
+
 __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::int64_t r,
-                                                   double number, char* memory) {
+                                                   std::int64_t position, char* memory) {
   if (threadIdx.x == 0) note_detour();
   __syncthreads();  // others may still use it
-  return drawn_token<false>(args, r, RowParameters(args, r), number, memory);
+  return drawn_token<false>(args, r, RowParameters(args, r), position, memory);
+}
+
+// Each try by a warp; a barrier has to follow.
+template <unsigned kThreads>
+__device__ __forceinline__ void draw_tries(const Row& row, float best, float octaves,
+                                           StreamedShared<kThreads>& shared) {
+  const unsigned warp = threadIdx.x / kWarp;
+  if (warp >= kTries) return;
+  const SectionDraw draw(row, 0, best, octaves, shared.sections);
+  const std::uint64_t total = draw.weight();
+#pragma unroll 1
+  for (unsigned t = warp; t < kTries; t += kThreads / kWarp) {
+    SectionDraw::Found found;
+    const double number = uniform_number(shared.given.stream, shared.position, static_cast<int>(t));
+    draw.find(number, 0, total, found);
+    if (threadIdx.x % kWarp == 0) shared.tries[t] = found;
+  }
 }
 
 template <int kThreads, int kBlocks>
@@ -37,39 +59,50 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const std::int64_t r = blockIdx.x;
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const RowParameters given(args, r);  // asked for at once with what draws() looks at
+  // Asked for at once with what draws() looks at.
+  const RowParameters parameters(args, r);
   const std::int64_t position = args.positions[r];
   if (!args.draws(r)) return;
-  const float* const logits = args.logits + r * args.row_stride;
-  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), kWarps};
+  if (threadIdx.x == 0) {
+    shared.given = parameters;
+    shared.position = position;
+  }
+  const RowParameters& given = shared.given;  // behind a barrier
+  const Row row = streamed_row(args, r, kWarps);
+  const float octaves = octaves_of(parameters.temperature);
   Block block(shared.block, kWarps);
   OddsBins<kThreads> bins(shared.bins, args.vocab, block, shared.results);
-  const bool has_top_k = Draw::has_top_k(given, row.vocab);
   bool counted = false;
-  shared.clear_list();
-  shared.clear_cut();
-  Best best;
-  if (given.temperature > 0.0f && (has_top_k || given.top_p < 1.0)) {
-    const float octaves = octaves_of(given.temperature);
-    shared.fill_list();
-    best = has_top_k ? best_and_bins<false>(row, octaves, block, bins, counted)
-                     : best_and_bins<true>(row, octaves, block, bins, counted);
-  } else {
-    best = best_alone(row, block);
-  }
   unsigned token = Draw::kGivenUp;
-  double number = 0.0;
-  if (!best.is_finite()) {
-    token = kNotFinite;
-  } else if (!(given.temperature > 0.0f)) {
-    token = best.id();
+  if (!(parameters.temperature > 0.0f)) {
+    const Best best = best_alone(row, block);
+    token = best.is_finite() ? best.id() : kNotFinite;
+  } else if (parameters.top_k > 0 && static_cast<unsigned>(parameters.top_k) < row.vocab) {
+    shared.clear_list();
+    shared.clear_cut();
+    shared.fill_list();
+    const Best best = best_and_bins(row, octaves, block, bins, counted);
+    if (!best.is_finite()) {
+      token = kNotFinite;
+    } else if (given.top_k <= kExactTokens) {
+      const OddsRow odds(row, {best.logit(), octaves});
+      const double number = uniform_number(given.stream, shared.position);
+      token = Draw(odds, block, shared, bins, counted).token_of_top_k(given, number);
+    }
   } else {
-    number = uniform_number(given.stream, position);
-    const OddsRow odds(row, {best.logit(), octaves_of(given.temperature)});
-    token = Draw(odds, block, shared, bins, counted).token(given, number);
+    const Best best =
+        parameters.top_p < 1.0
+            ? best_and_sections<true>(row, octaves, block, shared.sections, bins, counted)
+            : best_and_sections<false>(row, octaves, block, shared.sections, bins, counted);
+    token = kNotFinite;
+    if (best.is_finite()) {
+      draw_tries(row, best.logit(), octaves, shared);
+      const OddsRow odds(row, {best.logit(), octaves});
+      token = Draw(odds, block, shared, bins, counted).token_of_tries(given, shared.position);
+    }
   }
   if (token == Draw::kGivenUp) {
-    token = token_from_memory(args, r, number, reinterpret_cast<char*>(memory));
+    token = token_from_memory(args, r, shared.position, reinterpret_cast<char*>(memory));
   }
   if (threadIdx.x == 0) move_on(args, r, static_cast<std::int32_t>(token));
 }

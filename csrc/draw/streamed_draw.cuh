@@ -1,13 +1,14 @@
-// One block draws the token of one of many rows, and mostly reads it twice: for the best logit and,
-// where a filter asks for a cut, to count odds in bins; and for the sum of what is kept.
+// One block draws the token of one of many rows, and mostly reads it once: for the best logit, what
+// sections weigh (tries.h) and, where a filter asks for a cut, to count odds in bins.
 //
 // The best logit is not known while odds are counted, so they are odds to the best of the tokens
 // that come first. Where another one is better by a factor of 2**24 they are counted once more.
 //
-// The bins say between which odds a filter's cut lies. The last pass sums the weights of all tokens
-// above, exactly, and lists those between, which are few; the cut is found among them, by distance
-// and id. With the listed ones that are kept, each warp's part of the sum is known, so only the
-// tokens of the warp that has the drawn one are looked at again.
+// The bins say between which odds a filter's cut lies, and so mostly whether it keeps a try
+// (tries.h). Where it keeps none, and of rows with top_k, a second pass sums the weights of all
+// tokens above, exactly, and lists those between, which are few; the cut is found among them, by
+// distance and id. With the listed ones that are kept, each warp's part of the sum is known, so
+// only the tokens of the warp that has the drawn one are looked at again.
 //
 // Several blocks share a multiprocessor, and what each has to do alone is done by few warps. Where
 // too many tokens lie between (equal logits, very high temperatures), or more than 32,768 are asked
@@ -16,6 +17,7 @@
 
 #include "bins.cuh"
 #include "kernel.cuh"
+#include "sections.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -30,6 +32,11 @@ struct StreamedShared {
   BinsResults results;
   std::uint64_t cut;
   unsigned listed, found;
+  Sections sections;
+  SectionDraw::Found tries[kTries];
+  // Of the row: threads do not keep them while they look at it.
+  RowParameters given;
+  std::int64_t position;
   Block::Shared block;
 
   // Before anything is listed.
@@ -53,59 +60,43 @@ class StreamedDraw {
   using Shared = StreamedShared<kThreads>;
   using OddsBins = cuda::OddsBins<kThreads>;
 
-  // counted: whether the bins have all tokens by best_and_bins().
+  // counted: whether the bins have all tokens by a first look.
   __device__ StreamedDraw(const OddsRow& odds, Block& block, Shared& shared, const OddsBins& bins,
                           bool counted)
-      : odds_(odds),
-        vocab_(odds.row().vocab),
-        block_(block),
-        shared_(shared),
-        bins_(bins),
-        counted_(counted) {}
-
-  __device__ static bool has_top_k(const RowParameters& given, unsigned vocab) {
-    return given.top_k > 0 && static_cast<unsigned>(given.top_k) < vocab;
-  }
+      : odds_(odds), block_(block), shared_(shared), bins_(bins), counted_(counted) {}
 
   // Instead of a token.
   static constexpr unsigned kGivenUp = 0xfffffffdu;
 
-  __device__ __forceinline__ unsigned token(const RowParameters& given, double number) {
-    const bool has_top_k = StreamedDraw::has_top_k(given, vocab_);
-    if (has_top_k && given.top_k > kExactTokens) return kGivenUp;
+  // Of a row with top_k.
+  __device__ __forceinline__ unsigned token_of_top_k(const RowParameters& given, double number) {
     Edges edges;
     bool summed = false;    // between these edges
     bool complete = false;  // all that is kept is on the list
-    if (has_top_k) {
-      if (counted_) {
-        bins_.template sum<false>();
+    if (counted_) {
+      bins_.template sum<false>();
+    } else {
+      count<false>(edges.above, false);
+    }
+    const auto most = static_cast<std::uint64_t>(given.top_k);
+    if (bins_.total() > most) {
+      const typename OddsBins::Range range = bins_.template range<false>(most - 1, most);
+      edges = range.edges;
+      complete = range.up_to_last <= kListed;
+      if (complete) {
+        edges.above = kBestOdds;
+        if (!list_above(edges.listed) || !find_cut<false>(0, most)) return kGivenUp;
       } else {
-        count<false>(edges.above, false);
+        if (!sum<OddsRow::kAboveAndCount>(edges) || !find_cut<false>(count_above_, most))
+          return kGivenUp;
       }
-      const auto most = static_cast<std::uint64_t>(given.top_k);
-      if (bins_.total() > most) {
-        const typename OddsBins::Range range = bins_.template range<false>(most - 1, most);
-        edges = range.edges;
-        complete = range.up_to_last <= kListed;
-        if (complete) {
-          edges.above = kBestOdds;
-          if (!list_above(edges.listed) || !find_cut<false>(0, most)) return kGivenUp;
-        } else {
-          if (!sum<OddsRow::kAboveAndCount>(edges) || !find_cut<false>(count_above_, most))
-            return kGivenUp;
-        }
-        summed = true;
-      }
+      summed = true;
     }
     if (complete && given.top_p < 1.0) {
       if (!find_cut<true>(0, nucleus_limit(given.top_p, kept_of_list()))) return kGivenUp;
     } else if (given.top_p < 1.0) {
       const std::uint64_t left = summed ? above_ + kept_of_list() : 0;  // by top_k
-      if (counted_ && !has_top_k) {
-        bins_.template sum<true>();
-      } else {
-        count<true>(edges.above, summed);
-      }
+      count<true>(edges.above, summed);
       const unsigned least = edges.above;
       edges = bins_.range_of(given.top_p).edges;
       // Bins below the last of those that top_k left have none of them but by rounding.
@@ -115,8 +106,53 @@ class StreamedDraw {
         return kGivenUp;
       summed = true;
     }
-    const Cut least = min_p_cut(given.min_p);
-    if (given.min_p > 0.0f && least.distance < cut_.distance) {
+    return within_min_p(given.min_p, edges, summed, complete, number);
+  }
+
+  // Of a row without, whose tries are drawn.
+  __device__ __forceinline__ unsigned token_of_tries(const RowParameters& given,
+                                                     std::int64_t position) {
+    const bool has_top_p = given.top_p < 1.0;
+    Edges nucleus;
+    if (has_top_p) {
+      if (counted_) {
+        bins_.template sum<true>();
+      } else {
+        count<true>(nucleus.above, false);
+      }
+      nucleus = bins_.range_of(given.top_p).edges;
+    } else {
+      __syncthreads();
+    }
+    const std::uint64_t least = (given.min_p > 0.0f ? min_p_cut(given.min_p) : Cut()).key();
+#pragma unroll 1
+    for (int t = 0; t < kTries; ++t) {
+      const SectionDraw::Found found = shared_.tries[t];
+      const std::uint64_t key = odds_.listed(found.id, found.logit).key;
+      if (key > least) continue;
+      if (!has_top_p) return found.id;
+      const unsigned odds = odds_.odds_of(found.logit);
+      if (odds > nucleus.above) return found.id;
+      if (odds > nucleus.listed && is_in_nucleus(key, given.top_p)) return found.id;
+    }
+    // Nothing is on the list yet.
+    shared_.clear_list();
+    shared_.clear_cut();
+    shared_.fill_list();
+    __syncthreads();
+    if (has_top_p) {
+      if (!sum<OddsRow::kAboveAndAll>(nucleus)) return kGivenUp;
+      if (!find_cut<true>(above_, nucleus_limit(given.top_p, all_))) return kGivenUp;
+    }
+    const double number = uniform_number(given.stream, position, kTries);
+    return within_min_p(given.min_p, nucleus, has_top_p, false, number);
+  }
+
+ private:
+  __device__ __forceinline__ unsigned within_min_p(float min_p, Edges edges, bool summed,
+                                                   bool complete, double number) {
+    const Cut least = min_p_cut(min_p);
+    if (min_p > 0.0f && least.distance < cut_.distance) {
       cut_ = least;
       if (!complete) {
         const unsigned odds = __float_as_uint(fast_exp2(-__uint_as_float(least.distance)));
@@ -128,7 +164,14 @@ class StreamedDraw {
     return drawn(edges, number);
   }
 
- private:
+  // Exactly, where bins do not tell.
+  __device__ __forceinline__ bool is_in_nucleus(std::uint64_t key, double top_p) {
+    const OddsRow::Better better = odds_.better_than(key);
+    Block::Totals totals[2];
+    block_.totals({better.weight, better.all}, totals);
+    return totals[0].total < nucleus_limit(top_p, totals[1].total);
+  }
+
   // Fills the bins with tokens above these odds and with those on the list that are kept.
   template <bool kWeighs>
   __device__ __forceinline__ void count(unsigned above, bool with_list) {
@@ -329,7 +372,6 @@ class StreamedDraw {
   }
 
   const OddsRow& odds_;
-  const unsigned vocab_;
   Block& block_;
   Shared& shared_;
   OddsBins bins_;

@@ -6,17 +6,17 @@
 // token is known for less than where they cut, and top_p = 0.9 refuses one in ten. After kTries
 // refusals the token is drawn from the kept ones.
 //
-// A try takes one number. Rows have sections of kSection neighbours, whose tokens are weighed beside
-// the section's own best: so a section's sum is known when its logits have been read once, before
-// the row's best is. The number finds a section by what these sums weigh beside the row's best, and
-// what is left of it the token. Both are integers, whose sums no order changes.
+// A try takes one number. Rows have sections of kSection neighbours, whose tokens are weighed
+// beside the section's own best: so a section's sum is known when its logits have been read once,
+// before the row's best is. The number finds a section by what these sums weigh beside the row's
+// best, and what is left of it the token. Both are integers, whose sums no order changes.
 #pragma once
 
 #include "draw.h"
 
 namespace minserve {
 
-constexpr int kTries = 4;
+constexpr int kTries = 8;
 constexpr std::int64_t kSection = 512;
 // Others are drawn at once: few tokens cost next to nothing, and sums of more sections than 512
 // have no room where they are looked at.
@@ -39,8 +39,8 @@ MS_HD std::uint64_t section_weight(std::uint64_t units, float odds) {
 }
 
 // Of a section that the number finds, because drawn_weight(number, total) is at least `before` and
-// less than that and `weight`: the token is the first, in id order, at which the sum of units passes
-// this.
+// less than that and `weight`: the token is the first, in id order, at which the sum of units
+// passes this.
 MS_HD std::uint64_t drawn_unit(double number, std::uint64_t total, std::uint64_t before,
                                std::uint64_t weight, std::uint64_t units) {
   const double place = number * static_cast<double>(static_cast<std::int64_t>(total));

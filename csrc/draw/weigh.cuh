@@ -169,6 +169,7 @@ class CountOfEquals {
 
 // Instead of a token.
 constexpr unsigned kNotFinite = 0xffffffffu, kElsewhere = 0xfffffffeu;
+constexpr unsigned kRefused = 0xfffffffdu;  // all tries
 
 // The token at which a sum, in the order of ids, passes target_of(sum of all), which is below that
 // sum: kElsewhere in blocks that do not have it. `nothing` is the sum of no tokens, copied for each

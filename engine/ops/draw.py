@@ -6,6 +6,11 @@ three. Weights are fixed-point numbers (the most likely token's is 2**38), whose
 rounding and so no order, and a draw inverts the cumulative distribution with one uniform number:
 Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due
 to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al. (arXiv 2407.01082).
+
+Rows of 1,025 to 262,144 tokens without top_k first try tokens drawn from all, with a number each,
+until the filters keep one (rejection sampling, which leaves kept tokens their odds to each other),
+up to `TRIES` times. For these, sections of `SECTION` tokens weigh theirs beside their own best, in
+units of 2**-23 of it; a number finds a section, and what is left of it the token.
 """
 
 import math
@@ -19,6 +24,13 @@ _LEAST_TEMPERATURE = 1e-30
 _LOG2_E = 1.44269504
 _WEIGHT_ONE = 2.0**38
 _UINT64 = 2**64
+#: Tokens that are drawn from all before one is drawn from those that the filters keep.
+TRIES = 8
+#: Tokens that are weighed beside the best of them; TRIED vocabularies are tried (csrc/draw/tries.h).
+SECTION = 512
+TRIED = range(1025, 512 * SECTION + 1)
+_UNIT = 2.0**23  # of a section's best
+_SECTION_WEIGHT = 2.0**11
 
 
 def draw_(
@@ -99,7 +111,7 @@ def reference(
                 int(top_k[r]),
                 float(top_p[r]),
                 min_p[r],
-                _uniform(int(streams[r]), int(positions[r])),
+                (int(streams[r]), int(positions[r])),
             )
             tokens[r] = token
             positions[r] += 1
@@ -111,35 +123,82 @@ def reference(
 
 
 def _draw_one(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: Tensor, number: float
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: Tensor,
+    place: tuple[int, int],
 ) -> int:
     best, vocab = logits.max(), len(logits)
     if not temperature > 0:
         return int((logits == best).nonzero()[0])
     log2_e, divisor = torch.tensor([_LOG2_E, max(temperature, _LEAST_TEMPERATURE)])
-    distances = (best - logits) * float(log2_e / divisor)  # octaves
+    octaves = float(log2_e / divisor)
+    distances = (best - logits) * octaves
     weights = ((-distances).exp2() * _WEIGHT_ONE).long()
-    order = distances.sort(stable=True).indices
-    if 0 < top_k < vocab or top_p < 1:
-        kept = order[:top_k] if top_k > 0 else order
-        before = weights[kept].cumsum(0) - weights[kept]
-        nucleus = before.double() < top_p * weights[kept].sum().double()
+    has_top_k = 0 < top_k < vocab
+    kept = ~(-distances < min_p.log2())
+    if has_top_k or top_p < 1:
+        order = distances.sort(stable=True).indices
+        ranked = order[:top_k] if top_k > 0 else order
+        before = weights[ranked].cumsum(0) - weights[ranked]
+        nucleus = before.double() < top_p * weights[ranked].sum().double()
         nucleus[0] = True
-        dropped = torch.ones(vocab, dtype=torch.bool, device=logits.device)
-        dropped[kept[nucleus]] = False
-        weights = weights.masked_fill(dropped, 0)
-    weights = weights.masked_fill(-distances < min_p.log2(), 0)
-    cumulative = weights.cumsum(0)
+        within = torch.zeros_like(kept)
+        within[ranked[nucleus]] = True
+        kept &= within
+    refused = 0
+    if vocab in TRIED and not has_top_k:
+        sections = _Sections(logits, octaves)
+        while refused < TRIES:
+            token = sections.token(_uniform(*place, refused))
+            if kept[token]:
+                return token
+            refused += 1
+    cumulative = weights.masked_fill(~kept, 0).cumsum(0)
+    number = _uniform(*place, refused)
     target = min(int(number * float(cumulative[-1])), int(cumulative[-1]) - 1)
     return int((cumulative > target).nonzero()[0])
 
 
-def _uniform(stream: int, position: int) -> float:
-    """splitmix64 (Steele, Lea, Flood, 2014): number `position` of the stream, in [0, 1)."""
+class _Sections:
+    """A row in sections, from which numbers draw tokens."""
+
+    def __init__(self, logits: Tensor, octaves: float) -> None:
+        missing = -len(logits) % SECTION
+        rows = torch.nn.functional.pad(logits, (0, missing), value=-math.inf).view(-1, SECTION)
+        best = rows.amax(1, keepdim=True)
+        odds = ((rows - best.clamp(min=torch.finfo(best.dtype).min)) * octaves).exp2()
+        self._units = (odds.double() * _UNIT).round().long().cumsum(1)  # [sections, SECTION]
+        beside = ((best[:, 0] - logits.max()) * octaves).exp2()
+        weights = (self._units[:, -1].double() * beside.double() * _SECTION_WEIGHT).long()
+        self._weights = weights.cumsum(0)  # [sections]
+
+    def token(self, number: float) -> int:
+        """The token that a number in [0, 1) finds."""
+        total = int(self._weights[-1])
+        place = number * float(total)
+        section = int((self._weights > min(int(place), total - 1)).nonzero()[0])
+        before = int(self._weights[section - 1]) if section > 0 else 0
+        share = (place - float(before)) / float(int(self._weights[section]) - before)
+        units = int(self._units[section, -1])
+        unit = min(max(int(share * float(units)), 0), units - 1)
+        return section * SECTION + int((self._units[section] > unit).nonzero()[0])
+
+
+def _uniform(stream: int, position: int, refused: int = 0) -> float:
+    """In [0, 1), by splitmix64 (Steele, Lea, Flood, 2014): number `position` of the stream; after
+    so many that were refused, that number of the stream that begins with the first one's bits."""
+    x = _random_bits(stream, position)
+    return math.ldexp((_random_bits(x, refused) if refused > 0 else x) >> 11, -53)
+
+
+def _random_bits(stream: int, position: int) -> int:
     x = (stream + (position + 1) * 0x9E3779B97F4A7C15) % _UINT64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % _UINT64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % _UINT64
-    return math.ldexp((x ^ (x >> 31)) >> 11, -53)
+    return x ^ (x >> 31)
 
 
 def _fake(

@@ -47,6 +47,18 @@ float best_of(const float* logits, std::int64_t vocab) {
   for (std::int64_t i = 1; i < vocab; ++i) best = cuda::max_or_nan(best, logits[i]);
   return best;
 }
+float odds(float distance) {
+  return cuda::fast_exp2(-distance);
+}
+std::uint64_t units(const float* logits, std::int64_t tokens, float best, float octaves,
+                    std::uint32_t* units) {
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    const double odd = odds((best - logits[i]) * octaves);
+    sum += units[i] = static_cast<std::uint32_t>(std::nearbyint(odd * 0x1p23));
+  }
+  return sum;
+}
 float weigh(const float* logits, std::int64_t vocab, float best, float octaves, float* distances,
             std::int64_t* weights) {
   float farthest = 0.0f;
@@ -178,7 +190,8 @@ std::vector<std::int64_t> expected(const Case& given) {
   Rows rows(given);
   rows.all([](auto& tensor, emulator::Use) { tensor.device = tensor.values.data(); });
   const DrawArgs args = rows.args();
-  const DrawKernels kernels = {&best_of, &first_place, &weigh, &bin, &holds, &keep};
+  const DrawKernels kernels = {&best_of, &first_place, &odds,  &units, &weigh,
+                               &before,  &bin,         &holds, &keep};
   RowDraw row(args, kernels);
   for (long r = 0; r < kRows; ++r) {
     if (args.draws(r)) move_on(args, r, row.token(r));

@@ -126,7 +126,7 @@ DRAWS = [
     "--vocab 2999 --shift 3 --stored 1 --seeds 3",
     "--vocab 3000 --threads 256 --stored 1",
     "--kind ties --vocab 9000 --threads 128",
-    "--vocab 3 --streamed 1",
+    "--vocab 1025 --streamed 1",
     "--vocab 2999 --shift 3 --threads 256 --streamed 1 --given-up 1 --seeds 3",
     "--vocab 70000 --threads 256 --streamed 1 --given-up 2 --seeds 4",
     "--vocab 9001 --threads 512 --streamed 1 --given-up 1 --seeds 5",

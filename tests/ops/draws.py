@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine import distribution, ops
 from engine.messages import SamplingParams
+from engine.ops import draw
 from engine.ops.linear_best import draw_best_
 from tests.ops import torch_draws
 
@@ -125,6 +126,15 @@ def sampled(
         kept = torch_draws.keep_top(octaves[filtered], top_k, top_p, int(top_k.max()))
         octaves = octaves.index_copy(0, filtered, kept)
     octaves = torch_draws.keep_min_p(octaves, rows.min_p.unsqueeze(-1))
-    numbers = torch_draws.uniform(rows.streams, rows.positions)
-    drawn = torch_draws.draw(octaves, numbers)
+    # Rows without top_k first try tokens drawn from all.
+    tried = (width == vocab) & (vocab in draw.TRIED)
+    drawn = torch_draws.draw(octaves, torch_draws.uniform(rows.streams, rows.positions))
+    if tried.any():
+        numbers = torch_draws.uniform(rows.streams, rows.positions, draw.TRIES)
+        drawn = torch.where(tried, torch_draws.draw(octaves, numbers), drawn)
+    for refused in reversed(range(draw.TRIES if tried.any() else 0)):
+        numbers = torch_draws.uniform(rows.streams, rows.positions, refused)
+        token = torch_draws.draw_from_all(logits, best, temperature, numbers)
+        kept = octaves.gather(-1, token.unsqueeze(-1)).squeeze(-1) > -torch.inf
+        drawn = torch.where(tried & kept, token, drawn)
     return torch.where(rows.temperature > 0, drawn, tokens).int(), best.isfinite()

@@ -57,14 +57,49 @@ def keep_min_p(octaves: Tensor, min_p: Tensor) -> Tensor:
     return octaves.masked_fill(octaves < threshold, -torch.inf)
 
 
-def uniform(streams: Tensor, positions: Tensor) -> Tensor:
+def uniform(streams: Tensor, positions: Tensor, refused: int = 0) -> Tensor:
     """Number `positions[i]` of stream `streams[i]`, uniform in [0, 1): float64 [rows].
 
     Random access into splitmix64, as `engine.distribution` has it: its state after n steps is known
-    without taking them.
+    without taking them. After so many that were refused, that number of the stream that begins with
+    the first one's bits.
     """
     bits = _mix(streams + (positions + 1) * _GOLDEN)
+    if refused > 0:
+        bits = _mix(bits + torch.full_like(bits, refused + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def draw_from_all(logits: Tensor, best: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
+    """The token of each row that a number (float64 [rows], in [0, 1)) finds: int64 [rows].
+
+    A section of 512 neighbours weighs what its tokens do beside its own best, in units of 2**-23 of
+    it, times what that best one weighs beside the row's; `best` is fp32 [rows], `temperature` fp32
+    [rows, 1]. The number finds a section, and what is left of it the token.
+    """
+    each = torch.full_like(temperature, _LOG2_E) / temperature
+    rows, vocab = logits.shape
+    padded = logits.new_full((rows, -(-vocab // 512) * 512), -torch.inf)
+    padded[:, :vocab] = logits
+    sections = padded.view(rows, -1, 512)
+    own = sections.amax(dim=-1)  # [rows, sections]
+    beside = own.masked_fill(own == -torch.inf, 0.0)
+    odds = ((sections - beside.unsqueeze(-1)) * each.unsqueeze(-1)).exp2()
+    units = (odds * 2.0**23).round().long()
+    sums = units.sum(dim=-1)
+    weights = (sums.double() * octaves(own, best, temperature).exp2().double() * 2.0**11).long()
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    places = numbers.unsqueeze(-1) * total
+    target = torch.minimum(places.long(), total - 1)
+    found = torch.searchsorted(cumulative, target, right=True).clamp(max=own.shape[-1] - 1)
+    weight, all_units = weights.gather(-1, found), sums.gather(-1, found)
+    share = (places - (cumulative.gather(-1, found) - weight).double()) / weight.double()
+    unit = (share * all_units.double()).long().clamp(min=0)
+    unit = torch.minimum(unit, all_units - 1)
+    within = units.gather(1, found.unsqueeze(-1).expand(-1, -1, 512)).squeeze(1).cumsum(dim=-1)
+    token = found * 512 + torch.searchsorted(within, unit, right=True)
+    return token.squeeze(-1).clamp(max=vocab - 1)
 
 
 def draw(octaves: Tensor, numbers: Tensor) -> Tensor:
