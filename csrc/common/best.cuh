@@ -19,6 +19,10 @@ __device__ __forceinline__ float logit_of(unsigned order) {
   return __uint_as_float(order & kSignBit ? order & ~kSignBit : ~order);
 }
 
+__device__ __forceinline__ bool is_finite(float logit) {
+  return logit - logit == 0.0f;
+}
+
 struct BestKey {
   std::uint64_t key;
 
@@ -28,7 +32,7 @@ struct BestKey {
   }
   __device__ float logit() const { return logit_of(static_cast<unsigned>(key >> 32)); }
   __device__ unsigned id() const { return ~static_cast<unsigned>(key); }
-  __device__ bool is_finite() const { return logit() - logit() == 0.0f; }
+  __device__ bool is_finite() const { return cuda::is_finite(logit()); }
 };
 
 __device__ __forceinline__ std::uint64_t greater(std::uint64_t x, std::uint64_t y) {

@@ -5,7 +5,6 @@
 #include "draw.h"
 #include "../common/exp_cpu.h"
 #include "filters_cpu.h"
-#include "tries.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -44,18 +43,6 @@ float odds(float distance) {
   return odds_of(distance);
 }
 
-std::uint64_t units(const float* __restrict logits, std::int64_t tokens, float best, float octaves,
-                    std::uint32_t* __restrict units) {
-  std::int64_t sum = 0;
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    const float exact = (best - logits[i]) * octaves;
-    const float distance = exact < 2 * kFarthest ? exact : 2 * kFarthest;
-    units[i] = bit_cast<std::uint32_t>(1.0f + odds_of(distance)) - kBitsOfOne;
-    sum += units[i];
-  }
-  return static_cast<std::uint64_t>(sum);
-}
-
 float weigh(const float* __restrict logits, std::int64_t vocab, float best, float octaves,
             float* __restrict distances, std::int64_t* __restrict weights) {
   const auto bound = bit_cast<std::int32_t>(kFarthest);
@@ -75,7 +62,7 @@ float weigh(const float* __restrict logits, std::int64_t vocab, float best, floa
 }  // namespace
 
 DrawKernels draw_kernels(Dtype) {
-  return {&best_logit, &first_place, &odds, &units, &weigh, &before, &bin, &holds, &keep};
+  return {&best_logit, &first_place, &odds, &weigh, &before, &bin, &holds, &keep};
 }
 
 }  // namespace MS_ISA

@@ -79,6 +79,8 @@ void launch_streamed(const DrawArgs& args, cudaStream_t stream) {
   const Grid grid = {dim3(static_cast<unsigned>(args.rows)), kThreads, kBytes};
   launch_early<&streamed_draw_kernel<kThreads, kBlocks>>(grid, stream, "draw", args);
 }
+// Its rows without top_k are all tried.
+static_assert(streamed_vocab(512) == kMostTried && kMostSections == 512, "and have room for it");
 // False where rows are too few or too long for it.
 bool launch_streamed(const DrawArgs& args, cudaStream_t stream) {
   if (args.rows <= room<&draw_kernel<true, 1024, 1>>().processors) return false;
@@ -102,6 +104,7 @@ bool launch_small(const DrawArgs& args, cudaStream_t stream) {
   launch_early<&small_draw_kernel<kTokens>>(grid, stream, "draw", args);
   return true;
 }
+static_assert(kWarp * 32 + 1 == kLeastTried, "no row that is tried is small");
 bool launch_small(const DrawArgs& args, cudaStream_t stream) {
   return launch_small<4>(args, stream) || launch_small<8>(args, stream) ||
          launch_small<9>(args, stream) ||  // bytes and some special tokens

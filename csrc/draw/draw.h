@@ -5,9 +5,10 @@
 // (best - logit) times octaves_of(temperature). All filters come down to one cut: tokens rank by
 // (distance, id); top_k, top_p and min_p each keep the first of this order, so the kept ones are
 // those that rank at or before a cut. A token's weight depends on its distance alone and is an
-// integer, so sums of weights are exact in any order. Tokens of weight 0 are never drawn, hence
-// where they rank does not matter: distances past kFarthest are as good as infinite. Rows without
-// top_k try draws from all tokens first (tries.h).
+// integer, so sums of weights are exact in any order. Tokens of weight 0 are not drawn, hence where
+// they rank does not matter: distances past kFarthest are as good as infinite. Rows without top_k
+// try draws from all tokens first (tries.h), where a token may weigh something in its section that
+// weighs nothing in the row; a top_p below 1 does not keep it.
 #pragma once
 
 #include "../common/types.h"
@@ -171,9 +172,6 @@ struct DrawKernels {
   std::int64_t (*first)(const float* logits, std::int64_t vocab, float logit);
   // 2^-distance, as all of these have it; of up to 2 * kFarthest.
   float (*odds)(float distance);
-  // Units (tries.h) of tokens whose best is finite, and their sum.
-  std::uint64_t (*units)(const float* logits, std::int64_t tokens, float best, float octaves,
-                         std::uint32_t* units);
   // (best - logit) * octaves, bounded by 2 * kFarthest, and the weights of these. Returns the
   // greatest distance up to kFarthest.
   float (*weigh)(const float* logits, std::int64_t vocab, float best, float octaves,

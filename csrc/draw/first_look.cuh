@@ -16,11 +16,8 @@ __device__ __forceinline__ float first_origin(float best, float octaves, Block& 
   return origin - origin == 0.0f ? origin : 0.0f;
 }
 // The block's best, for which all have looked at theirs. Has a barrier.
-__device__ __forceinline__ Best best_of_looks(float best, Block& block) {
-  Best found = {};
-  // 0 is added since -0 is no less than 0.
-  found.key = BestKey::of(block.all(best, kImpossible, max_or_nan) + 0.0f, 0).key;
-  return found;
+__device__ __forceinline__ float best_of_looks(float best, Block& block) {
+  return block.all(best, kImpossible, max_or_nan) + 0.0f;  // no -0, as BestKey has it
 }
 // Whether bins in which odds are to the origin can be used, which then are to the best.
 template <unsigned kThreads>
@@ -34,8 +31,8 @@ __device__ __forceinline__ bool found_best(float best, float octaves, float orig
 
 // Finds the best logit of a row and counts odds meanwhile. `counted`: whether the bins can be used.
 template <unsigned kThreads>
-__device__ __forceinline__ Best best_and_bins(const Row& row, float octaves, Block& block,
-                                              OddsBins<kThreads>& bins, bool& counted) {
+__device__ __forceinline__ float best_and_bins(const Row& row, float octaves, Block& block,
+                                               OddsBins<kThreads>& bins, bool& counted) {
   bins.clear();
   float best = kImpossible, origin = 0.0f;  // origin: octaves, of what odds are to
   each_four<false>(
@@ -55,17 +52,17 @@ __device__ __forceinline__ Best best_and_bins(const Row& row, float octaves, Blo
         }
         bins.template add<false>(odds);
       });
-  const Best found = best_of_looks(best, block);
-  counted = found_best(found.logit(), octaves, origin, bins);
-  return found;
+  best = best_of_looks(best, block);
+  counted = found_best(best, octaves, origin, bins);
+  return best;
 }
 
 // Finds the best logit of a row and weighs its sections, and with kCounts counts odds by weight
 // meanwhile. `counted`: whether the bins can be used.
 template <bool kCounts, unsigned kThreads>
-__device__ __forceinline__ Best best_and_sections(const Row& row, float octaves, Block& block,
-                                                  Sections& sections, OddsBins<kThreads>& bins,
-                                                  bool& counted) {
+__device__ __forceinline__ float best_and_sections(const Row& row, float octaves, Block& block,
+                                                   Sections& sections, OddsBins<kThreads>& bins,
+                                                   bool& counted) {
   constexpr unsigned kWarps = kThreads / kWarp;
   if (kCounts) bins.clear();
   const unsigned lane = threadIdx.x % kWarp;
@@ -95,13 +92,13 @@ __device__ __forceinline__ Best best_and_sections(const Row& row, float octaves,
   }
 #pragma unroll 1
   for (; section < count; section += kWarps) {
-    SectionUnits units(x, octaves);
-    best = max_or_nan(best, units.best());
-    const float scale = kCounts ? fast_exp2(fmaf(units.beside(), octaves, -origin)) : 0.0f;
+    SectionSum section_sum(x, octaves);
+    best = max_or_nan(best, section_sum.best());
+    const float scale = kCounts ? fast_exp2(fmaf(section_sum.beside(), octaves, -origin)) : 0.0f;
 #pragma unroll
     for (unsigned a = 0; a < kFoursOfLane; ++a) {
       float odds[kTogether];
-      units.add(x[a], odds);
+      section_sum.add(x[a], odds);
       load(section + kWarps, a);
       if (kCounts) {
         unsigned rough[kTogether];
@@ -110,15 +107,15 @@ __device__ __forceinline__ Best best_and_sections(const Row& row, float octaves,
         bins.template add<true>(rough);
       }
     }
-    const std::uint64_t sum = units.sum();
+    const std::uint64_t sum = section_sum.sum();
     if (lane == 0) {
-      sections.best[section] = units.best();
-      sections.units[section] = sum;
+      sections.best[section] = section_sum.best();
+      sections.sums[section] = sum;
     }
   }
-  const Best found = best_of_looks(best, block);
-  counted = kCounts && found_best(found.logit(), octaves, origin, bins);
-  return found;
+  best = best_of_looks(best, block);
+  counted = kCounts && found_best(best, octaves, origin, bins);
+  return best;
 }
 
 // Without bins.

@@ -93,18 +93,18 @@ __device__ inline Best best_and_sections_of(const Row& row, unsigned base, float
     LaneFours x;
 #pragma unroll
     for (unsigned a = 0; a < kFoursOfLane; ++a) x[a] = row.four(first + a * kStride);
-    SectionUnits units(x, octaves);
+    SectionSum section_sum(x, octaves);
 #pragma unroll
     for (unsigned a = 0; a < kFoursOfLane; ++a) {
       const unsigned at = first + a * kStride;
       if (at < row.vocab) look.add(x[a], at, base, stored);
       float odds[kTogether];
-      units.add(x[a], odds);
+      section_sum.add(x[a], odds);
     }
-    const std::uint64_t sum = units.sum();
+    const std::uint64_t sum = section_sum.sum();
     if (lane == 0) {
-      sections.best[section] = units.best();
-      sections.units[section] = sum;
+      sections.best[section] = section_sum.best();
+      sections.sums[section] = sum;
     }
   }
   return look.best(team);

@@ -16,9 +16,12 @@ namespace cuda {
 constexpr unsigned kBestOdds = 0x3f800000u;   // 1
 constexpr unsigned kLeastOdds = 0x2c800000u;  // 2**-38, of which the weight is 1
 constexpr unsigned kSlack = 8;
-// Odds by way of another token than the best are so many ulp from these or less: of each of two
-// exponents, together up to 64, a rounding is 2**-24 of it, which is 3e-6 of the odds, 45 ulp; the
-// distance's own two make up to 54, and powers a few more.
+// Odds by way of another token than the best, or of two (a section's best, and what all odds are to
+// meanwhile), are so many ulp from these or less. Exponents together are up to 64, of which a
+// rounding is 2**-24, 3e-6 of the odds or 45 ulp; there are two of them at most on the one that a
+// section's tokens have beside its best, and one on each other. The distance's own two make up to
+// 54; powers and products a few more: some 150. That tries are kept or refused without a further
+// look relies on it.
 constexpr unsigned kRough = 256;
 
 // Of tokens by the bits of their odds: what is above `above` is within a cut, what is not above

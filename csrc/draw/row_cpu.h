@@ -80,7 +80,7 @@ class RowDraw {
   struct Section {
     std::int64_t first, tokens;
     float best;
-    std::uint64_t units, weight;
+    std::uint64_t sum, weight;  // beside its best, and beside the row's
   };
   float best_of_sections() {
     sections_.clear();
@@ -95,13 +95,15 @@ class RowDraw {
     return best;
   }
   void weigh_sections() {
-    units_.resize(static_cast<std::size_t>(args_.vocab));
+    section_weights_.resize(static_cast<std::size_t>(args_.vocab));
     sections_weight_ = 0;
     for (Section& section : sections_) {
       if (!std::isfinite(section.best)) continue;  // none of its tokens is possible
-      section.units = kernels_.units(logits_ + section.first, section.tokens, section.best,
-                                     octaves_, units_.data() + section.first);
-      section.weight = section_weight(section.units, kernels_.odds(distance_to(section.best)));
+      std::int64_t* const weights = section_weights_.data() + section.first;
+      kernels_.weigh(logits_ + section.first, section.tokens, section.best, octaves_,
+                     distances_.data(), weights);
+      section.sum = kernels_.before(distances_.data(), section.tokens, Cut(), weights);
+      section.weight = section_weight(section.sum, kernels_.odds(distance_to(section.best)));
       sections_weight_ += section.weight;
     }
   }
@@ -113,10 +115,11 @@ class RowDraw {
     std::size_t at = 0;
     while (target - before >= sections_[at].weight) before += sections_[at++].weight;
     const Section& section = sections_[at];
-    const std::uint64_t unit =
-        drawn_unit(number, sections_weight_, before, section.weight, section.units);
+    const std::uint64_t of_section =
+        drawn_of_section(number, sections_weight_, before, section.weight, section.sum);
     auto id = static_cast<std::size_t>(section.first);
-    for (std::uint64_t sum = 0; (sum += units_[id]) <= unit;) ++id;
+    std::uint64_t sum = 0;
+    while ((sum += static_cast<std::uint64_t>(section_weights_[id])) <= of_section) ++id;
     return static_cast<std::int32_t>(id);
   }
   // The first of the tries that the filters keep, or -1.
@@ -238,7 +241,7 @@ class RowDraw {
   float best_ = 0, octaves_ = 0, farthest_ = 0;
   std::vector<Section> sections_;
   std::uint64_t sections_weight_ = 0;
-  std::vector<std::uint32_t> units_;  // of the tokens, as all that follow
+  std::vector<std::int64_t> section_weights_;  // of the tokens, as all that follow
   std::vector<float> distances_;
   std::vector<std::int64_t> weights_;
   std::vector<std::uint16_t> bins_;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../common/best.cuh"
-#include "../common/row.cuh"
+#include "odds.cuh"
 #include "tries.h"
 
 namespace minserve {
@@ -12,17 +12,18 @@ namespace cuda {
 constexpr unsigned kSectionTokens = static_cast<unsigned>(kSection);
 constexpr unsigned kMostSections = static_cast<unsigned>(kMostTried / kSection);
 constexpr unsigned kFoursOfLane = kSectionTokens / kStride;
+static_assert(kSectionTokens % kStride == 0, "lanes have whole fours of a section");
 using LaneFours = float4[kFoursOfLane];  // a section's, that a warp's lanes take side by side
 
 struct Sections {
   float best[kMostSections];
-  std::uint64_t units[kMostSections];
+  std::uint64_t sums[kMostSections];  // of the weights beside that
 };
 
 // A section as a warp weighs it. For all: x are the lanes' logits.
-class SectionUnits {
+class SectionSum {
  public:
-  __device__ __forceinline__ SectionUnits(const LaneFours& x, float octaves) : octaves_(octaves) {
+  __device__ __forceinline__ SectionSum(const LaneFours& x, float octaves) : octaves_(octaves) {
     float best = kImpossible;
 #pragma unroll
     for (const float4& four : x) {
@@ -42,20 +43,16 @@ class SectionUnits {
 #pragma unroll
     for (unsigned i = 0; i < kTogether; ++i) {
       odds[i] = fast_exp2((logits[i] - beside_) * octaves_);
-      raised_ += __float_as_uint(1.0f + odds[i]);
+      sum_.add(OddsSum::term(odds[i]));
     }
   }
   // The section's, when all fours of all lanes are added.
-  __device__ __forceinline__ std::uint64_t sum() const {
-    const unsigned mine = raised_ - kFoursOfLane * kTogether * kBitsOfOne;  // below 2**28
-    return (static_cast<std::uint64_t>(sum_of_warp(mine >> 16)) << 16) +
-           sum_of_warp(mine & 0xffffu);
-  }
+  __device__ __forceinline__ std::uint64_t sum() const { return long_sum_of_warp(sum_.sum()); }
 
  private:
   const float octaves_;
   float best_, beside_;
-  unsigned raised_ = 0;
+  OddsSum sum_;
 };
 
 // Finds tokens of a block's piece of a row by numbers; a warp calls all of this. Its lanes have
@@ -100,42 +97,44 @@ class SectionDraw {
     section = __shfl_sync(kAll, section, holder);
     sum = __shfl_sync(kAll, sum, holder);
     weight = __shfl_sync(kAll, weight, holder);
-    found = token_of(section, drawn_unit(number, total, sum, weight, sections_.units[section]));
+    found =
+        token_of(section, drawn_of_section(number, total, sum, weight, sections_.sums[section]));
     return true;
   }
 
  private:
   __device__ __forceinline__ std::uint64_t weight_of_section(unsigned s) const {
-    return section_weight(sections_.units[s], fast_exp2((sections_.best[s] - best_) * octaves_));
+    return section_weight(sections_.sums[s], fast_exp2((sections_.best[s] - best_) * octaves_));
   }
-  // Lanes have neighbouring tokens.
-  __device__ __forceinline__ Found token_of(unsigned section, std::uint64_t unit) const {
+  // The first token at which the sum passes a target: among 16 neighbours that a lane sums up, of
+  // which lanes then have one each.
+  __device__ __forceinline__ Found token_of(unsigned section, std::uint64_t target) const {
     constexpr unsigned kOfLane = kFoursOfLane * kTogether;
+    const unsigned lane = threadIdx.x % kWarp, first = section * kSectionTokens + lane * kOfLane;
     const float best = sections_.best[section];
-    const unsigned first = section * kSectionTokens + threadIdx.x % kWarp * kOfLane;
-    float logits[kOfLane];
-    unsigned units[kOfLane], mine = 0;
+    const auto odds = [&](float logit) { return fast_exp2((logit - best) * octaves_); };
+    OddsSum of_lane;
 #pragma unroll
     for (unsigned i = 0; i < kOfLane; i += kTogether) {
       const float4 x = piece_.four(first + i);
-      logits[i] = x.x, logits[i + 1] = x.y, logits[i + 2] = x.z, logits[i + 3] = x.w;
+      of_lane.add(OddsSum::term(odds(x.x)));
+      of_lane.add(OddsSum::term(odds(x.y)));
+      of_lane.add(OddsSum::term(odds(x.z)));
+      of_lane.add(OddsSum::term(odds(x.w)));
     }
-#pragma unroll
-    for (unsigned i = 0; i < kOfLane; ++i) {
-      const float odds = fast_exp2((logits[i] - best) * octaves_);
-      mine += units[i] = __float_as_uint(1.0f + odds) - kBitsOfOne;
-    }
-    const std::uint64_t so_far = sum_so_far(mine);
-    std::uint64_t left = unit - (so_far - mine);
-    const bool holds = unit >= so_far - mine && left < mine;
-    unsigned at = 0;
-    float logit = logits[0];
-#pragma unroll
-    for (unsigned i = 0; i + 1 < kOfLane; ++i) {
-      if (at == i && left >= units[i]) left -= units[i], at = i + 1, logit = logits[i + 1];
-    }
-    const int holder = __ffs(static_cast<int>(__ballot_sync(kAll, holds))) - 1;
-    return {__shfl_sync(kAll, base_ + first + at, holder), __shfl_sync(kAll, logit, holder)};
+    const std::uint64_t so_far = sum_so_far(of_lane.sum());
+    const int holder = first_lane(so_far > target);
+    target -= __shfl_sync(kAll, so_far - of_lane.sum(), holder);
+    const unsigned at = __shfl_sync(kAll, first, holder) + lane;
+    const bool is_one = lane < kOfLane && at < piece_.vocab;
+    const float logit = is_one ? piece_.logits[at] : kImpossible;
+    const std::uint64_t weight = is_one ? whole(weight_of_odds(odds(logit))) : 0;
+    const int found = first_lane(sum_so_far(weight) > target);
+    return {__shfl_sync(kAll, base_ + at, found), __shfl_sync(kAll, logit, found)};
+  }
+  // Of a warp, where it is so; there is one.
+  __device__ __forceinline__ static int first_lane(bool so) {
+    return __ffs(static_cast<int>(__ballot_sync(kAll, so))) - 1;
   }
 
   const Row& piece_;

@@ -20,11 +20,6 @@ constexpr std::int64_t streamed_vocab(unsigned threads) {
   return static_cast<std::int64_t>(threads) * kMostSummed;
 }
 
-__device__ __forceinline__ Row streamed_row(const DrawArgs& args, std::int64_t r, unsigned warps) {
-  const float* const logits = args.logits + r * args.row_stride;
-  return {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), warps};
-}
-
 __device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::int64_t r,
                                                    std::int64_t position, char* memory) {
   if (threadIdx.x == 0) note_detour();
@@ -44,7 +39,7 @@ __device__ __forceinline__ void draw_tries(const Row& row, float best, float oct
   for (unsigned t = warp; t < kTries; t += kThreads / kWarp) {
     SectionDraw::Found found;
     const double number = uniform_number(shared.given.stream, shared.position, static_cast<int>(t));
-    draw.find(number, 0, total, found);
+    draw.find(number, 0, total, found);  // which it is, for there is no other piece
     if (threadIdx.x % kWarp == 0) shared.tries[t] = found;
   }
 }
@@ -68,7 +63,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     shared.position = position;
   }
   const RowParameters& given = shared.given;  // behind a barrier
-  const Row row = streamed_row(args, r, kWarps);
+  const float* const logits = args.logits + r * args.row_stride;
+  const Row row = {logits, static_cast<unsigned>(args.vocab), Row::is_aligned(logits), kWarps};
   const float octaves = octaves_of(parameters.temperature);
   Block block(shared.block, kWarps);
   OddsBins<kThreads> bins(shared.bins, args.vocab, block, shared.results);
@@ -81,23 +77,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     shared.clear_list();
     shared.clear_cut();
     shared.fill_list();
-    const Best best = best_and_bins(row, octaves, block, bins, counted);
-    if (!best.is_finite()) {
+    const float best = best_and_bins(row, octaves, block, bins, counted);
+    if (!is_finite(best)) {
       token = kNotFinite;
     } else if (given.top_k <= kExactTokens) {
-      const OddsRow odds(row, {best.logit(), octaves});
+      const OddsRow odds(row, {best, octaves});
       const double number = uniform_number(given.stream, shared.position);
       token = Draw(odds, block, shared, bins, counted).token_of_top_k(given, number);
     }
   } else {
-    const Best best =
+    const float best =
         parameters.top_p < 1.0
             ? best_and_sections<true>(row, octaves, block, shared.sections, bins, counted)
             : best_and_sections<false>(row, octaves, block, shared.sections, bins, counted);
     token = kNotFinite;
-    if (best.is_finite()) {
-      draw_tries(row, best.logit(), octaves, shared);
-      const OddsRow odds(row, {best.logit(), octaves});
+    if (is_finite(best)) {
+      draw_tries(row, best, octaves, shared);
+      const OddsRow odds(row, {best, octaves});
       token = Draw(odds, block, shared, bins, counted).token_of_tries(given, shared.position);
     }
   }

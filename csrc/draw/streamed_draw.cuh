@@ -109,18 +109,23 @@ class StreamedDraw {
     return within_min_p(given.min_p, edges, summed, complete, number);
   }
 
+  // Between which odds the nucleus of all tokens ends.
+  __device__ __forceinline__ Edges edges_of_nucleus(double top_p) {
+    if (counted_) {
+      bins_.template sum<true>();
+    } else {
+      count<true>(Edges().above, false);
+    }
+    return bins_.range_of(top_p).edges;
+  }
+
   // Of a row without, whose tries are drawn.
   __device__ __forceinline__ unsigned token_of_tries(const RowParameters& given,
                                                      std::int64_t position) {
     const bool has_top_p = given.top_p < 1.0;
     Edges nucleus;
     if (has_top_p) {
-      if (counted_) {
-        bins_.template sum<true>();
-      } else {
-        count<true>(nucleus.above, false);
-      }
-      nucleus = bins_.range_of(given.top_p).edges;
+      nucleus = edges_of_nucleus(given.top_p);
     } else {
       __syncthreads();
     }

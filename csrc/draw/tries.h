@@ -9,7 +9,8 @@
 // A try takes one number. Rows have sections of kSection neighbours, whose tokens are weighed
 // beside the section's own best: so a section's sum is known when its logits have been read once,
 // before the row's best is. The number finds a section by what these sums weigh beside the row's
-// best, and what is left of it the token. Both are integers, whose sums no order changes.
+// best, and what is left of it the token. Weights and sums are integers, as those beside the row's
+// best are, and no order of summation changes them.
 #pragma once
 
 #include "draw.h"
@@ -27,28 +28,25 @@ MS_HD bool is_tried(std::int64_t vocab, std::int32_t top_k) {
   return !has_top_k && vocab >= kLeastTried && vocab <= kMostTried;
 }
 
-// 1 + odds as bits, less those of 1: odds in units of 2**-23, rounded to the nearest. The best has
-// 2**23 of them.
-constexpr std::uint32_t kBitsOfOne = 0x3f800000u;
-
-// What a section of so many units weighs, whose best one's odds to the row's best are these: below
-// 2**44, and nothing where no token of it is 2**-34 as likely as the best.
-MS_HD std::uint64_t section_weight(std::uint64_t units, float odds) {
-  return static_cast<std::uint64_t>(static_cast<double>(static_cast<std::int64_t>(units)) *
-                                    static_cast<double>(odds) * 2048.0);
+// What a section weighs beside the row's best, whose tokens weigh `sum` beside its own, which is up
+// to 2**47, and whose best one's odds to the row's best are these. Nothing where all of it together
+// is not 2**-38 as likely as the best.
+MS_HD std::uint64_t section_weight(std::uint64_t sum, float odds) {
+  return static_cast<std::uint64_t>(static_cast<double>(static_cast<std::int64_t>(sum)) *
+                                    static_cast<double>(odds));
 }
 
 // Of a section that the number finds, because drawn_weight(number, total) is at least `before` and
-// less than that and `weight`: the token is the first, in id order, at which the sum of units
-// passes this.
-MS_HD std::uint64_t drawn_unit(double number, std::uint64_t total, std::uint64_t before,
-                               std::uint64_t weight, std::uint64_t units) {
+// less than that and `weight`: the token is the first, in id order, at which the sum of the weights
+// beside the section's best, `sum` of all, passes this.
+MS_HD std::uint64_t drawn_of_section(double number, std::uint64_t total, std::uint64_t before,
+                                     std::uint64_t weight, std::uint64_t sum) {
   const double place = number * static_cast<double>(static_cast<std::int64_t>(total));
   const double left = place - static_cast<double>(static_cast<std::int64_t>(before));
   const double share = left / static_cast<double>(static_cast<std::int64_t>(weight));
-  const double at = share * static_cast<double>(static_cast<std::int64_t>(units));
-  const auto unit = at > 0.0 ? static_cast<std::uint64_t>(at) : 0;  // sums may have been rounded
-  return unit < units ? unit : units - 1;
+  const double at = share * static_cast<double>(static_cast<std::int64_t>(sum));
+  const auto target = at > 0.0 ? static_cast<std::uint64_t>(at) : 0;  // `place` may be rounded
+  return target < sum ? target : sum - 1;
 }
 
 }  // namespace minserve

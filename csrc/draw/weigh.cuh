@@ -63,8 +63,8 @@ class Tokens {
   const Row row;        // of distances with kStored, else of logits
   const unsigned base;  // the id of the first
 
-  // stored: the block's row of logits, of which every thread turns those that itself has left
-  // there, and what stands for tokens past the end as well.
+  // stored: the block's row of logits, which its threads have left there, before a barrier, with
+  // what stands for tokens past the end; it is turned.
   __device__ Tokens(const Row& logits, float* stored, unsigned base, const Distances& distances)
       : row(kStored ? Row{stored, (logits.vocab + kTogether - 1) / kTogether * kTogether, true}
                     : logits),
@@ -169,7 +169,7 @@ class CountOfEquals {
 
 // Instead of a token.
 constexpr unsigned kNotFinite = 0xffffffffu, kElsewhere = 0xfffffffeu;
-constexpr unsigned kRefused = 0xfffffffdu;  // all tries
+constexpr unsigned kRefused = 0xfffffffcu;  // all tries
 
 // The token at which a sum, in the order of ids, passes target_of(sum of all), which is below that
 // sum: kElsewhere in blocks that do not have it. `nothing` is the sum of no tokens, copied for each

@@ -3,14 +3,16 @@
 Temperature, top_k, top_p and min_p apply in this order. The vocabulary is not sorted: each filter
 keeps the first tokens in the order of (logit, lowest id), so one cut in that order does for all
 three. Weights are fixed-point numbers (the most likely token's is 2**38), whose sums have no
-rounding and so no order, and a draw inverts the cumulative distribution with one uniform number:
+rounding and so no order, and a uniform number draws by inverting the cumulative distribution:
 Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due
 to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al. (arXiv 2407.01082).
 
 Rows of 1,025 to 262,144 tokens without top_k first try tokens drawn from all, with a number each,
 until the filters keep one (rejection sampling, which leaves kept tokens their odds to each other),
-up to `TRIES` times. For these, sections of `SECTION` tokens weigh theirs beside their own best, in
-units of 2**-23 of it; a number finds a section, and what is left of it the token.
+up to `TRIES` times. For these, sections of `SECTION` tokens weigh theirs beside their own best,
+which is 2**38 there; a number finds a section by what it weighs beside the row's best, and what is
+left of it the token. So a token's probability is off by up to 2**-38 of its section's best one's,
+and that one's by up to 512 times as much.
 """
 
 import math
@@ -26,11 +28,10 @@ _WEIGHT_ONE = 2.0**38
 _UINT64 = 2**64
 #: Tokens that are drawn from all before one is drawn from those that the filters keep.
 TRIES = 8
-#: Tokens that are weighed beside the best of them; TRIED vocabularies are tried (csrc/draw/tries.h).
+#: Tokens that are weighed beside the best of them.
 SECTION = 512
+#: Vocabularies of so many tokens are tried (csrc/draw/tries.h).
 TRIED = range(1025, 512 * SECTION + 1)
-_UNIT = 2.0**23  # of a section's best
-_SECTION_WEIGHT = 2.0**11
 
 
 def draw_(
@@ -169,22 +170,24 @@ class _Sections:
         missing = -len(logits) % SECTION
         rows = torch.nn.functional.pad(logits, (0, missing), value=-math.inf).view(-1, SECTION)
         best = rows.amax(1, keepdim=True)
-        odds = ((rows - best.clamp(min=torch.finfo(best.dtype).min)) * octaves).exp2()
-        self._units = (odds.double() * _UNIT).round().long().cumsum(1)  # [sections, SECTION]
+        possible = best.clamp(min=torch.finfo(best.dtype).min)
+        weights = (((rows - possible) * octaves).exp2() * _WEIGHT_ONE).long()
+        self._within = weights.cumsum(1)  # [sections, SECTION]
         beside = ((best[:, 0] - logits.max()) * octaves).exp2()
-        weights = (self._units[:, -1].double() * beside.double() * _SECTION_WEIGHT).long()
-        self._weights = weights.cumsum(0)  # [sections]
+        sections = (self._within[:, -1].double() * beside.double()).long()
+        self._sections = sections.cumsum(0)  # [sections]
 
     def token(self, number: float) -> int:
         """The token that a number in [0, 1) finds."""
-        total = int(self._weights[-1])
+        total = int(self._sections[-1])
         place = number * float(total)
-        section = int((self._weights > min(int(place), total - 1)).nonzero()[0])
-        before = int(self._weights[section - 1]) if section > 0 else 0
-        share = (place - float(before)) / float(int(self._weights[section]) - before)
-        units = int(self._units[section, -1])
-        unit = min(max(int(share * float(units)), 0), units - 1)
-        return section * SECTION + int((self._units[section] > unit).nonzero()[0])
+        section = int((self._sections > min(int(place), total - 1)).nonzero()[0])
+        before = int(self._sections[section - 1]) if section > 0 else 0
+        share = (place - float(before)) / float(int(self._sections[section]) - before)
+        within = self._within[section]
+        weight = int(within[-1])
+        target = min(max(int(share * float(weight)), 0), weight - 1)
+        return section * SECTION + int((within > target).nonzero()[0])
 
 
 def _uniform(stream: int, position: int, refused: int = 0) -> float:

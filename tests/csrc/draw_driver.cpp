@@ -2,7 +2,8 @@
 // csrc/draw/streamed.cuh or with --part csrc/draw/best.cuh, in the emulator: rows of one kind of
 // logits, drawn with many sets of parameters, in many schedules. Every token must be the one that
 // csrc/draw/row_cpu.h finds by partial sorting, with the same powers. With --sums it compares sums
-// of weights instead, those of GPUs with quick doubles with those of others.
+// of weights instead, those of GPUs with quick doubles with those of others, and with --edges where
+// nuclei end with where bins say that they do.
 #include "cases.h"
 
 #include "draw/best.cuh"
@@ -50,15 +51,6 @@ float best_of(const float* logits, std::int64_t vocab) {
 float odds(float distance) {
   return cuda::fast_exp2(-distance);
 }
-std::uint64_t units(const float* logits, std::int64_t tokens, float best, float octaves,
-                    std::uint32_t* units) {
-  std::uint64_t sum = 0;
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    const double odd = odds((best - logits[i]) * octaves);
-    sum += units[i] = static_cast<std::uint32_t>(std::nearbyint(odd * 0x1p23));
-  }
-  return sum;
-}
 float weigh(const float* logits, std::int64_t vocab, float best, float octaves, float* distances,
             std::int64_t* weights) {
   float farthest = 0.0f;
@@ -77,14 +69,14 @@ std::vector<float> logits_of(const Case& given) {
   for (long r = 0; r < kRows; ++r) {
     for (long i = 0; i < given.vocab; ++i) {
       const float x = normal(random);
-      logits.push_back(given.kind == "normal"      ? x
-                       : given.kind == "ties"      ? std::round(4 * x)
-                       : given.kind == "narrow"    ? 5 + 1e-3f * x
-                       : given.kind == "equal"     ? (i % 2 ? 0.0f : -0.0f)
-                       : given.kind == "geometric" ? -std::exp2(30 * x - 60)
-                       : given.kind == "few"       ? (x > 1.5f || i == 1 ? x : -INFINITY)
-                       : given.kind == "later"     ? 3 * x
-                                                   : 1e-4f * x);
+      logits.push_back(given.kind == "normal" || given.kind == "holes" ? x
+                       : given.kind == "ties"                          ? std::round(4 * x)
+                       : given.kind == "narrow"                        ? 5 + 1e-3f * x
+                       : given.kind == "equal"                         ? (i % 2 ? 0.0f : -0.0f)
+                       : given.kind == "geometric"                     ? -std::exp2(30 * x - 60)
+                       : given.kind == "few"   ? (x > 1.5f || i == 1 ? x : -INFINITY)
+                       : given.kind == "later" ? 3 * x
+                                               : 1e-4f * x);
     }
     float* const row = &logits[static_cast<std::size_t>(r * given.vocab)];
     if (given.kind == "later") {  // than a warp's first step come all the good ones
@@ -94,6 +86,12 @@ std::vector<float> logits_of(const Case& given) {
       for (long i = 0; i < given.vocab; ++i) {
         row[i] -= i % run < cuda::kStepTokens ? 20 + kApart[r % 10] : 20;
       }
+    }
+    // Whole sections of none but impossible tokens, at either end and between; the best comes late.
+    for (long i = 0; given.kind == "holes" && i < given.vocab; ++i) {
+      const long section = i / kSection, last = (given.vocab - 1) / kSection;
+      row[i] += 6.0f * static_cast<float>(i) / static_cast<float>(given.vocab);
+      if (section == 0 || section == 2 || section == last) row[i] = -INFINITY;
     }
     // Of thousands that weigh nothing some lie in the last bin, alone; the best comes late.
     if (given.kind == "weightless") {
@@ -190,8 +188,7 @@ std::vector<std::int64_t> expected(const Case& given) {
   Rows rows(given);
   rows.all([](auto& tensor, emulator::Use) { tensor.device = tensor.values.data(); });
   const DrawArgs args = rows.args();
-  const DrawKernels kernels = {&best_of, &first_place, &odds,  &units, &weigh,
-                               &before,  &bin,         &holds, &keep};
+  const DrawKernels kernels = {&best_of, &first_place, &odds, &weigh, &before, &bin, &holds, &keep};
   RowDraw row(args, kernels);
   for (long r = 0; r < kRows; ++r) {
     if (args.draws(r)) move_on(args, r, row.token(r));
@@ -268,6 +265,106 @@ void check(const Case& given) {
   }
 }
 
+// Between which odds the bins say that a block's row's nucleus ends.
+struct EdgesArgs {
+  const float* logits;
+  unsigned vocab;
+  const float* octaves;
+  const double* top_p;
+  cuda::Edges* edges;
+};
+template <unsigned kThreads>
+void edges_kernel(const EdgesArgs& args) {
+  using namespace cuda;
+  auto& shared = *reinterpret_cast<StreamedShared<kThreads>*>(memory);
+  const unsigned r = blockIdx.x;
+  const float* const logits = args.logits + r * args.vocab;
+  const Row row = {logits, args.vocab, Row::is_aligned(logits), kThreads / kWarp};
+  Block block(shared.block, kThreads / kWarp);
+  OddsBins<kThreads> bins(shared.bins, args.vocab, block, shared.results);
+  bool counted = false;
+  const float best =
+      best_and_sections<true>(row, args.octaves[r], block, shared.sections, bins, counted);
+  const OddsRow odds(row, {best, args.octaves[r]});
+  const Edges edges =
+      StreamedDraw<kThreads>(odds, block, shared, bins, counted).edges_of_nucleus(args.top_p[r]);
+  if (threadIdx.x == 0) args.edges[r] = edges;
+}
+// Nuclei that end just before or behind some token: its odds must lie between the edges, as tries
+// are kept or refused by these. Many lie at the border of a bin: some tokens are any, of which
+// there are more than bins, some those that are nearest to one.
+void check_edges(const Case& given, long rows) {
+  constexpr unsigned kThreads = 128;
+  std::mt19937 random(static_cast<unsigned>(given.vocab));
+  const std::vector<float> all = logits_of(given);
+  const auto vocab = static_cast<std::size_t>(given.vocab);
+  Tensor<float> logits{"logits"}, octaves{"octaves"};
+  Tensor<double> top_p{"top_p"};
+  Tensor<cuda::Edges> edges{"edges"};
+  std::vector<std::uint32_t> want;
+  for (long r = 0; r < rows; ++r) {
+    const float* const row = &all[static_cast<std::size_t>(r % (kRows - 4)) * vocab];
+    logits.values.insert(logits.values.end(), row, row + vocab);
+    octaves.values.push_back(octaves_of(0.15f + 0.01f * static_cast<float>(r % 151)));
+    edges.values.push_back({});
+    std::vector<float> distances(vocab);
+    std::vector<std::int64_t> weights(vocab);
+    weigh(row, given.vocab, best_of(row, given.vocab), octaves.values.back(), distances.data(),
+          weights.data());
+    std::vector<std::size_t> order(vocab);
+    for (std::size_t i = 0; i < vocab; ++i) order[i] = i;
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::size_t x, std::size_t y) { return distances[x] < distances[y]; });
+    std::uint64_t total = 0, before = 0;
+    std::size_t weighty = 0;
+    for (const std::int64_t weight : weights) {
+      total += static_cast<std::uint64_t>(weight), weighty += weight > 0;
+    }
+    std::size_t last = random() % (weighty - 1);  // of the nucleus
+    // How far odds are from a border, in ulp, where they are to the best from the first.
+    const auto apart = [&](std::size_t i) {
+      const auto low = static_cast<std::int16_t>(__float_as_uint(odds(distances[order[i]])));
+      return std::abs(static_cast<int>(low));
+    };
+    for (std::size_t i = 0; r % 2 && i + 1 < weighty; ++i) {
+      if (apart(i) < apart(last)) last = i;
+    }
+    for (std::size_t i = 0; i < last; ++i) {
+      before += static_cast<std::uint64_t>(weights[order[i]]);
+    }
+    const auto own = static_cast<double>(weights[order[last]]);
+    const double part = r % 2 ? own / 2 : r % 4 ? own : std::min(own, 1.0);
+    const double wanted = static_cast<double>(before) + part;
+    top_p.values.push_back(wanted / static_cast<double>(total));
+    // Which it is the last of, but for how the quotient is rounded.
+    const std::uint64_t limit = nucleus_limit(top_p.values.back(), total);
+    std::size_t at = 0;
+    for (std::uint64_t sum = 0;; ++at) {
+      sum += static_cast<std::uint64_t>(weights[order[at]]);
+      if (sum >= limit) break;
+    }
+    const float odd = odds(distances[order[at]]);
+    want.push_back(__float_as_uint(odd));
+  }
+  emulator::free_all();
+  logits.to_device(emulator::Use::read), octaves.to_device(emulator::Use::read);
+  top_p.to_device(emulator::Use::read), edges.to_device(emulator::Use::write);
+  const EdgesArgs args = {logits.device, static_cast<unsigned>(given.vocab), octaves.device,
+                          top_p.device, edges.device};
+  emulator::launch({"edges", static_cast<unsigned>(rows), kThreads,
+                    sizeof(cuda::StreamedShared<kThreads>), false,
+                    [=] { edges_kernel<kThreads>(args); }});
+  emulator::run(0);
+  for (long r = 0; r < rows; ++r) {
+    const cuda::Edges found = edges.device[r];
+    const std::uint32_t odd = want[static_cast<std::size_t>(r)];
+    if (odd > found.above || odd <= found.listed) {
+      differ("row " + std::to_string(r) + ": a nucleus ends at odds of " + std::to_string(odd) +
+             ", not from " + std::to_string(found.listed) + " to " + std::to_string(found.above));
+    }
+  }
+}
+
 // Of odds from 2**-45 to 1, which weigh nothing below 2**-38.
 template <bool kQuickDoubles>
 std::uint64_t sum_of(const std::vector<float>& odds) {
@@ -311,10 +408,11 @@ int main(int count, char** arguments) {
   given.streamed = options.number("streamed", 0);
   given.given_up = options.number("given-up", 0);
   given.seeds = options.numbers("seeds", "0,1");
-  const long sums = options.number("sums", 0);
+  const long sums = options.number("sums", 0), edges = options.number("edges", 0);
   options.none_left();
   if (sums > 0) check_sums(sums);
-  if (sums == 0) check(given);
+  if (edges > 0) check_edges(given, edges);
+  if (sums == 0 && edges == 0) check(given);
   std::puts("ok");
   return 0;
 }

@@ -137,7 +137,13 @@ DRAWS = [
     "--kind equal --vocab 3001 --part 7",
     "--kind few --vocab 700 --part 256",
     "--vocab 1 --part 256",
+    "--kind holes --vocab 9001 --threads 128 --streamed 1 --given-up 1",
+    "--kind holes --vocab 3001 --threads 96",
     "--sums 200",
+    "--edges 400 --vocab 9000",
+    "--edges 400 --vocab 2048",
+    "--edges 200 --vocab 3001 --kind ties",
+    "--edges 200 --vocab 9003 --kind later --threads 128",
 ]
 
 # Without best tokens, with one, by a list and by several readings of a row.

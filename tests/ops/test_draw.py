@@ -16,8 +16,8 @@ from tests.ops.helpers import DEVICES, int32, same_bits
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
-VOCABULARIES = [1, 2, 5, 66, 200, 257, 288, 289, 512, 1000, 3000, 32_000]
-KINDS = ["normal", "ties", "narrow", "peaky", "equal", "geometric", "few", "outlier"]
+VOCABULARIES = [1, 2, 5, 66, 200, 257, 288, 289, 512, 1000, 1024, 1025, 3000, 32_000]
+KINDS = ["normal", "ties", "narrow", "peaky", "equal", "geometric", "few", "holes", "outlier"]
 
 
 def logits_of(kind: str, rows: int, vocab: int, device: str) -> Tensor:
@@ -37,6 +37,8 @@ def logits_of(kind: str, rows: int, vocab: int, device: str) -> Tensor:
     elif kind == "few":  # most tokens impossible
         x[torch.rand(rows, vocab, generator=generator) < 0.9] = -math.inf
         x[:, vocab // 2] = 0.0
+    elif kind == "holes":  # whole sections of tokens none of which is possible
+        x[:, : vocab // 3] = x[:, vocab - vocab // 4 :] = -math.inf
     elif kind == "outlier":  # one good token, one bad one, and all others close together
         x = x * 1e-4
         x[:, vocab // 3], x[:, vocab - 1] = 6.0, -1e30
@@ -62,7 +64,7 @@ def test_tokens_are_those_of_a_sort(device: str, vocab: int, kind: str) -> None:
     same_bits(rows_of(params, device, positions).draw(logits), wanted)
 
 
-@pytest.mark.parametrize("vocab", [65_537, 200_000])
+@pytest.mark.parametrize("vocab", [65_537, 200_000, 262_144, 262_145])
 def test_large_vocabularies(device: str, vocab: int) -> None:
     """Weights that sum to more than 2**53, and rows that fit no cache."""
     params = [SAMPLED] + [
@@ -119,9 +121,10 @@ def test_few_rows_at_a_time(device: str, vocab: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_agrees(device: str, kind: str) -> None:
+@pytest.mark.parametrize("vocab", [97, 1025, 1600])
+def test_reference_agrees(device: str, vocab: int, kind: str) -> None:
     params = parameters()
-    logits = logits_of(kind, len(params), 97, device)
+    logits = logits_of(kind, len(params), vocab, device)
     logits[4] = math.nan
     rows = rows_of(params, device)
     wanted = rows.copy()
@@ -129,6 +132,16 @@ def test_reference_agrees(device: str, kind: str) -> None:
     draw.reference(logits, *wanted.all())
     for given, expected in zip(rows.all(), wanted.all(), strict=True):
         same_bits(given, expected)
+
+
+def test_a_nucleus_ends_where_it_reaches_its_share(device: str) -> None:
+    """Of equal tokens the first half, and none of the others, however often one is tried."""
+    rows, vocab = 3000, 1030
+    params = [SamplingParams(temperature=1.0, top_p=0.5, seed=1)] * rows
+    logits = torch.zeros(1, vocab, device=device).expand(rows, vocab)
+    drawn = rows_of(params, device, range(rows)).draw(logits)
+    assert int(drawn.max()) < vocab // 2
+    assert len(drawn.unique()) > vocab // 3
 
 
 def test_a_row_moves_on(device: str) -> None:
@@ -167,10 +180,14 @@ def test_rows_end(device: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, "all -inf"])
-@pytest.mark.parametrize("at", [0, 17, 299])
-def test_logits_that_are_not_finite_end_the_row(device: str, bad: float | str, at: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "at"), [(300, 0), (300, 17), (300, 299), (1500, 0), (1500, 512), (1500, 1499)]
+)
+def test_logits_that_are_not_finite_end_the_row(
+    device: str, bad: float | str, vocab: int, at: int
+) -> None:
     params = [SAMPLED, SamplingParams(temperature=0), msgspec.structs.replace(SAMPLED, top_p=0.9)]
-    logits = logits_of("normal", 6, 300, device)
+    logits = logits_of("normal", 6, vocab, device)
     wanted, _ = sampled(params * 2, [0] * 6, logits)
     if bad == "all -inf":
         logits[3:] = -math.inf
@@ -213,24 +230,27 @@ def test_a_row_does_not_depend_on_the_batch(device: str, vocab: int, kind: str) 
     same_bits(together, flipped.flip(0))
 
 
-@pytest.mark.parametrize("vocab", [12, 1500])
 @pytest.mark.parametrize(
-    "params",
+    ("vocab", "params"),
     [
-        SAMPLED,
-        msgspec.structs.replace(SAMPLED, temperature=0.7, top_p=0.9),
-        msgspec.structs.replace(SAMPLED, top_p=0.6),
-        msgspec.structs.replace(SAMPLED, temperature=1.5, top_k=6),
-        msgspec.structs.replace(SAMPLED, min_p=0.2),
+        (vocab, msgspec.structs.replace(SAMPLED, **given))
+        for vocab, those in (
+            (12, [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.5, "top_k": 6}]),
+            (1500, [{"top_p": 0.6}, {"temperature": 1.5, "top_k": 6}]),
+            # Of these most rows have all of their tries refused.
+            (
+                1500,
+                [{"top_p": 0.05}, {"min_p": 0.4}, {"top_p": 0.1, "min_p": 0.4, "temperature": 2.0}],
+            ),
+        )
+        for given in ({}, {"min_p": 0.2}, *those)
     ],
 )
 def test_draws_follow_the_distribution(device: str, params: SamplingParams, vocab: int) -> None:
-    """Chi-square of 20,000 draws against probabilities formed in float64, at one in 100,000. Of
-    many tokens those that are rarely drawn count together."""
+    """Chi-square of 20,000 draws against probabilities formed in float64, at one in 100,000; tokens
+    that are rarely drawn count together."""
     rows = 20_000
     logits = logits_of("normal", 1, vocab, "cpu").double()[0]
-    if vocab > 1024:
-        logits[::5] *= 3  # so that some are drawn often, of all sections
     shares = (logits / params.temperature).softmax(0)
     order = shares.argsort(descending=True)
     kept = order[: params.top_k or vocab]

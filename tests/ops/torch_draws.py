@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.distribution import _GOLDEN, _mix, _shift_right, ranked
 
 # The most likely token weighs 2**38, so a vocabulary of 2**24 sums to less than 2**63. Tokens less
-# than 2**-38 times as likely as the best are never drawn.
+# than 2**-38 times as likely as the best are not drawn but by a try that nothing filters.
 _WEIGHT_ONE = 2.0**38
 _LOG2_E = 1.44269504  # as float32
 
@@ -73,9 +73,9 @@ def uniform(streams: Tensor, positions: Tensor, refused: int = 0) -> Tensor:
 def draw_from_all(logits: Tensor, best: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """The token of each row that a number (float64 [rows], in [0, 1)) finds: int64 [rows].
 
-    A section of 512 neighbours weighs what its tokens do beside its own best, in units of 2**-23 of
-    it, times what that best one weighs beside the row's; `best` is fp32 [rows], `temperature` fp32
-    [rows, 1]. The number finds a section, and what is left of it the token.
+    A section of 512 neighbours weighs what its tokens do beside its own best, times what that best
+    one's odds to the row's are; `best` is fp32 [rows], `temperature` fp32 [rows, 1]. The number
+    finds a section, and what is left of it the token.
     """
     each = torch.full_like(temperature, _LOG2_E) / temperature
     rows, vocab = logits.shape
@@ -85,20 +85,20 @@ def draw_from_all(logits: Tensor, best: Tensor, temperature: Tensor, numbers: Te
     own = sections.amax(dim=-1)  # [rows, sections]
     beside = own.masked_fill(own == -torch.inf, 0.0)
     odds = ((sections - beside.unsqueeze(-1)) * each.unsqueeze(-1)).exp2()
-    units = (odds * 2.0**23).round().long()
-    sums = units.sum(dim=-1)
-    weights = (sums.double() * octaves(own, best, temperature).exp2().double() * 2.0**11).long()
-    cumulative = weights.cumsum(dim=-1)
+    weights = (odds * _WEIGHT_ONE).long()
+    sums = weights.sum(dim=-1)
+    of_sections = (sums.double() * octaves(own, best, temperature).exp2().double()).long()
+    cumulative = of_sections.cumsum(dim=-1)
     total = cumulative[:, -1:]
     places = numbers.unsqueeze(-1) * total
     target = torch.minimum(places.long(), total - 1)
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=own.shape[-1] - 1)
-    weight, all_units = weights.gather(-1, found), sums.gather(-1, found)
+    weight, all_weights = of_sections.gather(-1, found), sums.gather(-1, found)
     share = (places - (cumulative.gather(-1, found) - weight).double()) / weight.double()
-    unit = (share * all_units.double()).long().clamp(min=0)
-    unit = torch.minimum(unit, all_units - 1)
-    within = units.gather(1, found.unsqueeze(-1).expand(-1, -1, 512)).squeeze(1).cumsum(dim=-1)
-    token = found * 512 + torch.searchsorted(within, unit, right=True)
+    within = (share * all_weights.double()).long().clamp(min=0)
+    within = torch.minimum(within, all_weights - 1)
+    tokens = weights.gather(1, found.unsqueeze(-1).expand(-1, -1, 512)).squeeze(1).cumsum(dim=-1)
+    token = found * 512 + torch.searchsorted(tokens, within, right=True)
     return token.squeeze(-1).clamp(max=vocab - 1)
 
 
