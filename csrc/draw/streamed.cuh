@@ -20,11 +20,14 @@ constexpr std::int64_t streamed_vocab(unsigned threads) {
   return static_cast<std::int64_t>(threads) * kMostSummed;
 }
 
-__device__ __noinline__ unsigned token_from_memory(const DrawArgs& args, std::int64_t r,
-                                                   std::int64_t position, char* memory) {
+// Part of the kernel, for a function would have the rest keep in memory what it needs afterwards;
+// and nothing is left to do then.
+__device__ __forceinline__ void draw_from_memory(const DrawArgs& args, std::int64_t r,
+                                                 std::int64_t position, char* memory) {
   if (threadIdx.x == 0) note_detour();
   __syncthreads();  // others may still use it
-  return drawn_token<false>(args, r, RowParameters(args, r), position, memory);
+  const unsigned token = drawn_token<false>(args, r, RowParameters(args, r), position, memory);
+  if (threadIdx.x == 0) move_on(args, r, static_cast<std::int32_t>(token));
 }
 
 // Each try by a warp; a barrier has to follow.
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
   }
   if (token == Draw::kGivenUp) {
-    token = token_from_memory(args, r, shared.position, reinterpret_cast<char*>(memory));
+    return draw_from_memory(args, r, shared.position, reinterpret_cast<char*>(memory));
   }
   if (threadIdx.x == 0) move_on(args, r, static_cast<std::int32_t>(token));
 }
