@@ -138,10 +138,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
       "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True, "
       "bool fixed_order=False) -> Tensor");
-  // x += W y (+ bias); x times the next norm's weight, and its squares (both empty without)
+  // x += W y (+ bias); x times the next norm's weight, and its squares (both empty without); then
+  // x += ahead
   m.def(
       "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight, "
-      "bool fixed_order=False) -> (Tensor scaled, Tensor squares)");
+      "bool fixed_order=False, Tensor? ahead=None) -> (Tensor scaled, Tensor squares)");
   // rows of an embedding table: x, and for the first norm as linear_residual_
   m.def(
       "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight) -> "
@@ -156,13 +157,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
       "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
       "Tensor");
-  // Ways in which the library of torch can compute out = x weight^T + bias, each a row: [n, 8] on
-  // the CPU
-  m.def("product_algorithms(Tensor x, Tensor weight, Tensor out, Tensor? bias=None) -> Tensor");
-  // out = x weight^T + bias, or out += it, in one of these ways
+  // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
+  m.def("product_algorithms(Tensor x, Tensor weight, Tensor out) -> Tensor");
+  // out = x weight^T, or out += it, in one of these ways
   m.def(
-      "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False, "
-      "Tensor? bias=None) -> ()");
+      "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False) -> ()");
   // the copy engine's description of a weight, to 128 bytes on the CPU
   m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
   // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits

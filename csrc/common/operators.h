@@ -68,7 +68,8 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
                    bool linear_candidate, bool normalize_gates, bool fixed_order);
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
-                                           const MaybeTensor& norm_weight, bool fixed_order);
+                                           const MaybeTensor& norm_weight, bool fixed_order,
+                                           const MaybeTensor& ahead);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight);
 void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
@@ -76,10 +77,9 @@ void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                    const MaybeTensor& ahead, const Tensor& state, const Tensor& slots,
                    bool linear_candidate, bool normalize_gates);
-Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out,
-                          const MaybeTensor& bias);
+Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
-             bool add, const MaybeTensor& bias);
+             bool add);
 void whole_step_map(const Tensor& weight, const Tensor& map);
 Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,

@@ -13,7 +13,7 @@ enum class Epilogue : int {
   plain,     // y
   gelu,      // y Phi(y), exact
   logits,    // y in fp32
-  residual,  // x += y; x times the next norm's weight; sums of squares of x
+  residual,  // x += y; x times the next norm's weight; sums of squares of x; x += ahead
 };
 
 // Rows of x whose squares are summed together; a norm adds these sums up in their order.
@@ -40,6 +40,7 @@ struct LinearArgs : LeftNorm {
   const void* norm_weight = nullptr;  // residual: [channels], of the norm that comes next
   void* scaled = nullptr;             // residual: [tokens, channels], or null
   float* squares_out = nullptr;       // residual: [channels / kSquareRows, tokens], or null
+  const void* ahead = nullptr;        // residual: [channels], added to x after that; or null
 
   float* state = nullptr;  // steps: [num_slots, channels] with rows state_stride apart
   std::int64_t state_stride = 0, num_slots = 0;

@@ -87,13 +87,28 @@ __device__ __forceinline__ void add_bias(const LinearArgs& args, std::int64_t ro
   for (int i = 0; i < kQuad; ++i) y[i] += bias[i];
 }
 
+// Neighbouring channels of the residual stream, with what the next product's bias adds to them.
+template <class T, int kCount>
+__device__ __forceinline__ void store_with_ahead(const LinearArgs& args, std::int64_t channel,
+                                                 std::int64_t offset, Channels<T, kCount> x) {
+  if (args.ahead) {
+    Channels<T, kCount> ahead;
+    ahead.load(static_cast<const T*>(args.ahead) + channel);
+    float total[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[i] = x[i] + ahead[i];
+    x.set(total);
+  }
+  x.store(static_cast<T*>(args.x) + offset);
+}
+
 // The residual stream, and what the norm that comes next needs of it.
 template <class T>
 __device__ __forceinline__ void write_residual(const LinearArgs& args, const Place& at,
                                                float (&y)[kQuad]) {
   Quad<T> x;
   x.set(y);
-  x.store(static_cast<T*>(args.x) + at.offset(args));
+  store_with_ahead(args, at.channel, at.offset(args), x);
   if (!args.scaled) return;
   Quad<T> weight, scaled;
   weight.load(static_cast<const T*>(args.norm_weight) + at.channel);

@@ -175,7 +175,7 @@ struct Tile {
         const bool real = inside && token < args.tokens;
         Channels<T, kOct> x, scaled;
         x.load(reinterpret_cast<const T*>(from));
-        if (real) x.store(static_cast<T*>(args.x) + at);
+        if (real) store_with_ahead(args, channel, at, x);
         if (!args.scaled) continue;
         float sums[2] = {}, y[kOct];  // in the order of write_residual(): of quads
 #pragma unroll

@@ -21,8 +21,8 @@ bool overlap(const Tensor& a, const Tensor& b) {  // both contiguous
   return address(a) < end(b) && address(b) < end(a);
 }
 
-// What the copy engine asks of matrices, and what one access to four two-byte floats does.
-constexpr std::uintptr_t kMatrixAlignment = 16, kVectorAlignment = 8;
+// What the copy engine asks of matrices, and one access to eight two-byte floats of vectors.
+constexpr std::uintptr_t kAlignment = 16;
 
 // x, called x_name, [tokens, inputs], two-byte floats on a GPU, and weight [rows, inputs].
 struct Maps {
@@ -33,27 +33,28 @@ struct Maps {
                   " must be bfloat16 or float16, got ", describe(x));
     check.require(x.dim() == 2 && x.is_contiguous(), x_name, " must be a contiguous matrix, got ",
                   describe(x));
-    aligned(x, x_name, kMatrixAlignment);
+    aligned(x, x_name);
   }
   Maps(const char* op, const Tensor& x, const char* x_name, const Tensor& weight)
       : Maps(op, x, x_name) {
     check.tensor(weight, "weight", x.scalar_type(), {-1, x.size(1)}, "[rows, inputs]");
     check.require(weight.is_contiguous(), "weight must be contiguous");
-    aligned(weight, "weight", kMatrixAlignment);
+    aligned(weight, "weight");
     check.require(x.size(1) % 8 == 0 && x.size(1) > 0, "inputs must be a multiple of 8, got ",
                   x.size(1));
     check.require(weight.size(0) % 8 == 0 && weight.size(0) > 0,
                   "rows of weight must be a multiple of 8, got ", weight.size(0));
   }
 
-  void aligned(const Tensor& t, const char* name, std::uintptr_t bytes) const {
-    check.require(address(t) % bytes == 0, name, " must begin at a multiple of ", bytes, " bytes");
+  void aligned(const Tensor& t, const char* name) const {
+    check.require(address(t) % kAlignment == 0, name, " must begin at a multiple of ", kAlignment,
+                  " bytes");
   }
 
   void rows(const Tensor& vector, const char* name, const Tensor& like, std::int64_t size) const {
     check.tensor(vector, name, like.scalar_type(), {size}, "one number for each row of weight");
     check.require(vector.is_contiguous(), name, " must be contiguous");
-    aligned(vector, name, kVectorAlignment);
+    aligned(vector, name);
   }
 
   LinearArgs args(Epilogue epilogue, const Tensor& x, const Tensor& weight, std::int64_t gates,
@@ -189,15 +190,20 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
 
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
-                                           const MaybeTensor& norm_weight, bool fixed_order) {
+                                           const MaybeTensor& norm_weight, bool fixed_order,
+                                           const MaybeTensor& ahead) {
   const Maps maps("linear_residual_", y, "y", weight);
   LinearArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
   maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
   maps.check.require(x.is_contiguous(), "x is changed in place, so it must be contiguous");
-  maps.aligned(x, "x", kVectorAlignment);
+  maps.aligned(x, "x");
   maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
   args.fixed_order = fixed_order;
   args.x = x.mutable_data_ptr();
+  if (ahead) {
+    maps.rows(*ahead, "ahead", y, args.channels);
+    args.ahead = ahead->const_data_ptr();
+  }
   const Norm norm = prepare_norm(args, maps, y, norm_weight);
   maps.run(args, y, weight, 1);
   return {norm.scaled, norm.squares};

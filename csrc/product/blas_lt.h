@@ -36,8 +36,6 @@ class BlasLt {
   static constexpr int kFloat = 0, kHalf = 2, kBf16 = 14;  // cudaDataType
   static constexpr int kTransposeA = 3;                    // CUBLASLT_MATMUL_DESC_TRANSA
   static constexpr std::int32_t kTransposed = 1;           // CUBLAS_OP_T
-  static constexpr int kEpilogue = 7, kBias = 8;           // ..._EPILOGUE, ..._BIAS_POINTER
-  static constexpr std::int32_t kAddBias = 4;              // CUBLASLT_EPILOGUE_BIAS
   static constexpr int kMostWorkspace = 1;                 // CUBLASLT_MATMUL_PREF_...
   static constexpr int kLeastAlignment[] = {5, 6, 7, 8};   // of A, B, C and D
   static constexpr int kClusterShape = 8;                  // CUBLASLT_ALGO_CONFIG_...

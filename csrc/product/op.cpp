@@ -1,5 +1,4 @@
-// Products of the library by a given one of its algorithms:
-// out [tokens, rows] (+)= x weight^T (+ bias).
+// Products of the library by a given one of its algorithms: out [tokens, rows] (+)= x weight^T.
 //
 // To the library, whose matrices are stored by columns, the weight is the transpose of A, x is B
 // and out is C and D.
@@ -55,8 +54,7 @@ class Described {
 };
 
 struct Product {
-  Product(const char* op, const Tensor& x, const Tensor& weight, const Tensor& out,
-          const MaybeTensor& added)
+  Product(const char* op, const Tensor& x, const Tensor& weight, const Tensor& out)
       : check(op, x, "x"), type(check.dtype(false)) {
     check.require(!x.is_cpu(), "needs a GPU, got ", describe(x));
     check.require(type == Dtype::bf16 || type == Dtype::f16, "x must be bfloat16 or float16, got ",
@@ -71,11 +69,6 @@ struct Product {
     placed(x, "x");
     placed(weight, "weight");
     placed(out, "out");
-    if (added) {
-      check.tensor(*added, "bias", out.scalar_type(), {weight.size(0)}, "[rows], of out's dtype");
-      placed(*added, "bias");
-      bias = added->const_data_ptr();
-    }
   }
 
   void placed(const Tensor& t, const char* name) const {
@@ -88,8 +81,7 @@ struct Product {
 
   Check check;
   Dtype type;
-  bool single;                 // out is float32
-  const void* bias = nullptr;  // or null
+  bool single;  // out is float32
 };
 
 // The same for the library.
@@ -107,12 +99,6 @@ struct Descriptions {
     BlasLt::check(lt.set_product(operation, BlasLt::kTransposeA, &BlasLt::kTransposed,
                                  sizeof BlasLt::kTransposed),
                   "transposed weight");
-    if (!product.bias) return;
-    BlasLt::check(
-        lt.set_product(operation, BlasLt::kEpilogue, &BlasLt::kAddBias, sizeof BlasLt::kAddBias),
-        "a bias");
-    BlasLt::check(lt.set_product(operation, BlasLt::kBias, &product.bias, sizeof product.bias),
-                  "where the bias is");
   }
 
   int type;
@@ -122,9 +108,8 @@ struct Descriptions {
 
 }  // namespace
 
-Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out,
-                          const MaybeTensor& bias) {
-  const Product product("product_algorithms", x, weight, out, bias);
+Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out) {
+  const Product product("product_algorithms", x, weight, out);
   std::vector<BlasAlgorithm> found;
   if (BlasLt::find() && x.size(0) > 0) {
     const BlasLt& lt = library();
@@ -170,8 +155,8 @@ Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& o
 }
 
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
-             bool add, const MaybeTensor& bias) {
-  const Product product("product_", x, weight, out, bias);
+             bool add) {
+  const Product product("product_", x, weight, out);
   product.check.require(algorithm.is_cpu() && algorithm.scalar_type() == ScalarType::Long &&
                             algorithm.dim() == 1 && algorithm.is_contiguous() &&
                             algorithm.numel() * 8 == sizeof(BlasAlgorithm),

@@ -105,10 +105,11 @@ class Chain:
     def middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
         """A Middle of products.py."""
         out, mlp = cast("nn.Linear", layer.cell.out), layer.mlp
-        scaled, squares = self._add(h, out, x, None if mlp is None else mlp.norm.weight)
         if mlp is None:
+            self._add(h, out, x, None)
             return None
-        up = cast("nn.Linear", mlp.up)
+        up, down = cast("nn.Linear", mlp.up), cast("nn.Linear", mlp.down)
+        scaled, squares = self._add(h, out, x, mlp.norm.weight, ahead=down.bias)
         return self._map(scaled, squares, up.weight, up.bias, gelu=True)
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur, normed: bool) -> Stream:
@@ -140,9 +141,14 @@ class Chain:
         return linear_map(x, squares, self._eps, weight, bias, fixed_order=fixed, **how)
 
     def _add(
-        self, y: Tensor, module: nn.Linear, x: Tensor, norm: Tensor | None
+        self,
+        y: Tensor,
+        module: nn.Linear,
+        x: Tensor,
+        norm: Tensor | None,
+        ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order)
+        return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order, ahead)
 
     def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
         mlp = self._layers[index].mlp

@@ -28,7 +28,7 @@ from engine.ops.normed import normed_gelu_, normed_step_
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
 #: layer, h, x -> an MLP's hidden channels, past GELU, or None without one. Adds the out projection
-#: to x, its bias included; that of the MLP's lower half is not its business.
+#: to x, its bias included, and when the MLP's norm has been seen to the bias of its lower half.
 Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 
@@ -85,12 +85,9 @@ class ProductsLM:
     @torch.no_grad()
     def tune_around(self, tokens: Iterable[int]) -> None:
         """The same of so many tokens that are read with a Middle."""
-        mlp = self._layers[0].mlp
         for count in tokens:
             self._products.tune(self._weights("cell.gates"), count)
-            if mlp is not None:
-                bias = cast("nn.Linear", mlp.down).bias
-                self._products.tune(self._weights("mlp.down"), count, add=True, bias=bias)
+            self._products.tune(self._weights("mlp.down"), count, add=True)
         torch.cuda.empty_cache()
 
     def _weights(self, module: str) -> list[Tensor]:
@@ -164,8 +161,7 @@ class ProductsLM:
     def _read(
         self, tokens: Tensor, convolve: _Convolve, recur: _Recur, middle: Middle | None
     ) -> Tensor:
-        """Without a `middle`, kernels between the products add biases to x ahead: `recur` that of
-        the out projection, `_middle` that of the MLP's lower half."""
+        """Without a `middle`, `recur` adds the bias of the out projection to x, ahead of it."""
         x: Tensor = self._model.embedding(tokens)
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
@@ -174,12 +170,12 @@ class ProductsLM:
             y = self._middle(layer, h, x) if middle is None else middle(layer, h, x)
             if layer.mlp is not None and y is not None:
                 down = cast("nn.Linear", layer.mlp.down)
-                self._products.add_(x, y, down.weight, None if middle is None else down.bias)
+                self._products.add_(x, y, down.weight)
         hidden: Tensor = self._model.norm(x)
         return hidden
 
     def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
-        """As a Middle, but for biases (see _read)."""
+        """As a Middle, but for the out projection's bias (see _read)."""
         self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
         if layer.mlp is None:
             return None

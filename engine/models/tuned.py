@@ -27,7 +27,6 @@ class _Shape(NamedTuple):
     inputs: int
     add: bool  # to what is there
     single: bool  # float32, of inputs of 16 bits
-    biased: bool
 
 
 class TunedProducts:
@@ -43,16 +42,13 @@ class TunedProducts:
         *,
         add: bool = False,
         single: bool = False,
-        bias: Tensor | None = None,
     ) -> None:
         """Looks for the quickest way to multiply `tokens` rows with each of `weights`, all of one
-        shape; `bias`, of one of them, stands for all, and only what adds (`add`) has one. Waits for
-        the device."""
-        assert add or bias is None
+        shape. Waits for the device."""
         if not weights:
             return
         first = weights[0]
-        shape = _Shape(tokens, len(first), first.shape[1], add, single, bias is not None)
+        shape = _Shape(tokens, len(first), first.shape[1], add, single)
         if shape in self._chosen or not _fits(shape, first):
             return
         weights = weights[: _enough(first)]
@@ -66,21 +62,16 @@ class TunedProducts:
         def by_torch() -> None:
             for weight in weights:
                 if add:
-                    self.add_(out, x, weight, bias)
+                    self.add_(out, x, weight)
                 else:
                     (self.single if single else self.product)(x, weight)
 
         def by(algorithm: Tensor) -> None:
             for weight in weights:
-                product_(out, x, weight, algorithm, add=add, bias=bias)
+                product_(out, x, weight, algorithm, add=add)
 
-        # Taken to be the same with a bias, a vector more to read: timing costs a start its time.
-        like = self._chosen.get(shape._replace(biased=False))
-        if bias is not None and like is not None and works(partial(by, like)):
-            self._chosen[shape] = like
-            return
         self._chosen[shape] = None
-        found = product_algorithms(x, first, out, bias)
+        found = product_algorithms(x, first, out)
         # The library does not promise that what it names runs.
         algorithms = [one for one in found if works(partial(by, one))]
         quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
@@ -96,15 +87,13 @@ class TunedProducts:
         product_(out, x, weight, algorithm)
         return out
 
-    def add_(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """out [tokens, rows] += x weight^T + bias [rows]."""
-        algorithm = self._algorithm(x, weight, add=True, biased=bias is not None)
+    def add_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        """out [tokens, rows] += x weight^T."""
+        algorithm = self._algorithm(x, weight, add=True)
         if algorithm is None:
-            if bias is not None:
-                out += bias
             out.addmm_(x, weight.t())
         else:
-            product_(out, x, weight, algorithm, add=True, bias=bias)
+            product_(out, x, weight, algorithm, add=True)
 
     def single(self, x: Tensor, weight: Tensor) -> Tensor:
         """As `product`, in float32: sums are not rounded."""
@@ -122,9 +111,8 @@ class TunedProducts:
         *,
         add: bool = False,
         single: bool = False,
-        biased: bool = False,
     ) -> Tensor | None:
-        shape = _Shape(len(x), len(weight), weight.shape[1], add, single, biased)
+        shape = _Shape(len(x), len(weight), weight.shape[1], add, single)
         return self._chosen.get(shape)
 
 

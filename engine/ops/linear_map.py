@@ -6,8 +6,8 @@ factor comes as `x`, written by whoever wrote the residual stream (`linear_resid
 
 Weights are read while the kernel ahead on the stream may still be running, so that kernel must not
 be the one that writes them: a weight is no result of an operator of this library, and whoever has
-just changed weights synchronises before the next call. Matrices begin at multiples of 16 bytes and
-vectors at multiples of 8, as torch allocates them.
+just changed weights synchronises before the next call. Matrices and vectors begin at multiples of
+16 bytes, as torch allocates them.
 """
 
 import torch

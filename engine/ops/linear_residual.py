@@ -14,8 +14,10 @@ def linear_residual_(
     x: Tensor,
     norm_weight: Tensor | None,
     fixed_order: bool = False,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds W y (+ bias) to the residual stream.
+    """Adds W y (+ bias) to the residual stream. What is returned is of x before `ahead` is added:
+    the bias of the product that is added to x next, where the one who multiplies adds none.
 
     Args:
         y: [tokens, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8.
@@ -24,6 +26,7 @@ def linear_residual_(
         x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.
         norm_weight: [channels], of the norm that comes next; None: none does.
         fixed_order: as of `linear_map`.
+        ahead: [channels], added to x, once rounded, when it has been used.
 
     Returns:
         x * norm_weight [tokens, channels] in x's dtype, and float32 [channels / 64, tokens], the
@@ -33,13 +36,13 @@ def linear_residual_(
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
     scaled, squares = torch.ops.minserve.linear_residual_(
-        y, weight, bias, x, norm_weight, fixed_order
+        y, weight, bias, x, norm_weight, fixed_order, ahead
     )
     return scaled, squares
 
 
 def reference(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """The new x, in float64 and functional."""
+    """The new x before `ahead`, in float64 and functional."""
     return x.double() + scaled_product(y, None, 0.0, weight, bias)
 
 
@@ -59,6 +62,7 @@ def _fake(
     x: Tensor,
     norm_weight: Tensor | None,
     fixed_order: bool = False,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, channels = x.shape
     rows = tokens if norm_weight is not None else 0

@@ -12,9 +12,7 @@ from torch import Tensor
 from engine.ops import library  # noqa: F401  (registers the operators)
 
 
-def product_algorithms(
-    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def product_algorithms(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """The ways in which cuBLASLt can compute `product_(out, x, weight, ...)`, its first choice
     first: int64 [n, 8] on the CPU, a row each, in the library's own words: up to eight proposals
     that need no workspace, and each without a cluster of blocks. None where torch has loaded no
@@ -24,62 +22,45 @@ def product_algorithms(
         x: [tokens, inputs], bfloat16 or float16.
         weight: [rows, inputs], of x's dtype.
         out: [tokens, rows], of x's dtype or float32. Nothing is read or written.
-        bias: [rows], of out's dtype, where product_ is given one.
 
     All are contiguous, and they and their rows begin at multiples of 16 bytes.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    found: Tensor = torch.ops.minserve.product_algorithms(x, weight, out, bias)
+    found: Tensor = torch.ops.minserve.product_algorithms(x, weight, out)
     return found
 
 
 def product_(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    algorithm: Tensor,
-    *,
-    add: bool = False,
-    bias: Tensor | None = None,
+    out: Tensor, x: Tensor, weight: Tensor, algorithm: Tensor, *, add: bool = False
 ) -> None:
-    """out = x weight^T + bias, or, with `add`, out += x weight^T + bias; sums in float32.
+    """out = x weight^T, or, with `add`, out += x weight^T; sums in float32.
 
     Args:
-        out, x, weight, bias: as product_algorithms's; out is **changed in place**.
-        algorithm: int64 [8], a row of product_algorithms for tensors of these shapes and dtypes,
-            with or without a bias.
+        out, x, weight: as product_algorithms's; out is **changed in place**.
+        algorithm: int64 [8], a row of product_algorithms for tensors of these shapes and dtypes.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or the algorithm does not;
             NotImplementedError on the CPU.
     """
-    torch.ops.minserve.product_(out, x, weight, algorithm, add, bias)
+    torch.ops.minserve.product_(out, x, weight, algorithm, add)
 
 
-def reference(
-    out: Tensor, x: Tensor, weight: Tensor, *, add: bool = False, bias: Tensor | None = None
-) -> Tensor:
+def reference(out: Tensor, x: Tensor, weight: Tensor, *, add: bool = False) -> Tensor:
     """product_ in float64 and functional."""
     product = x.double() @ weight.double().t()
-    if bias is not None:
-        product = product + bias.double()
     return product + out.double() if add else product
 
 
-def _fake_algorithms(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake_algorithms(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     count = torch.library.get_ctx().new_dynamic_size()
     return torch.empty(count, 8, dtype=torch.int64, device="cpu")
 
 
 def _fake_product(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    algorithm: Tensor,
-    add: bool = False,
-    bias: Tensor | None = None,
+    out: Tensor, x: Tensor, weight: Tensor, algorithm: Tensor, add: bool = False
 ) -> None:
     return None
 

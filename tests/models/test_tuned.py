@@ -23,24 +23,14 @@ class Library:
         monkeypatch.setattr(tuned, "_enough", lambda weight: 6)
         monkeypatch.setattr(tuned, "quickest_of", self.quickest_of)
         self.quickest, self.timed = quickest, 0
-        self.refuses_a_bias: int | None = None  # number of an algorithm
 
     def product_(
-        self,
-        out: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        algorithm: Tensor,
-        *,
-        add: bool = False,
-        bias: Tensor | None = None,
+        self, out: Tensor, x: Tensor, weight: Tensor, algorithm: Tensor, *, add: bool = False
     ) -> None:
         self.calls[int(algorithm)] += 1
-        if int(algorithm) == 1 or (bias is not None and int(algorithm) == self.refuses_a_bias):
+        if int(algorithm) == 1:
             raise RuntimeError("not with these shapes")
         product = x.float() @ weight.float().t()
-        if bias is not None:
-            product += bias.float()
         out.copy_(product + out.float() if add else product)
 
     def quickest_of(self, runs: list[Callable[[], object]]) -> int:
@@ -76,41 +66,6 @@ def test_products_go_the_way_that_was_quickest(
     assert asked == {0: [0, 0, 0], 1: [1, 0, 0], 2: [0, 0, 1]}[quickest]
 
 
-@pytest.mark.parametrize("quickest", [0, 2])
-def test_a_bias_is_another_product(quickest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(monkeypatch, quickest)
-    weight, bias = torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
-    products = TunedProducts()
-    products.tune([weight], 5, add=True, bias=bias)
-    before = library.calls[2]
-    x = torch.randn(5, 8).bfloat16()
-    for added, asks in ((bias, quickest == 2), (None, False)):
-        out = torch.ones(5, 16).bfloat16()
-        products.add_(out, x, weight, added)
-        expected = x.float() @ weight.float().t() + 1 + (0 if added is None else added.float())
-        torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.03)
-        assert library.calls[2] - before == asks
-        before = library.calls[2]
-
-
-def test_with_a_bias_the_algorithm_stays_if_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, bias = torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
-    for runs_with_a_bias in (True, False):
-        library = Library(monkeypatch, 2)  # the last one is the quickest
-        products = TunedProducts()
-        products.tune([weight], 5, add=True)
-        if not runs_with_a_bias:
-            library.refuses_a_bias, library.quickest = 2, 1
-        library.timed = 0
-        products.tune([weight], 5, add=True, bias=bias)
-        assert library.timed == (0 if runs_with_a_bias else 2)  # torch's call and the first
-        calls = library.calls.copy()
-        out = torch.ones(5, 16).bfloat16()
-        library.quickest = 0
-        products.add_(out, torch.randn(5, 8).bfloat16(), weight, bias)
-        assert library.calls[2] - calls[2] == runs_with_a_bias
-
-
 @pytest.mark.parametrize(("rows", "single"), [(66, False), (66, True), (36, False)])
 def test_rows_that_do_not_fit_are_left_to_torch(
     rows: int, single: bool, monkeypatch: pytest.MonkeyPatch
@@ -127,22 +82,16 @@ def test_products(rows: int, tuning: bool) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     weights = torch.randn(8, rows, 256, device="cuda", generator=generator).bfloat16() / 16
     x = torch.randn(300, 256, device="cuda", generator=generator).bfloat16()
-    bias = torch.randn(rows, device="cuda", generator=generator).bfloat16()
     products = TunedProducts()
     if tuning:
         for add, single in ((False, False), (True, False), (False, True)):
             products.tune(list(weights), len(x), add=add, single=single)
-        products.tune(list(weights), len(x), add=True, bias=bias)
     expected = x.double() @ weights[0].double().t()
     close = {"rtol": 2.0**-7, "atol": 2.0**-7}
     torch.testing.assert_close(products.product(x, weights[0]).double(), expected, **close)
     out = torch.ones(300, rows, device="cuda", dtype=torch.bfloat16)
     products.add_(out, x, weights[0])
     torch.testing.assert_close(out.double(), 1 + expected, **close)
-    out.fill_(1)
-    products.add_(out, x, weights[0], bias)
-    twice = {"rtol": 2.0**-6, "atol": 2.0**-6}  # torch's call has the sum rounded in between
-    torch.testing.assert_close(out.double(), 1 + expected + bias.double(), **twice)
     single = products.single(x, weights[0])
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-4)

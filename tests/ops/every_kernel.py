@@ -166,7 +166,7 @@ def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: boo
     stream, _, _ = linear_embed(ids, random(tokens, width, dtype=dtype), norm)
     weight, bias = random(width, inputs, dtype=dtype), random(width, dtype=dtype)
     linear_residual_(x, weight, None, stream, None, fixed)
-    linear_residual_(x, weight, bias, stream, norm, fixed)
+    linear_residual_(x, weight, bias, stream, norm, fixed, bias)
     torch.cuda.synchronize()
 
 

@@ -174,6 +174,14 @@ def test_linear_residual(tokens: int, channels: int, inputs: int) -> None:
         expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
         assert torch.equal(scaled, expected_scaled)
         torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+        ahead = on_gpu(exact(channels, seed=8), dtype)
+        more = before.clone()
+        beside = linear_residual.linear_residual_(y, weight, bias, more, norm, ahead=ahead)
+        assert torch.equal(more, x + ahead)
+        assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
+        more = before.clone()
+        linear_residual.linear_residual_(y, weight, bias, more, None, ahead=ahead)
+        assert torch.equal(more, x + ahead)
         x = before.clone()
         scaled, squares = linear_residual.linear_residual_(y, weight, None, x, None)
         assert scaled.shape == (0, channels) and squares.shape == (0, tokens)
@@ -257,6 +265,7 @@ def test_opcheck() -> None:
         residual = on_gpu(exact(tokens, channels, seed=6), torch.bfloat16)
         given = (x, weight[:channels], bias[:channels], residual, norm)
         check(operators.linear_residual_.default, given)
+        check(operators.linear_residual_.default, (*given, False, bias[channels:]))
         check(operators.linear_embed.default, (slots, weight, norm))
 
 
@@ -285,6 +294,11 @@ def test_bad_arguments_are_told() -> None:
     with pytest.raises(RuntimeError, match="bias must begin"):
         bias = torch.zeros(65, device="cuda", dtype=torch.bfloat16)
         linear_map.linear_map(x, squares, EPS, weight, bias[1:])
+    with pytest.raises(RuntimeError, match="ahead must begin at a multiple of 16"):
+        ahead = torch.zeros(132, device="cuda", dtype=torch.bfloat16)[4:]
+        linear_residual.linear_residual_(x, square, None, x.clone(), None, ahead=ahead)
+    with pytest.raises(RuntimeError, match="ahead must be"):
+        linear_residual.linear_residual_(x, square, None, x.clone(), None, ahead=square[0, :64])
     with pytest.raises(RuntimeError, match="x must begin"):
         linear_map.linear_map(x.flatten()[4:132].view(1, 128), None, EPS, weight)
     with pytest.raises(RuntimeError, match="rows of state must be aligned"):

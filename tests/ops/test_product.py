@@ -17,32 +17,24 @@ def tensors(tokens: int, rows: int, inputs: int, dtype: torch.dtype) -> tuple[Te
     return x, (exact(rows, inputs, seed=2) / inputs**0.5).to("cuda", dtype)
 
 
-@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (300, 768, 1152), (1024, 264, 72)], ids=str)
 def test_every_algorithm(
-    shape: tuple[int, int, int], dtype: torch.dtype, single: bool, add: bool, biased: bool
+    shape: tuple[int, int, int], dtype: torch.dtype, single: bool, add: bool
 ) -> None:
     tokens, rows, _ = shape
     x, weight = tensors(*shape, dtype)
     before = exact(tokens, rows, seed=3).to("cuda", torch.float32 if single else dtype)
-    bias = exact(rows, seed=4).to("cuda", before.dtype) if biased else None
-    expected = reference(before, x, weight, add=add, bias=bias)
-    algorithms = product_algorithms(x, weight, before, bias)
+    expected = reference(before, x, weight, add=add)
+    algorithms = product_algorithms(x, weight, before)
     assert algorithms.dtype == torch.int64 and algorithms.shape[1] == 8 and len(algorithms) > 0
     assert algorithms.device.type == "cpu"
     tolerance = 1e-4 if single else 2.0**-7
-    # Those for products without a bias may run with one.
-    others = product_algorithms(x, weight, before) if biased else algorithms[:0]
-    for algorithm in (*algorithms, *others):
+    for algorithm in algorithms:
         out = before.clone()
-        try:
-            product_(out, x, weight, algorithm, add=add, bias=bias)
-        except RuntimeError:
-            assert biased and (algorithm == others).all(-1).any()
-            continue
+        product_(out, x, weight, algorithm, add=add)
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -86,15 +78,6 @@ def test_what_does_not_fit_is_refused() -> None:
             arguments = (bad[1], bad[2], bad[0]) if call is product_algorithms else bad
             with pytest.raises(RuntimeError, match=message):
                 call(*arguments)
-    for bias, message in (
-        (torch.zeros(31, device="cuda", dtype=x.dtype), "bias must be"),
-        (torch.zeros(32, device="cuda"), "bias must be bfloat16"),
-        (torch.zeros(33, device="cuda", dtype=x.dtype)[1:], "bias must be contiguous, and it"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            product_algorithms(x, weight, out, bias)
-        with pytest.raises(RuntimeError, match=message):
-            product_(out, x, weight, algorithm, bias=bias)
     for wrong in (algorithm[:4], algorithm.cuda(), algorithm.double()):
         with pytest.raises(RuntimeError, match="algorithm must be a row of product_algorithms"):
             product_(out, x, weight, wrong)

@@ -54,6 +54,12 @@ def test_linear_residual(shape: Shape, dtype: torch.dtype) -> None:
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
     linear_residual.linear_residual_(y, weight, bias, alone, None)
     assert torch.equal(alone, x)
+    ahead = on_gpu(exact(channels, seed=8), dtype)
+    more, alone = before.clone(), before.clone()
+    beside = linear_residual.linear_residual_(y, weight, bias, more, norm, ahead=ahead)
+    assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
+    linear_residual.linear_residual_(y, weight, bias, alone, None, ahead=ahead)
+    assert torch.equal(more, x + ahead) and torch.equal(alone, more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
