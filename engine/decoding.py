@@ -149,7 +149,8 @@ class DecodeState:
         else:
             self._upload(plan.decode)
         self._join(plan, drawings)
-        self._at(self._size).cursor.zero_()  # who was here, or joins, has drawn already
+        if plan.decode:
+            self._at(self._size).cursor.zero_()  # who joins has drawn already
         if plan.top >= 0:
             self._told.zero_()
         return self._go(plan)
@@ -175,7 +176,8 @@ class DecodeState:
         first = RESULT_WORD * size
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
-        results.copy_(self._memory[first : first + len(results)], non_blocking=True)
+        # Cursors, which come after the slots, begin again with the next round.
+        ops.fetch_(self._memory[first : first + len(results)], results, size, size)
         if reports is not None:
             reports = reports.to("cpu", non_blocking=True)
         return Round(self._keys, results.view(-1, size), reports)

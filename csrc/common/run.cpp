@@ -14,6 +14,7 @@
 
 #include "../adjust/adjust.h"
 #include "../draw/row_cpu.h"
+#include "../fetch/fetch.h"
 #include "../target_logprobs/target_logprobs.h"
 #include "deal.h"
 
@@ -309,6 +310,20 @@ void run_adjust(const AdjustArgs& args, const Tensor& logits) {
   if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(adjust_kernel, Dtype::f32));
 #ifdef MINSERVE_CUDA
   return cuda::adjust(args, logits.get_device_index(), current_stream(logits));
+#else
+  no_cuda();
+#endif
+}
+
+void run_fetch(const FetchArgs& args, const Tensor& words) {
+  if (args.count == 0) return;
+  if (words.is_cpu()) {
+    std::copy(args.words, args.words + args.count, args.host);
+    std::fill_n(args.words + args.first_zero, args.zeros, 0);
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  return cuda::fetch(args, words.get_device_index(), current_stream(words));
 #else
   no_cuda();
 #endif

@@ -13,6 +13,7 @@ void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 // `logits`: those of the arguments.
 void run_adjust(const AdjustArgs& args, const Tensor& logits);
 void run_draw(const DrawArgs& args, const Tensor& logits);
+void run_fetch(const FetchArgs& args, const Tensor& words);
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 
 #ifdef MINSERVE_CUDA

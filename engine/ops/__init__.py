@@ -9,6 +9,7 @@ from engine.ops.adjust import adjust_
 from engine.ops.conv_scan import conv_scan
 from engine.ops.conv_step import conv_step
 from engine.ops.draw import draw_
+from engine.ops.fetch import fetch_
 from engine.ops.library import SCAN_CHUNK, cpu_isa, cuda_archs, has_cuda_kernels
 from engine.ops.linear_scan import linear_scan
 from engine.ops.mingru_scan import mingru_scan
@@ -33,6 +34,7 @@ __all__ = [
     "cpu_isa",
     "cuda_archs",
     "draw_",
+    "fetch_",
     "has_cuda_kernels",
     "linear_scan",
     "mingru_scan",
