@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -19,22 +18,12 @@ _ALIKE = 1.01  # times that are no further apart tell nothing
 # The device is held up while all that is timed is given to it, or the host's pace would be timed:
 # clocks for each second that this takes, more than a GPU has in one.
 _CLOCKS = 3e9
-
-
-class _Load(NamedTuple):
-    """How what lasts is timed, all in milliseconds but for the factor."""
-
-    least: float  # of a time at once
-    nearly: float  # what is as quick as the quickest but for this factor is timed again
-    until_steady: float  # it runs for so long before its time counts,
-    steady: float  # and for so long while it does
-
-
-# A device may exceed its power for a moment and not for good, and some ways need more of it than
-# others: after some milliseconds the library's products of a thousand rows take up to 6 % longer
-# than at once and the chain's maps no longer. What takes a millisecond can be at the limit after a
-# tenth of a second only. What takes less than all of these may be no quicker than the host is.
-_LOADS = (_Load(1.0, 1.12, 120.0, 60.0), _Load(0.2, 1.05, 60.0, 40.0))
+# What takes so many milliseconds can keep a device at the limit of its power, which it may exceed
+# for a moment and not for good: what is as quick but for this factor is run for so many
+# milliseconds before its time counts, and for so many while it does.
+_LONG = 1.0
+_NEARLY = 1.12
+_UNTIL_STEADY, _STEADY = 120.0, 60.0
 
 
 def quickest_of(runs: Sequence[Run]) -> int:
@@ -45,16 +34,14 @@ def quickest_of(runs: Sequence[Run]) -> int:
 
 def quickest_graph_of(runs: Sequence[Run], *, lasting: bool) -> int:
     """The same of CUDA graphs of them: kernels follow one another sooner there. `lasting`: those
-    that take a fifth of a millisecond or more are compared under a load that lasts, up to half a
-    second for all."""
+    that take a millisecond or more are compared under a load that lasts, a second for all."""
     graphs = _captured(runs)
     times = _times([graph.replay for graph in graphs])
     best = min(times)
-    load = next((load for load in _LOADS if lasting and best >= load.least), None)
-    near = [index for index, time in enumerate(times) if load and time <= best * load.nearly]
-    if load is None or len(near) == 1:
+    near = [index for index, time in enumerate(times) if time <= best * _NEARLY]
+    if not lasting or best < _LONG or len(near) == 1:
         return _first_of_the_best(times)
-    steady = [_lasting_time(graphs[index], times[index], load) for index in near]
+    steady = [_lasting_time(graphs[index], times[index]) for index in near]
     return near[_first_of_the_best(steady)]
 
 
@@ -89,11 +76,11 @@ def _keep_busy(graph: torch.cuda.CUDAGraph, time: float, milliseconds: float) ->
     return count
 
 
-def _lasting_time(graph: torch.cuda.CUDAGraph, about: float, load: _Load) -> float:
+def _lasting_time(graph: torch.cuda.CUDAGraph, about: float) -> float:
     """Milliseconds of a replay among many."""
-    _keep_busy(graph, about, load.until_steady)
+    _keep_busy(graph, about, _UNTIL_STEADY)
     begin = _mark()
-    count = _keep_busy(graph, about, load.steady)
+    count = _keep_busy(graph, about, _STEADY)
     end = _mark()
     end.synchronize()
     time: float = begin.elapsed_time(end) / count

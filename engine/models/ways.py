@@ -25,15 +25,17 @@ class Way(Enum):
 
     CHAIN = auto()
     CHAIN_TO_HEAD = auto()  # which is apart; of steps
-    LIBRARY = auto()
     LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
+    LIBRARY = auto()
     CLUSTERS = auto()  # of blocks, each with all weights: one kernel, or one to a head; of steps
     WIDE_CLUSTERS = auto()  # the same with fewer blocks each and more rows
     WHOLE = auto()  # one kernel; of steps of few rows
     NARROW = auto()  # the same with 8-bit weights
 
 
-OF_THE_LIBRARY = (Way.LIBRARY, Way.LIBRARY_AROUND)
+# Of ways that are alike the first is taken, which is the one that takes less power: the more of a
+# step is the library's the more it takes, and the slower a GPU becomes that is at its limit.
+OF_THE_LIBRARY = (Way.LIBRARY_AROUND, Way.LIBRARY)
 #: Which have a head apart in any case.
 TO_A_HEAD = (Way.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
 OF_FEW = (Way.NARROW, Way.WHOLE)

@@ -23,14 +23,13 @@ def test_the_quickest_is_chosen_and_of_equals_the_first(
 @pytest.mark.parametrize(
     ("times", "lasting", "chosen"),
     [
-        ([0.3, 0.2, 0.19], {}, 2),  # short: as they are
-        ([0.5, 0.49, 0.52], {0: 0.52, 1: 0.56}, 0),  # longer: what lasts, of those that are near
+        ([0.9, 0.8, 0.7], {}, 2),  # short: as they are
         ([2.0, 1.9, 1.8], {0: 2.1, 1: 2.3, 2: 2.4}, 0),  # long: what lasts
         ([2.0, 1.9, 3.0], {0: 2.2, 1: 2.19}, 0),  # what is far behind is not looked at again
         ([3.0, 1.9, 3.0], {}, 1),
     ],
 )
-def test_what_takes_longer_is_compared_under_a_load_that_lasts(
+def test_what_takes_long_is_compared_under_a_load_that_lasts(
     times: list[float], lasting: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Graph:
@@ -43,8 +42,7 @@ def test_what_takes_longer_is_compared_under_a_load_that_lasts(
     graphs = [Graph(number) for number in range(len(times))]
     asked = {}
 
-    def lasting_time(graph: Graph, about: float, load: quickest._Load) -> float:
-        assert load.least <= min(times)
+    def lasting_time(graph: Graph, about: float) -> float:
         asked[graph.number] = about
         return lasting[graph.number]
 
@@ -75,7 +73,7 @@ def test_times() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rounds", [1, 15, 60])  # 60: more than a millisecond
+@pytest.mark.parametrize("rounds", [1, 60])  # 60: more than a millisecond
 def test_graphs_of_what_is_timed(rounds: int) -> None:
     x = torch.zeros(4096, 4096, device="cuda")
 
@@ -84,5 +82,5 @@ def test_graphs_of_what_is_timed(rounds: int) -> None:
 
     assert quickest.quickest_graph_of([times(3), times(1), times(2)], lasting=True) == 1
     assert quickest.quickest_graph_of([times(1), times(3)], lasting=False) == 0
-    if rounds == 60:
-        assert quickest._times([times(1)])[0] > quickest._LOADS[0].least
+    if rounds > 1:
+        assert quickest._times([times(1)])[0] > quickest._LONG
