@@ -35,7 +35,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
   m.impl("report_logprobs_", TORCH_BOX(&minserve::report_logprobs_));
-  m.impl("fetch_", TORCH_BOX(&minserve::fetch_));
+  m.impl("copy_words_", TORCH_BOX(&minserve::copy_words_));
 }
 
 }  // namespace
@@ -87,8 +87,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "report_logprobs_(Tensor logits, Tensor tops, Tensor cursor, Tensor out, Tensor(a!) told, "
       "Tensor(b!) reports) -> ()");
-  // copies words to the host, pinned memory where they are on a GPU; then some of them become 0
-  m.def("fetch_(Tensor(a!) words, Tensor(b!) host, int first_zero=0, int zeros=0) -> ()");
+  // to = source, of which some become 0 then; either may be pinned memory of the host
+  m.def("copy_words_(Tensor(a!) to, Tensor(b!) source, int first_zero=0, int zeros=0) -> ()");
   // minGRU over packed sequences, functional and differentiable
   m.def(
       "mingru_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "

@@ -177,7 +177,7 @@ class DecodeState:
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
         # Cursors, which come after the slots, begin again with the next round.
-        ops.fetch_(self._memory[first : first + len(results)], results, size, size)
+        ops.copy_words_(results, self._memory[first : first + len(results)], size, size)
         if reports is not None:
             reports = reports.to("cpu", non_blocking=True)
         return Round(self._keys, results.view(-1, size), reports)
@@ -197,7 +197,7 @@ class DecodeState:
         size = self._size_for(len(rows))
         staging = self._staging[: FILLED_WORDS * size]
         self._fill(host_columns(staging, size), rows)
-        self._memory[: len(staging)].copy_(staging, non_blocking=True)
+        ops.copy_words_(self._memory[: len(staging)], staging)
         self._keys = [row.key for row in rows]
         self._size = size
 

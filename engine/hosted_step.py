@@ -19,6 +19,7 @@ from engine.adjustments import Adjustments
 from engine.columns import Columns, HostColumns, columns, draw_rows, host_columns
 from engine.graphs import BucketGraphs
 from engine.models.cell import ModelState
+from engine.ops import copy_words_
 from engine.parameters import Parameters
 from engine.reported import report
 from engine.sampler import ROW_WORDS, Drawing, Rows
@@ -97,7 +98,7 @@ class HostedStep:
             tokens=np.array(rows.tokens, np.int64),
         )
         there, given = place.rows
-        there.copy_(given, non_blocking=True)
+        copy_words_(there, given)
         graph = self._graph(self._step_graphs, count)
         if graph is None:
             self._left = self._model.step(place.at.tokens, self._state, place.at.slots)

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.ops import copy_words_
+
 PART_WORDS = 2**16
 PARTS = 4
 
@@ -41,7 +43,7 @@ class Ring:
         here = slice(self._at, self._at + len(values))
         self._array[here] = values
         there = self._there[here]
-        there.copy_(self._host[here], non_blocking=True)
+        copy_words_(there, self._host[here])
         self._at += len(values)
         return there
 

@@ -26,6 +26,7 @@ from engine.adjustments import Adjustments
 from engine.columns import Columns, HostColumns, columns, draw_rows, host_columns
 from engine.graphs import MOST_PADDING, BucketGraphs
 from engine.models.cell import ModelState
+from engine.ops import copy_words_
 from engine.parameters import Parameters
 from engine.plan import PrefillChunk
 from engine.reported import report
@@ -209,7 +210,7 @@ class PromptStep:
             place = self._places[size]
             self._turn = 1 - self._turn
             self._fill(place.given[self._turn], chunks, draw)
-            place.memory.copy_(place.hosts[self._turn], non_blocking=True)
+            copy_words_(place.memory, place.hosts[self._turn])
             self._graphs[size.sequences].replay(size.tokens)
             inputs = place.inputs
             hidden, logits = self._hidden[:tokens], self._logits[:rows]

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from engine import checkpoint, device
+from engine import checkpoint, device, ops
 from engine.adjustments import Adjustments
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
@@ -356,15 +356,19 @@ def _fetch(
     drawings: Sequence[Drawing], scores: Tensor | None, exports: dict[int, Tensor]
 ) -> _Results:
     draws = [
-        _Draws(
-            one.tokens.to("cpu", non_blocking=True),
-            None if one.reported is None else one.reported.to_host(),
-        )
+        _Draws(_on_host(one.tokens), None if one.reported is None else one.reported.to_host())
         for one in drawings
     ]
     if scores is not None:
         scores = scores.to("cpu", non_blocking=True)
     return _Results(draws, scores, exports)
+
+
+def _on_host(tokens: Tensor) -> Tensor:
+    """Once the device has done what it was given; whoever has this keeps it until then."""
+    host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+    ops.copy_words_(host, tokens)
+    return host
 
 
 def _by_row(draws: Sequence[_Draws]) -> tuple[list[int], dict[int, Reports]]:

@@ -6,9 +6,9 @@
 namespace minserve {
 
 struct AdjustArgs;   // adjust/adjust.h
+struct CopyArgs;     // copy_words/copy_words.h
 struct DrawArgs;     // draw/draw.h
 struct DrawKernels;  // draw/draw.h
-struct FetchArgs;    // fetch/fetch.h
 struct TargetArgs;   // target_logprobs/target_logprobs.h
 // Do rows [begin, end) on the CPU.
 using AdjustFn = void (*)(const AdjustArgs&, std::int64_t begin, std::int64_t end);
@@ -47,8 +47,8 @@ void conv(const ConvArgs& args, Dtype dtype, int device, void* stream);
 void adjust(const AdjustArgs& args, int device, void* stream);
 void draw(const DrawArgs& args, int device, void* stream);
 void draw_best(const DrawArgs& args, int device, void* stream);
-// Throws if the device cannot write to the host's memory.
-void fetch(FetchArgs args, int device, void* stream);
+// Throws if the device does not see the host's memory.
+void copy_words(CopyArgs args, int device, void* stream);
 void target_logprobs(const TargetArgs& args, int device, void* stream);
 }  // namespace cuda
 #endif

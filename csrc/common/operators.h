@@ -48,7 +48,8 @@ void draw_(const Tensor& logits, const Tensor& tokens, const Tensor& slots, cons
 Tensor target_logprobs(const Tensor& logits, const Tensor& targets, std::int64_t top);
 void report_logprobs_(const Tensor& logits, const Tensor& tops, const Tensor& cursor,
                       const Tensor& out, const Tensor& told, const Tensor& reports);
-void fetch_(const Tensor& words, const Tensor& host, std::int64_t first_zero, std::int64_t zeros);
+void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero,
+                 std::int64_t zeros);
 Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
                const Tensor& cell, const MaybeTensor& conv);
 Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,

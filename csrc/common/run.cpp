@@ -13,8 +13,8 @@
 #endif
 
 #include "../adjust/adjust.h"
+#include "../copy_words/copy_words.h"
 #include "../draw/row_cpu.h"
-#include "../fetch/fetch.h"
 #include "../target_logprobs/target_logprobs.h"
 #include "deal.h"
 
@@ -315,15 +315,15 @@ void run_adjust(const AdjustArgs& args, const Tensor& logits) {
 #endif
 }
 
-void run_fetch(const FetchArgs& args, const Tensor& words) {
+void run_copy_words(const CopyArgs& args, const Tensor& like) {
   if (args.count == 0) return;
-  if (words.is_cpu()) {
-    std::copy(args.words, args.words + args.count, args.host);
-    std::fill_n(args.words + args.first_zero, args.zeros, 0);
+  if (like.is_cpu()) {
+    std::copy(args.from, args.from + args.count, args.to);
+    std::fill_n(args.from + args.first_zero, args.zeros, 0);
     return;
   }
 #ifdef MINSERVE_CUDA
-  return cuda::fetch(args, words.get_device_index(), current_stream(words));
+  return cuda::copy_words(args, like.get_device_index(), current_stream(like));
 #else
   no_cuda();
 #endif

@@ -13,7 +13,8 @@ void run_conv(const ConvArgs& args, Dtype dtype, const Tensor& like);
 // `logits`: those of the arguments.
 void run_adjust(const AdjustArgs& args, const Tensor& logits);
 void run_draw(const DrawArgs& args, const Tensor& logits);
-void run_fetch(const FetchArgs& args, const Tensor& words);
+// `like` is on the device that copies.
+void run_copy_words(const CopyArgs& args, const Tensor& like);
 void run_target_logprobs(const TargetArgs& args, const Tensor& logits);
 
 #ifdef MINSERVE_CUDA

@@ -8,8 +8,8 @@ the number of gates alone and are written once, in scan_train.
 from engine.ops.adjust import adjust_
 from engine.ops.conv_scan import conv_scan
 from engine.ops.conv_step import conv_step
+from engine.ops.copy_words import copy_words_
 from engine.ops.draw import draw_
-from engine.ops.fetch import fetch_
 from engine.ops.library import SCAN_CHUNK, cpu_isa, cuda_archs, has_cuda_kernels
 from engine.ops.linear_scan import linear_scan
 from engine.ops.mingru_scan import mingru_scan
@@ -31,10 +31,10 @@ __all__ = [
     "adjust_",
     "conv_scan",
     "conv_step",
+    "copy_words_",
     "cpu_isa",
     "cuda_archs",
     "draw_",
-    "fetch_",
     "has_cuda_kernels",
     "linear_scan",
     "mingru_scan",
