@@ -65,6 +65,11 @@ class _Results(NamedTuple):
     scores: Tensor | None  # reports of all targets
     exports: dict[int, Tensor]  # by ticket
 
+    @property
+    def any(self) -> bool:
+        """Whether there is something on its way."""
+        return bool(self.draws or self.exports) or self.scores is not None
+
 
 class _Read(NamedTuple):
     """What reading a plan's chunks gives; rows are those of the chunks with `sample`."""
@@ -283,7 +288,7 @@ class Runner:
         exports = self._places.export(plan.exports)
         results = _fetch(drawings, scores, exports)
         # A mark takes the device a microsecond.
-        done = self._marks.set() if drawings or scores is not None or exports else end
+        done = self._marks.set() if results.any else end
         return Pending(plan, results, rows.keys, hosted, round, 0.0, begin, middle, end, done)
 
     def is_done(self, pending: Pending) -> bool:

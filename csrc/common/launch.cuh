@@ -12,8 +12,11 @@ namespace cuda {
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // what is said here is not the next launch's error
+  // What stays for all that has lost the device to this process. torch says "CUDA error" then.
+  const bool lost = cudaGetLastError() != cudaSuccess;
   throw std::runtime_error(
-      std::string("minserve: ") + what + ": " + cudaGetErrorString(error) +
+      std::string("minserve: ") + what + (lost ? ": CUDA error: " : ": ") +
+      cudaGetErrorString(error) +
       (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction
            ? " (built for other GPUs: set MINSERVE_CUDA_ARCHS and build again)"
            : ""));

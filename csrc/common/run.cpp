@@ -318,8 +318,8 @@ void run_adjust(const AdjustArgs& args, const Tensor& logits) {
 void run_copy_words(const CopyArgs& args, const Tensor& like) {
   if (args.count == 0) return;
   if (like.is_cpu()) {
-    std::copy(args.from, args.from + args.count, args.to);
-    std::fill_n(args.from + args.first_zero, args.zeros, 0);
+    std::copy(args.source, args.source + args.count, args.to);
+    std::fill_n(args.source + args.first_zero, args.zeros, 0);
     return;
   }
 #ifdef MINSERVE_CUDA

@@ -7,10 +7,10 @@ namespace minserve {
 
 struct CopyArgs {
   std::int32_t* to = nullptr;  // [count]
-  std::int32_t* from = nullptr;
+  std::int32_t* source = nullptr;
   std::int64_t count = 0;
-  std::int64_t first_zero = 0, zeros = 0;  // words of `from` that are 0 afterwards
-  bool to_host = false, from_host = false;
+  std::int64_t first_zero = 0, zeros = 0;  // words of the source that are 0 afterwards
+  bool to_on_host = false, source_on_host = false;
 };
 
 }  // namespace minserve

@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kCopyThreads)
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kCopyThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x;
        i < args.count; i += stride) {
-    args.to[i] = args.from[i];
-    if (i >= args.first_zero && i - args.first_zero < args.zeros) args.from[i] = 0;
+    args.to[i] = args.source[i];
+    if (i >= args.first_zero && i - args.first_zero < args.zeros) args.source[i] = 0;
   }
 }
 

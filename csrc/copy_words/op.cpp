@@ -9,10 +9,10 @@ void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero
                  std::int64_t zeros) {
   const Tensor& on_device = to.is_cpu() ? source : to;
   const Check check("copy_words_", on_device, to.is_cpu() ? "source" : "to");
-  check.require((source.scalar_type() == ScalarType::Int ||
-                 source.scalar_type() == ScalarType::Long) &&
-                    source.dim() == 1 && source.is_contiguous(),
-                "source must be contiguous int32 or int64 [count], got ", describe(source));
+  check.require(
+      (source.scalar_type() == ScalarType::Int || source.scalar_type() == ScalarType::Long) &&
+          source.dim() == 1 && source.is_contiguous(),
+      "source must be contiguous int32 or int64 [count], got ", describe(source));
   check.require(to.scalar_type() == source.scalar_type() && to.dim() == 1 && to.is_contiguous() &&
                     to.size(0) == source.size(0),
                 "to must be contiguous [", source.size(0), "] of source's dtype, got ",
@@ -21,15 +21,20 @@ void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero
                 "zeros must be among the ", source.size(0), " of source, got ", zeros, " from ",
                 first_zero, " on");
   if (!to.is_cpu() && !source.is_cpu()) check.same_device(source, "source");
+  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const std::int64_t bytes = source.size(0) * (source.scalar_type() == ScalarType::Long ? 8 : 4);
+  check.require(
+      bytes == 0 || begin(to) + bytes <= begin(source) || begin(source) + bytes <= begin(to),
+      "to must not share memory with source");
   const std::int64_t words = source.scalar_type() == ScalarType::Long ? 2 : 1;
   CopyArgs args;
   args.to = static_cast<std::int32_t*>(to.mutable_data_ptr());
-  args.from = static_cast<std::int32_t*>(source.mutable_data_ptr());
+  args.source = static_cast<std::int32_t*>(source.mutable_data_ptr());
   args.count = source.size(0) * words;
   args.first_zero = first_zero * words;
   args.zeros = zeros * words;
-  args.to_host = to.is_cpu();
-  args.from_host = source.is_cpu();
+  args.to_on_host = to.is_cpu();
+  args.source_on_host = source.is_cpu();
   run_copy_words(args, on_device);
 }
 

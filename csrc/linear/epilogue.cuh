@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_residual(const LinearArgs& args, const Pla
   if (!args.scaled) return;
   Quad<T> weight, scaled;
   weight.load(static_cast<const T*>(args.norm_weight) + at.channel);
-  // Of x as it was written: rounded.
+  // Of x rounded, before what is added ahead.
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) {

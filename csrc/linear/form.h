@@ -16,6 +16,7 @@ enum class Form {
   wide_64_64,
   wide_128_64,
   wide_192_64,
+  wide_192_96,
   wide_128_128,
   wide_192_128,
   wide_256_128,

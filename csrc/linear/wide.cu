@@ -71,6 +71,7 @@ struct Call {
   void launch_form(const Choice& choice) const {
     if (choice.turns > 1) return launch_turns<T, kGates>(choice.form);
     if (choice.form == Form::wide_192_64) return launch<WideShape<T, kGates, 3, 1, 64>>();
+    if (choice.form == Form::wide_192_96) return launch<WideShape<T, kGates, 3, 1, 96>>();
     if constexpr (kGates < 3) {
       switch (choice.form) {
         case Form::wide_64_64:

@@ -16,10 +16,10 @@ struct WideForm {
 constexpr WideForm kWideForms[] = {
     {Form::wide_256_128, 256, 128, 1}, {Form::wide_192_128, 192, 128, 1},
     {Form::wide_128_128, 128, 128, 1}, {Form::wide_128_128, 128, 128, 2},
-    {Form::wide_192_64, 192, 64, 1},   {Form::wide_128_64, 128, 64, 1},
-    {Form::wide_128_64, 128, 64, 2},   {Form::wide_64_64, 64, 64, 1},
-    {Form::wide_64_64, 64, 64, 2},     {Form::wide_64_64, 64, 64, 4},
-    {Form::wide_64_32, 64, 32, 1},
+    {Form::wide_192_96, 192, 96, 1},   {Form::wide_192_64, 192, 64, 1},
+    {Form::wide_128_64, 128, 64, 1},   {Form::wide_128_64, 128, 64, 2},
+    {Form::wide_64_64, 64, 64, 1},     {Form::wide_64_64, 64, 64, 2},
+    {Form::wide_64_64, 64, 64, 4},     {Form::wide_64_32, 64, 32, 1},
 };
 
 // Fitted to measurements like choice.h: of maps of 6 million to 1.3 billion weights' models, in

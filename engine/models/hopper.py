@@ -123,7 +123,6 @@ class HopperLM:
         for_products = [n for n in (*timed_rows, *timed_prompts) if n > FEWEST_OF_THE_LIBRARY]
         heads = [n for n in timed_rows if n > FEWEST_OF_THE_LIBRARY]
         self._products.tune(for_products, [*heads, *logits])
-        self._products.tune_around(for_products)
         for found, read, sizes, ways_of in (
             (self._ways_of_few, self._step, few_rows, self._possible_ways_of_few),
             (self._ways_of_steps, self._step, timed_rows, self._possible_ways),
@@ -158,7 +157,9 @@ class HopperLM:
         return [way for way in OF_FEW if rows <= self._most_rows_of(way)]
 
     def _possible_ways(self, rows: int) -> list[Way]:
-        """Of a step of any number of rows."""
+        """Of a step of any number of rows. Of ways that are alike the first is taken, so the chain
+        comes before the library: the more of a step is the library's the more power it takes, and
+        the slower a GPU becomes that is at its limit."""
         ways = [Way.CHAIN]
         if rows > FEWEST_OF_THE_LIBRARY:
             ways += TO_A_HEAD

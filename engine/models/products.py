@@ -28,7 +28,7 @@ from engine.ops.normed import normed_gelu_, normed_step_
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
 #: layer, h, x -> an MLP's hidden channels, past GELU, or None without one. Adds the out projection
-#: to x, its bias included, and when the MLP's norm has been seen to the bias of its lower half.
+#: to x, its bias included, and, when the MLP's norm has been seen to, the bias of its lower half.
 Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 

@@ -105,12 +105,7 @@ class TunedProducts:
         return out
 
     def _algorithm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        add: bool = False,
-        single: bool = False,
+        self, x: Tensor, weight: Tensor, *, add: bool = False, single: bool = False
     ) -> Tensor | None:
         shape = _Shape(len(x), len(weight), weight.shape[1], add, single)
         return self._chosen.get(shape)

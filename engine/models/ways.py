@@ -33,8 +33,6 @@ class Way(Enum):
     NARROW = auto()  # the same with 8-bit weights
 
 
-# Of ways that are alike the first is taken, which is the one that takes less power: the more of a
-# step is the library's the more it takes, and the slower a GPU becomes that is at its limit.
 OF_THE_LIBRARY = (Way.LIBRARY_AROUND, Way.LIBRARY)
 #: Which have a head apart in any case.
 TO_A_HEAD = (Way.CHAIN_TO_HEAD, *OF_THE_LIBRARY)

@@ -26,7 +26,7 @@ def linear_residual_(
         x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.
         norm_weight: [channels], of the norm that comes next; None: none does.
         fixed_order: as of `linear_map`.
-        ahead: [channels], added to x, once rounded, when it has been used.
+        ahead: [channels], added to the rounded x after the next norm's inputs have been taken.
 
     Returns:
         x * norm_weight [tokens, channels] in x's dtype, and float32 [channels / 64, tokens], the

@@ -50,6 +50,8 @@ Known known(Form form) {
       return {"wide_128_64", 64, 2, {false, true, true, false}};
     case Form::wide_192_64:
       return {"wide_192_64", 64, 1, {false, true, true, true}};
+    case Form::wide_192_96:
+      return {"wide_192_96", 96, 1, {}};
     case Form::wide_128_128:
       return {"wide_128_128", 128, 2, {false, true, true, false}};
     case Form::wide_192_128:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.graphs import buckets
-from engine.models.ways import Way, nearest, to_be_timed
+from engine.models.hopper import _possible_ways_of_prompts
+from engine.models.ways import TO_A_HEAD, Way, nearest, to_be_timed
 
 
 def test_powers_of_two_and_the_largest_are_timed() -> None:
@@ -57,3 +58,9 @@ def test_a_way_with_a_limit_takes_no_more_rows() -> None:
 def test_nothing_found() -> None:
     assert nearest({}, 64, Way.LIBRARY) is Way.LIBRARY
     assert nearest({64: Way.CHAIN}, 0, Way.LIBRARY) is Way.LIBRARY
+
+
+def test_of_ways_that_are_alike_the_one_with_less_of_the_library_comes_first() -> None:
+    assert TO_A_HEAD == (Way.CHAIN_TO_HEAD, Way.LIBRARY_AROUND, Way.LIBRARY)
+    assert _possible_ways_of_prompts(33) == [Way.CHAIN, Way.LIBRARY_AROUND, Way.LIBRARY]
+    assert _possible_ways_of_prompts(32) == [Way.CHAIN]

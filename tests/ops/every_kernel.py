@@ -59,6 +59,7 @@ MAPS = (
     (8576, 72, (66,)),
     (8704, 72, (33, 66)),
     (10176, 72, (260,)),
+    (10592, 72, (193,)),
     (11328, 72, (130,)),
     (16904, 64, (1, 9, 31, 64, 65)),
 )
@@ -139,6 +140,14 @@ def drawing(vocab: int, rows: int) -> None:
         rows_of(params, "cuda").draw_best(best_of(logits))
         targets = torch.randint(vocab, (rows,), device="cuda")
         ops.target_logprobs(logits, targets)
+
+
+def copying(count: int) -> None:
+    words = torch.arange(count, dtype=torch.int32, device="cuda")
+    host = torch.zeros(count, dtype=torch.int32, pin_memory=True)
+    ops.copy_words_(host, words, 1, count // 2)
+    ops.copy_words_(words, host)
+    torch.cuda.synchronize()
 
 
 def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: bool) -> None:
@@ -250,6 +259,8 @@ def main() -> None:
             linear(40, dtype, time_contiguous, reverse)
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
         drawing(vocab, rows)
+    for count in (3, 300_000):  # threads have one word, or more
+        copying(count)
     for (width, channels), gates in itertools.product(
         ((8, 8), (72, 200), (64, 16392), (9000, 72)), (2, 3)
     ):

@@ -69,6 +69,8 @@ def test_a_graph_of_it_replays_and_an_event_tells_when_it_is_there() -> None:
 @pytest.mark.gpu
 def test_the_host_is_read_when_it_is_the_turn_of_the_copy() -> None:
     host, numbers = words(300, "pinned"), torch.zeros(300, dtype=torch.int32, device="cuda")
+    copy_words_(numbers, host)  # loads the kernel
+    torch.cuda.synchronize()
     torch.cuda._sleep(20_000_000)
     copy_words_(numbers, host)
     host.fill_(5)
@@ -78,6 +80,7 @@ def test_the_host_is_read_when_it_is_the_turn_of_the_copy() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_fit_is_refused(device: str) -> None:
     source, to = words(8, device), words(9, "pinned" if device == "cuda" else device)[:8]
+    both = words(12, device)
     before = to.clone()
     for bad, message in (
         ((to, source.float()), "source must be contiguous int32 or int64"),
@@ -85,6 +88,10 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         ((to[:4], source[::2]), "source must be"),
         ((to[:7], source), r"to must be contiguous \[8\] of source's dtype"),
         ((to.long(), source), "to must be"),
+        ((to.view(2, 4), source), "to must be"),
+        ((words(16, "cpu")[::2], source), "to must be"),
+        ((source, source), "to must not share memory"),
+        ((both[:8], both[4:]), "to must not share memory"),
         ((to, source, 3, 6), "zeros must be among the 8 of source, got 6 from 3 on"),
         ((to, source, -1, 2), "zeros must be"),
         ((to, source, 0, -1), "zeros must be"),

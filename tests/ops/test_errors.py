@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -149,3 +151,33 @@ def test_slots_out_of_range_are_skipped_on_cuda(name: str) -> None:
 def test_serving_operators_refuse_other_devices() -> None:
     args = _with("mingru_step", "meta", 2, int32(0, 1, 2, 3, 4))
     assert call("mingru_step")(*args).device.type == "meta"  # shapes only, nothing is computed
+
+
+_LOST = """
+import torch
+from engine.ops import copy_words_, mingru_step
+words, host = torch.zeros(8, dtype=torch.int32, device="cuda"), torch.zeros(8).int().pin_memory()
+pre, state = torch.zeros(1, 8, device="cuda"), torch.zeros(1, 4, device="cuda")
+copy_words_(host, words), mingru_step(pre, state, words[:1], False)
+torch.cuda.synchronize()
+try:
+    torch.zeros(3, device="cuda")[torch.full((1,), 5, device="cuda")]
+    torch.cuda.synchronize()
+except RuntimeError:
+    pass
+for call in (
+    lambda: copy_words_(host, words), lambda: mingru_step(pre, state, words[:1], False)
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.gpu
+def test_a_lost_device_is_told_from_bad_arguments() -> None:
+    """By the words that torch uses, which the engine looks for."""
+    done = subprocess.run([sys.executable, "-c", _LOST], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("CUDA error" in line for line in lines), done

@@ -291,9 +291,15 @@ def test_bad_arguments_are_told() -> None:
     square = on_gpu(exact(128, 128, seed=1), torch.bfloat16)
     with pytest.raises(RuntimeError, match="share memory"):
         linear_residual.linear_residual_(x, square, None, x, None)
-    with pytest.raises(RuntimeError, match="bias must begin"):
-        bias = torch.zeros(65, device="cuda", dtype=torch.bfloat16)
-        linear_map.linear_map(x, squares, EPS, weight, bias[1:])
+    with pytest.raises(RuntimeError, match="bias must begin at a multiple of 16"):
+        bias = torch.zeros(68, device="cuda", dtype=torch.bfloat16)
+        linear_map.linear_map(x, squares, EPS, weight, bias[4:])
+    with pytest.raises(RuntimeError, match="norm_weight must begin at a multiple of 16"):
+        norm = torch.zeros(132, device="cuda", dtype=torch.bfloat16)[4:]
+        linear_residual.linear_residual_(x, square, None, x.clone(), norm)
+    with pytest.raises(RuntimeError, match="x must begin at a multiple of 16"):
+        flat = torch.zeros(x.numel() + 4, device="cuda", dtype=torch.bfloat16)[4:]
+        linear_residual.linear_residual_(x, square, None, flat.view(x.shape), None)
     with pytest.raises(RuntimeError, match="ahead must begin at a multiple of 16"):
         ahead = torch.zeros(132, device="cuda", dtype=torch.bfloat16)[4:]
         linear_residual.linear_residual_(x, square, None, x.clone(), None, ahead=ahead)
