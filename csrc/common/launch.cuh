@@ -9,11 +9,30 @@
 namespace minserve {
 namespace cuda {
 
+// Whether an error stays: the device is lost to this process.
+inline bool is_sticky(cudaError_t error) {
+  switch (error) {
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorMisalignedAddress:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// torch says "CUDA error", too, where it throws, and the engine looks for these words.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // what is said here is not the next launch's error
-  // What stays for all that has lost the device to this process. torch says "CUDA error" then.
-  const bool lost = cudaGetLastError() != cudaSuccess;
+  const bool lost = is_sticky(error);
   throw std::runtime_error(
       std::string("minserve: ") + what + (lost ? ": CUDA error: " : ": ") +
       cudaGetErrorString(error) +

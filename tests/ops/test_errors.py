@@ -180,4 +180,6 @@ def test_a_lost_device_is_told_from_bad_arguments() -> None:
     """By the words that torch uses, which the engine looks for."""
     done = subprocess.run([sys.executable, "-c", _LOST], capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all("CUDA error" in line for line in lines), done
+    assert len(lines) == 2 and all("CUDA error" in line for line in lines), (
+        done.stdout + done.stderr
+    )
