@@ -48,6 +48,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "target": ("target_driver.cpp", []),
     "adjust": ("adjust_driver.cpp", []),
     "normed": ("normed_driver.cpp", []),
+    "copy": ("copy_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }
 

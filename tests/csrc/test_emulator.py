@@ -176,6 +176,13 @@ NORMED = [
     "--width 2304 --channels 4104 --rows 9 --processors 1 --seeds 6",
 ]
 
+# Threads have a word, or several; all, some and no words become zero.
+COPIED = [
+    "--count 1",
+    "--count 257 --zeros 257 --blocks 1",
+    "--count 1500 --first 300 --zeros 900",
+]
+
 SOUND = ["staged_and_met", "value_as_its_own_flag", "kernel_before_waited_for"]
 DEFECTS = {
     "staged_not_waited_for": "before thread .* has waited for its copy",
@@ -244,6 +251,12 @@ def test_adjust(programs: Path, case: str) -> None:
 @pytest.mark.parametrize("case", NORMED)
 def test_normed(programs: Path, case: str) -> None:
     result = run(programs / "normed", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_copy_words(programs: Path, case: str) -> None:
+    result = run(programs / "copy", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
