@@ -242,7 +242,7 @@ class DecodeState:
                 FILLED_WORDS * size, dtype=torch.int32, pin_memory=self._device.type == "cuda"
             )
             self._fill(host_columns(host, size), known)
-            words = host.to(self._device, non_blocking=True)
+            words = host.to(self._device, non_blocking=True)  # keeps `host` until it has ended
             self._copy_in(words, range(size), size, [rows[row.key] for row in known])
         for drawing in drawings:
             there = [index for index, key in enumerate(drawing.keys) if key in rows]

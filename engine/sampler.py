@@ -93,6 +93,7 @@ class Sampler:
             positions=np.array(rows.positions, np.int64),
             tokens=np.array(rows.tokens, np.int64),
         )
+        # torch's copy keeps that memory until it has ended: buffers of another size are dropped.
         buffers.words.copy_(buffers.host, non_blocking=True)
         at, adjusted = buffers.at, logits
         if allowed is not None or self._adjustments.concern(rows.slots):
