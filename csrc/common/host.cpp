@@ -82,12 +82,24 @@ void Check::tensor(const Tensor& t, const char* name, ScalarType type,
 std::int64_t bytes_of(const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Double:
+    case ScalarType::Long:
       return 8;
     case ScalarType::Float:
+    case ScalarType::Int:
       return 4;
     default:
       return 2;
   }
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto begin = [](const Tensor& t) {
+    return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
+  };
+  const auto end = [&](const Tensor& t) {
+    return begin(t) + static_cast<std::uintptr_t>(t.numel() * bytes_of(t));
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
 }
 
 Stream input_stream(const Tensor& matrix, std::int64_t first) {

@@ -48,8 +48,11 @@ class Check {
   const Tensor& main_;
 };
 
-// Of an element: that of float64, float32 or a two-byte float.
+// Of an element: of eight bytes, of four, or of a two-byte float.
 std::int64_t bytes_of(const Tensor& t);
+
+// Whether they share memory; both contiguous.
+bool overlap(const Tensor& a, const Tensor& b);
 
 // The accumulation type: float64 for float64, else float32.
 ScalarType accumulation_type(Dtype dtype);

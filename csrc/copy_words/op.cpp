@@ -21,12 +21,8 @@ void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero
                 "zeros must be among the ", source.size(0), " of source, got ", zeros, " from ",
                 first_zero, " on");
   if (!to.is_cpu() && !source.is_cpu()) check.same_device(source, "source");
-  const auto begin = [](const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
-  const std::int64_t bytes = source.size(0) * (source.scalar_type() == ScalarType::Long ? 8 : 4);
-  check.require(
-      bytes == 0 || begin(to) + bytes <= begin(source) || begin(source) + bytes <= begin(to),
-      "to must not share memory with source");
-  const std::int64_t words = source.scalar_type() == ScalarType::Long ? 2 : 1;
+  check.require(!overlap(to, source), "to must not share memory with source");
+  const std::int64_t words = bytes_of(source) / 4;
   CopyArgs args;
   args.to = static_cast<std::int32_t*>(to.mutable_data_ptr());
   args.source = static_cast<std::int32_t*>(source.mutable_data_ptr());

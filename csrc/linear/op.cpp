@@ -14,13 +14,6 @@ std::uintptr_t address(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
 }
 
-bool overlap(const Tensor& a, const Tensor& b) {  // both contiguous
-  const auto end = [](const Tensor& t) {
-    return address(t) + static_cast<std::uintptr_t>(t.numel() * bytes_of(t));
-  };
-  return address(a) < end(b) && address(b) < end(a);
-}
-
 // What the copy engine asks of matrices, and one access to eight two-byte floats of vectors.
 constexpr std::uintptr_t kAlignment = 16;
 
