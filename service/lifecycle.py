@@ -155,8 +155,12 @@ class Lifecycle:
         engine back, so what waits for them would take memory without bound."""
         while True:
             await asyncio.sleep(UNREAD_SECONDS)
-            for flight in self.flights:
-                flight.end_if_behind(self.settings.max_unread)
+            self._end_behind()
+
+    def _end_behind(self) -> None:
+        # Not in the loop above, which would hold the last one while it sleeps.
+        for flight in self.flights:
+            flight.end_if_behind(self.settings.max_unread)
 
     async def drain(self, timeout: float) -> None:
         """Takes nothing new and returns when everything in flight has ended, which after `timeout`

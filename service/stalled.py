@@ -70,8 +70,8 @@ async def cut_stalled(
     """Watches over the protocols in `connections`, a live collection, until it is cancelled.
     Seconds: `stall` without a read, `receive` for a request's head. `on_cut` is told why one was
     cut: metrics.CUTS."""
-    while True:
-        await asyncio.sleep(min(stall, receive) / LOOKS)
+
+    def look() -> None:  # not in the loop below, which would hold the last one while it sleeps
         now = asyncio.get_running_loop().time()
         for protocol in list(connections):
             if isinstance(protocol, MeteredProtocol):
@@ -79,3 +79,7 @@ async def cut_stalled(
                     on_cut("late_head")
                 if protocol.transport.cut_if_stalled(now, stall):
                     on_cut("stalled")
+
+    while True:
+        await asyncio.sleep(min(stall, receive) / LOOKS)
+        look()

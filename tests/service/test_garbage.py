@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from engine.delivery import Delivery
+from service import lifecycle, stalled
 from service.errors import ApiError
 from service.flight import Flight
 from tests.service.harness import fake_runner, save_byte_tokenizer
@@ -57,8 +58,10 @@ class Left:
 
 
 @pytest.fixture
-def left() -> Iterator[Left]:
-    """While nothing is collected."""
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
+    """While nothing is collected, and whoever watches over requests and connections sees all."""
+    monkeypatch.setattr(lifecycle, "UNREAD_SECONDS", 0.001)
+    monkeypatch.setattr(stalled, "LOOKS", 10_000)
     gc.collect()
     gc.disable()
     yield Left()
