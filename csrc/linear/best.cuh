@@ -56,7 +56,6 @@ __device__ __forceinline__ std::uint64_t best_of_thread(const BestSums& sums, in
 
 // A warpgroup's part of a tile, whose sums are there: thread t has tokens t / 32 * 16 + t % 32 / 4
 // and the eighth one after it.
-template <class T>
 struct BestTile {
   using S = BestShape;
 
@@ -95,8 +94,8 @@ struct BestTile {
     for (int j = 0; j < S::kColumns / 8; ++j) {
       const int column = thread_column() + 8 * j;
       if (column >= args.channels) continue;
-      Channels<T, 2> bias;
-      bias.load(static_cast<const T*>(args.bias) + column);
+      Channels<bf16, 2> bias;
+      bias.load(static_cast<const bf16*>(args.bias) + column);
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[4 * j + i] += bias[i % 2];
     }
@@ -129,7 +128,6 @@ struct BestTile {
   }
 };
 
-template <class T>
 __global__ void __launch_bounds__(BestShape::kThreads, 1)
     best_kernel(const __grid_constant__ CUtensorMap weight_map,
                 const __grid_constant__ CUtensorMap input_map,
@@ -193,8 +191,8 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
   BestSums sums;
   int slot = 0, turn = 0;
   for (int tile = first; tile < tiles; tile += stride) {
-    const BestTile<T> at{args, tile % pieces * S::kTokens + group * kBlockRows,
-                         tile / pieces * S::kColumns};
+    const BestTile at{args, tile % pieces * S::kTokens + group * kBlockRows,
+                      tile / pieces * S::kColumns};
     float squares[2] = {0.0f, 0.0f};  // added up in their order
     int last = 0;
 #pragma unroll 1
@@ -210,7 +208,7 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
       begin_products();
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {
-        Product<T, S::kColumns>::add(sums, inputs + 2 * k, weights + 2 * k, n > 0 || k > 0);
+        Product<S::kColumns>::add(sums, inputs + 2 * k, weights + 2 * k, n > 0 || k > 0);
       }
       commit_products();
       if (n > 0) {

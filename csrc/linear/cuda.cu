@@ -14,10 +14,9 @@ namespace {
 
 template <class S>
 void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
-                  Dtype dtype, int device, cudaStream_t stream) {
-  const CUtensorMap weights =
-      map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows, dtype);
-  const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
+                  int device, cudaStream_t stream) {
+  const CUtensorMap weights = map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows);
+  const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens);
   static thread_local int asked = -1;  // every device is asked for itself
   if (device != asked) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
@@ -42,8 +41,8 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
   check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
 }
 
-template <class T, int kGates>
-void launch_linear(LinearArgs args, const void* weight, const void* input, Dtype dtype, int device,
+template <int kGates>
+void launch_linear(LinearArgs args, const void* weight, const void* input, int device,
                    cudaStream_t stream) {
   constexpr bool kStepping = kGates > 1;
   constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2;
@@ -51,37 +50,29 @@ void launch_linear(LinearArgs args, const void* weight, const void* input, Dtype
                             ? FixedChooser(args.channels, args.inputs, kGates, args.tokens).choose()
                             : Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
   const auto launch = [&](auto shape) {
-    launch_shape<decltype(shape)>(args, weight, input, choice.parts, dtype, device, stream);
+    launch_shape<decltype(shape)>(args, weight, input, choice.parts, device, stream);
   };
   switch (choice.form) {
     case Form::tokens_8:
-      return launch(LinearShape<T, kGates, kOne, 1, 8>());
+      return launch(LinearShape<kGates, kOne, 1, 8>());
     case Form::tokens_16:
-      return launch(LinearShape<T, kGates, kOne, 1, 16>());
+      return launch(LinearShape<kGates, kOne, 1, 16>());
     case Form::tokens_32:
-      return launch(LinearShape<T, kGates, kOne, 1, 32>());
+      return launch(LinearShape<kGates, kOne, 1, 32>());
     case Form::tokens_64:
-      return launch(LinearShape<T, kGates, kOne, 1, 64, true>());
+      return launch(LinearShape<kGates, kOne, 1, 64, true>());
     case Form::pairs_8:
-      return launch(LinearShape<T, kGates, kTwo, 1, 8>());
+      return launch(LinearShape<kGates, kTwo, 1, 8>());
     case Form::pairs_16:
-      return launch(LinearShape<T, kGates, kTwo, 1, 16>());
+      return launch(LinearShape<kGates, kTwo, 1, 16>());
     case Form::pairs_32:
-      return launch(LinearShape<T, kGates, kTwo, 1, 32>());
+      return launch(LinearShape<kGates, kTwo, 1, 32>());
     case Form::pairs_64:
-      return launch(LinearShape<T, kGates, kTwo, 1, 64>());
+      return launch(LinearShape<kGates, kTwo, 1, 64>());
     default:
       args.turns = choice.turns;
-      return linear_wide(choice, args, weight, input, kGates, dtype, device, stream);
+      return linear_wide(choice, args, weight, input, kGates, device, stream);
   }
-}
-
-template <class T>
-void launch_by_gates(const LinearArgs& args, const void* weight, const void* input, int gates,
-                     Dtype dtype, int device, cudaStream_t stream) {
-  if (gates == 2) return launch_linear<T, 2>(args, weight, input, dtype, device, stream);
-  if (gates == 3) return launch_linear<T, 3>(args, weight, input, dtype, device, stream);
-  launch_linear<T, 1>(args, weight, input, dtype, device, stream);
 }
 
 }  // namespace
@@ -92,24 +83,22 @@ bool linear_supported(int device) {
   return major == 9;
 }
 
-void linear(const LinearArgs& args, const void* weight, const void* input, int gates, Dtype dtype,
-            int device, void* stream) {
+void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
+            void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (dtype == Dtype::bf16)
-    return launch_by_gates<bf16>(args, weight, input, gates, dtype, device, on);
-  launch_by_gates<f16>(args, weight, input, gates, dtype, device, on);
+  if (gates == 2) return launch_linear<2>(args, weight, input, device, on);
+  if (gates == 3) return launch_linear<3>(args, weight, input, device, on);
+  launch_linear<1>(args, weight, input, device, on);
 }
 
-void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream) {
+void embed(const EmbedArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
-  const auto on = static_cast<cudaStream_t>(stream);
   const long long quads = args.channels / kQuad;
   const Grid grid{dim3(static_cast<unsigned>(args.tokens),
                        static_cast<unsigned>((quads + kThreads - 1) / kThreads)),
                   kThreads};
-  if (dtype == Dtype::bf16) return launch_early<&embed_kernel<bf16>>(grid, on, "embedding", args);
-  launch_early<&embed_kernel<f16>>(grid, on, "embedding", args);
+  launch_early<&embed_kernel>(grid, static_cast<cudaStream_t>(stream), "embedding", args);
 }
 
 }  // namespace cuda

@@ -8,7 +8,6 @@
 namespace minserve {
 namespace cuda {
 
-template <class T>
 __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__ EmbedArgs given) {
   let_next_kernel_start();
   const std::int64_t token = blockIdx.x;
@@ -19,8 +18,8 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
   const std::int64_t id = given.ids[token];
   float y[kQuad] = {};
   if (id >= 0 && id < given.vocabulary) {
-    Quad<T> row;
-    row.load(static_cast<const T*>(given.table) + id * given.channels + channel);
+    Quad<bf16> row;
+    row.load(static_cast<const bf16*>(given.table) + id * given.channels + channel);
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) y[i] = row[i];
   }
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
   args.norm_weight = given.norm_weight, args.scaled = given.scaled;
   args.squares_out = given.squares;
   const Place at{static_cast<int>(token), static_cast<int>(channel), 0, 0};
-  write_residual<T>(args, at, y);
+  write_residual(args, at, y);
 }
 
 }  // namespace cuda

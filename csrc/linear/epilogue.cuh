@@ -56,17 +56,17 @@ __device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t
 }
 
 // What is read for a quad before its sums are looked at: the state, or the residual stream.
-template <class T, bool kStepping>
+template <bool kStepping>
 struct Before {
-  Quad<T> x;
+  Quad<bf16> x;
   __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int) {
     if (args.epilogue == Epilogue::residual && at.inside(args)) {
-      x.load(static_cast<const T*>(args.x) + at.offset(args));
+      x.load(static_cast<const bf16*>(args.x) + at.offset(args));
     }
   }
 };
-template <class T>
-struct Before<T, true> {
+template <>
+struct Before<true> {
   Quad<float> state;
   float* row;  // null: a padding row
   __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int slot) {
@@ -77,41 +77,39 @@ struct Before<T, true> {
   }
 };
 
-template <class T>
 __device__ __forceinline__ void add_bias(const LinearArgs& args, std::int64_t row,
                                          float (&y)[kQuad]) {
   if (!args.bias) return;
-  Quad<T> bias;
-  bias.load(static_cast<const T*>(args.bias) + row);
+  Quad<bf16> bias;
+  bias.load(static_cast<const bf16*>(args.bias) + row);
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) y[i] += bias[i];
 }
 
 // Neighbouring channels of the residual stream, with what the next product's bias adds to them.
-template <class T, int kCount>
+template <int kCount>
 __device__ __forceinline__ void store_with_ahead(const LinearArgs& args, std::int64_t channel,
-                                                 std::int64_t offset, Channels<T, kCount> x) {
+                                                 std::int64_t offset, Channels<bf16, kCount> x) {
   if (args.ahead) {
-    Channels<T, kCount> ahead;
-    ahead.load(static_cast<const T*>(args.ahead) + channel);
+    Channels<bf16, kCount> ahead;
+    ahead.load(static_cast<const bf16*>(args.ahead) + channel);
     float total[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) total[i] = x[i] + ahead[i];
     x.set(total);
   }
-  x.store(static_cast<T*>(args.x) + offset);
+  x.store(static_cast<bf16*>(args.x) + offset);
 }
 
 // The residual stream, and what the norm that comes next needs of it.
-template <class T>
 __device__ __forceinline__ void write_residual(const LinearArgs& args, const Place& at,
                                                float (&y)[kQuad]) {
-  Quad<T> x;
+  Quad<bf16> x;
   x.set(y);
   store_with_ahead(args, at.channel, at.offset(args), x);
   if (!args.scaled) return;
-  Quad<T> weight, scaled;
-  weight.load(static_cast<const T*>(args.norm_weight) + at.channel);
+  Quad<bf16> weight, scaled;
+  weight.load(static_cast<const bf16*>(args.norm_weight) + at.channel);
   // Of x rounded, before what is added ahead.
   float sum = 0.0f;
 #pragma unroll
@@ -120,7 +118,7 @@ __device__ __forceinline__ void write_residual(const LinearArgs& args, const Pla
     y[i] = x[i] * weight[i];
   }
   scaled.set(y);
-  scaled.store(static_cast<T*>(args.scaled) + at.offset(args));
+  scaled.store(static_cast<bf16*>(args.scaled) + at.offset(args));
   const unsigned half = 0xffffu << (threadIdx.x % 32 / 16 * 16);
 #pragma unroll
   for (int distance = 8; distance > 0; distance /= 2) {
@@ -132,14 +130,13 @@ __device__ __forceinline__ void write_residual(const LinearArgs& args, const Pla
 }
 
 // One product that no recurrence follows.
-template <class T>
 __device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
-                                       const Before<T, false>& before, float (&y)[kQuad]) {
-  add_bias<T>(args, at.channel, y);
+                                       const Before<false>& before, float (&y)[kQuad]) {
+  add_bias(args, at.channel, y);
   if (args.epilogue == Epilogue::residual) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) y[i] += before.x[i];
-    return write_residual<T>(args, at, y);
+    return write_residual(args, at, y);
   }
   if (args.epilogue == Epilogue::logits) {
     Quad<float> out;
@@ -150,16 +147,16 @@ __device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) y[i] = gelu(y[i]);
   }
-  Quad<T> out;
+  Quad<bf16> out;
   out.set(y);
-  out.store(static_cast<T*>(args.out) + at.offset(args));
+  out.store(static_cast<bf16*>(args.out) + at.offset(args));
 }
 
 // One step from a quad's pre-activations.
-template <class T, template <class> class CellOf>
+template <template <class> class CellOf>
 __device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& at,
-                                          Before<T, true>& before,
-                                          const Quad<T> (&pre)[CellOf<float>::kInputs]) {
+                                          Before<true>& before,
+                                          const Quad<bf16> (&pre)[CellOf<float>::kInputs]) {
   using Cell = CellOf<float>;
   const bool real = before.row != nullptr;
   float h[kQuad];
@@ -182,24 +179,24 @@ __device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& a
     before.state.set(h);
     before.state.store(before.row);
   }
-  Quad<T> out;
+  Quad<bf16> out;
   out.set(h);
-  out.store(static_cast<T*>(args.out) + at.offset(args));
+  out.store(static_cast<bf16*>(args.out) + at.offset(args));
 }
 
 // The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
 // so that stepping differs from scanning by nothing but the order of a product's sums.
-template <class T, template <class> class CellOf>
+template <template <class> class CellOf>
 __device__ __forceinline__ void finish_step(const LinearArgs& args, const Place& at,
-                                            Before<T, true>& before,
+                                            Before<true>& before,
                                             float (&y)[CellOf<float>::kInputs][kQuad]) {
-  Quad<T> pre[CellOf<float>::kInputs];
+  Quad<bf16> pre[CellOf<float>::kInputs];
 #pragma unroll
   for (int gate = 0; gate < CellOf<float>::kInputs; ++gate) {
-    add_bias<T>(args, gate * args.channels + at.channel, y[gate]);
+    add_bias(args, gate * args.channels + at.channel, y[gate]);
     pre[gate].set(y[gate]);
   }
-  step_quad<T, CellOf>(args, at, before, pre);
+  step_quad<CellOf>(args, at, before, pre);
 }
 
 }  // namespace cuda

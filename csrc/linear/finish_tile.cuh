@@ -20,7 +20,6 @@ namespace cuda {
 
 template <class S>
 struct Tile {
-  using T = typename S::Type;
   const LinearArgs& args;
   const CUtensorMap& map;  // of x or out
   const float* scale;      // of this tile's tokens
@@ -45,7 +44,7 @@ struct Tile {
   __device__ __forceinline__ float bias_of(int block, int row) const {
     if (!args.bias) return 0.0f;
     const std::int64_t at = row_of_weight(block, row);
-    return at < S::kGates * args.channels ? to_lane(static_cast<const T*>(args.bias)[at]) : 0.0f;
+    return at < S::kGates * args.channels ? to_lane(static_cast<const bf16*>(args.bias)[at]) : 0.0f;
   }
   // Where sixteen bytes number `chunk` of a staged token are.
   __device__ __forceinline__ static int place(int token, int chunk) {
@@ -118,10 +117,10 @@ struct Tile {
             float high = two[1] * factor.y + bias[half];
             unsigned& word = words[square * 2 + half];
             if (kAdding) {
-              low += number_of(&word, 0, T{});
-              high += number_of(&word, 1, T{});
+              low += number_of(&word, 0, bf16{});
+              high += number_of(&word, 1, bf16{});
             }
-            word = rounded(f(low), f(high), T{});
+            word = rounded(f(low), f(high), bf16{});
           }
         }
         store_turned(address, words);
@@ -164,8 +163,8 @@ struct Tile {
     for (int block = 0; block < kBlocks; ++block) {
       const int channel = first_channel + (group * kBlocks + block) * kBlockRows + chunk * kOct;
       const bool inside = channel < args.channels;
-      Channels<T, kOct> weight;
-      if (args.scaled && inside) weight.load(static_cast<const T*>(args.norm_weight) + channel);
+      Channels<bf16, kOct> weight;
+      if (args.scaled && inside) weight.load(static_cast<const bf16*>(args.norm_weight) + channel);
       const unsigned char* from = staged(group * kBlocks + block) + place(offset, chunk);
       std::int64_t at = (first_token + offset) * args.channels + channel;
 #pragma unroll 4
@@ -173,8 +172,8 @@ struct Tile {
            ++n, from += kStride * kRowBytes, at += kStride * args.channels) {
         const int token = first_token + offset + n * kStride;
         const bool real = inside && token < args.tokens;
-        Channels<T, kOct> x, scaled;
-        x.load(reinterpret_cast<const T*>(from));
+        Channels<bf16, kOct> x, scaled;
+        x.load(reinterpret_cast<const bf16*>(from));
         if (real) store_with_ahead(args, channel, at, x);
         if (!args.scaled) continue;
         float sums[2] = {}, y[kOct];  // in the order of write_residual(): of quads
@@ -184,7 +183,7 @@ struct Tile {
           y[i] = x[i] * weight[i];
         }
         scaled.set(y);
-        if (real) scaled.store(static_cast<T*>(args.scaled) + at);
+        if (real) scaled.store(static_cast<bf16*>(args.scaled) + at);
 #pragma unroll
         for (int distance = 4; distance > 0; distance /= 2) {
           for (float& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -216,7 +215,7 @@ struct Tile {
       }
 #pragma unroll 1
       for (int n = offset; n < kTokens; n += kAhead * kStride) {
-        Before<T, true> before[kAhead];
+        Before<true> before[kAhead];
         Place at[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
@@ -228,17 +227,17 @@ struct Tile {
         for (int i = 0; i < kAhead; ++i) {
           const int own = n + i * kStride;
           if (own >= kTokens || !at[i].inside(args)) continue;
-          Quad<T> pre[S::kGates];
+          Quad<bf16> pre[S::kGates];
 #pragma unroll
           for (int gate = 0; gate < S::kGates; ++gate) {
             const int row = S::kGates == 3 ? quad : gate * kQuads + quad;
             pre[gate].load(
-                reinterpret_cast<const T*>(gates[gate] + place(own, row / 2) + row % 2 * 8));
+                reinterpret_cast<const bf16*>(gates[gate] + place(own, row / 2) + row % 2 * 8));
           }
           if constexpr (S::kGates == 2) {
-            step_quad<T, MinGruCell>(args, at[i], before[i], pre);
+            step_quad<MinGruCell>(args, at[i], before[i], pre);
           } else {
-            step_quad<T, MinLstmCell>(args, at[i], before[i], pre);
+            step_quad<MinLstmCell>(args, at[i], before[i], pre);
           }
         }
       }

@@ -18,9 +18,8 @@ namespace cuda {
 
 // kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
 // blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
-template <class T, int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
+template <int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
 struct LinearShape {
-  using Type = T;
   static constexpr int kGates = kGates_, kBlocks = kBlocks_, kGroups = kGroups_, kTokens = kTokens_;
   static constexpr bool kStepping = kGates > 1;
   static_assert(kBlocks * kGroups % kGates == 0, "a block of rows has all gates of its channels");
@@ -58,7 +57,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                   const __grid_constant__ CUtensorMap input_map,
                   const __grid_constant__ LinearArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using T = typename S::Type;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   __shared__ std::uint64_t full[S::kStages], empty[S::kStages], received;
@@ -167,7 +165,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
             describe_tile(stage + (group * S::kBlocks + block) * S::kTileBytes);
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
-          Product<T, S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
+          Product<S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
         }
       }
       commit_products();
@@ -227,7 +225,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                  static_cast<int>(first_channel) + quad, token, quad};
   };
   Place at = place(threadIdx.x), next = at;
-  Before<T, S::kStepping> before, coming;
+  Before<S::kStepping> before, coming;
   if (threadIdx.x < quads) before.load(args, at, S::kStepping ? slots[at.own_token] : 0);
 #pragma unroll 1
   for (int n = threadIdx.x; n < quads; n += S::kThreads, at = next, before = coming) {
@@ -256,11 +254,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       for (int i = 0; i < kQuad; ++i) y[gate][i] *= factor;
     }
     if constexpr (!S::kStepping) {
-      finish<T>(args, at, before, y[0]);
+      finish(args, at, before, y[0]);
     } else if constexpr (S::kGates == 2) {
-      finish_step<T, MinGruCell>(args, at, before, y);
+      finish_step<MinGruCell>(args, at, before, y);
     } else {
-      finish_step<T, MinLstmCell>(args, at, before, y);
+      finish_step<MinLstmCell>(args, at, before, y);
     }
   }
   __syncwarp();

@@ -14,18 +14,18 @@ namespace cuda {
 bool linear_supported(int device);
 
 // weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
-void linear(const LinearArgs& args, const void* weight, const void* input, int gates, Dtype dtype,
-            int device, void* stream);
+void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
+            void* stream);
 
 // The same in a wide form, which WideChooser has chosen.
 void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
-                 const void* input, int gates, Dtype dtype, int device, void* stream);
+                 const void* input, int gates, int device, void* stream);
 
 // The bests of input [tokens, inputs] times weight [channels, inputs].
-void linear_best(const BestArgs& args, const void* weight, const void* input, Dtype dtype,
-                 int device, void* stream);
+void linear_best(const BestArgs& args, const void* weight, const void* input, int device,
+                 void* stream);
 
-void embed(const EmbedArgs& args, Dtype dtype, int device, void* stream);
+void embed(const EmbedArgs& args, int device, void* stream);
 
 }  // namespace cuda
 #endif

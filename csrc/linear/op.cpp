@@ -14,16 +14,15 @@ std::uintptr_t address(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
 }
 
-// What the copy engine asks of matrices, and one access to eight two-byte floats of vectors.
+// What the copy engine asks of matrices, and one access to eight numbers of vectors.
 constexpr std::uintptr_t kAlignment = 16;
 
-// x, called x_name, [tokens, inputs], two-byte floats on a GPU, and weight [rows, inputs].
+// x, called x_name, [tokens, inputs], bfloat16 on a GPU, and weight [rows, inputs].
 struct Maps {
-  Maps(const char* op, const Tensor& x, const char* x_name)
-      : check(op, x, x_name), dtype(check.dtype(false)) {
+  Maps(const char* op, const Tensor& x, const char* x_name) : check(op, x, x_name) {
     require_hopper(check, x);
-    check.require(dtype == Dtype::bf16 || dtype == Dtype::f16, x_name,
-                  " must be bfloat16 or float16, got ", describe(x));
+    check.require(x.scalar_type() == ScalarType::BFloat16, x_name, " must be bfloat16, got ",
+                  describe(x));
     check.require(x.dim() == 2 && x.is_contiguous(), x_name, " must be a contiguous matrix, got ",
                   describe(x));
     aligned(x, x_name);
@@ -77,12 +76,11 @@ struct Maps {
 
   void run(const LinearArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
     if (args.tokens == 0) return;
-    cuda::linear(args, weight.const_data_ptr(), x.const_data_ptr(), gates, dtype,
-                 x.get_device_index(), current_stream(x));
+    cuda::linear(args, weight.const_data_ptr(), x.const_data_ptr(), gates, x.get_device_index(),
+                 current_stream(x));
   }
 
   Check check;
-  Dtype dtype;
 };
 
 struct Norm {  // what the next norm needs of a residual stream
@@ -143,8 +141,8 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
   Tensor best = torch::stable::new_empty(x, {args.tokens, args.tiles}, ScalarType::Long);
   args.best = static_cast<std::uint64_t*>(best.mutable_data_ptr());
   if (args.tokens > 0) {
-    cuda::linear_best(args, weight.const_data_ptr(), x.const_data_ptr(), maps.dtype,
-                      x.get_device_index(), current_stream(x));
+    cuda::linear_best(args, weight.const_data_ptr(), x.const_data_ptr(), x.get_device_index(),
+                      current_stream(x));
   }
   return best;
 }
@@ -223,7 +221,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tens
   embed.scaled = args.scaled;
   embed.squares = args.squares_out;
   if (args.tokens > 0) {
-    cuda::embed(embed, maps.dtype, table.get_device_index(), current_stream(table));
+    cuda::embed(embed, table.get_device_index(), current_stream(table));
   }
   return {x, norm.scaled, norm.squares};
 }

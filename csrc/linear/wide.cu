@@ -15,19 +15,18 @@ namespace {
 struct Call {
   const LinearArgs& args;
   const void *weight, *input;
-  Dtype dtype;
   int device;
   cudaStream_t stream;
 
   template <class S>
   void launch() const {
     const CUtensorMap weights =
-        map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels, dtype);
-    const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens, dtype);
+        map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels);
+    const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens);
     CUtensorMap side = inputs;
     if (!S::kStepping && args.epilogue != Epilogue::logits) {
       side = map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
-                    args.channels, S::kFinish, dtype);
+                    args.channels, S::kFinish);
     }
     static thread_local int asked = -1;  // every device is asked for itself
     if (device != asked) {
@@ -57,62 +56,57 @@ struct Call {
   }
 
   // Parts of the inputs in turn: WideChooser has chosen one of these.
-  template <class T, int kGates>
+  template <int kGates>
   void launch_turns(Form form) const {
     if constexpr (kGates < 3) {
-      if (form == Form::wide_64_32) return launch<WideShape<T, kGates, 1, 1, 32, 1, true>>();
-      if (form == Form::wide_64_64) return launch<WideShape<T, kGates, 1, 1, 64, 1, true>>();
-      if (form == Form::wide_128_64) return launch<WideShape<T, kGates, 2, 1, 64, 1, true>>();
-      if (form == Form::wide_128_128) return launch<WideShape<T, kGates, 2, 1, 128, 1, true>>();
+      if (form == Form::wide_64_32) return launch<WideShape<kGates, 1, 1, 32, 1, true>>();
+      if (form == Form::wide_64_64) return launch<WideShape<kGates, 1, 1, 64, 1, true>>();
+      if (form == Form::wide_128_64) return launch<WideShape<kGates, 2, 1, 64, 1, true>>();
+      if (form == Form::wide_128_128) return launch<WideShape<kGates, 2, 1, 128, 1, true>>();
     }
-    launch<WideShape<T, kGates, 3, 1, 64, 1, true>>();
+    launch<WideShape<kGates, 3, 1, 64, 1, true>>();
   }
-  template <class T, int kGates>
+  template <int kGates>
   void launch_form(const Choice& choice) const {
-    if (choice.turns > 1) return launch_turns<T, kGates>(choice.form);
-    if (choice.form == Form::wide_192_64) return launch<WideShape<T, kGates, 3, 1, 64>>();
-    if (choice.form == Form::wide_192_96) return launch<WideShape<T, kGates, 3, 1, 96>>();
+    if (choice.turns > 1) return launch_turns<kGates>(choice.form);
+    if (choice.form == Form::wide_192_64) return launch<WideShape<kGates, 3, 1, 64>>();
+    if (choice.form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96>>();
     if constexpr (kGates < 3) {
       switch (choice.form) {
         case Form::wide_64_64:
-          return launch_parts<T, kGates, 1, 64>(choice.parts);
+          return launch_parts<kGates, 1, 64>(choice.parts);
         case Form::wide_128_64:
-          return launch_parts<T, kGates, 2, 64>(choice.parts);
+          return launch_parts<kGates, 2, 64>(choice.parts);
         case Form::wide_128_128:
-          return launch_parts<T, kGates, 2, 128>(choice.parts);
+          return launch_parts<kGates, 2, 128>(choice.parts);
         case Form::wide_256_128:
-          return launch<WideShape<T, kGates, 2, 2, 128>>();
+          return launch<WideShape<kGates, 2, 2, 128>>();
         default:
           break;
       }
     }
-    launch<WideShape<T, kGates, 3, 1, 128>>();
+    launch<WideShape<kGates, 3, 1, 128>>();
   }
-  template <class T, int kGates, int kGroups, int kTokens>
+  template <int kGates, int kGroups, int kTokens>
   void launch_parts(int parts) const {
     if constexpr (kGates == 1) {
-      if (parts == 2) return launch<WideShape<T, 1, kGroups, 1, kTokens, 2>>();
+      if (parts == 2) return launch<WideShape<1, kGroups, 1, kTokens, 2>>();
       if constexpr (kGroups == 1) {
-        if (parts == 4) return launch<WideShape<T, 1, 1, 1, kTokens, 4>>();
+        if (parts == 4) return launch<WideShape<1, 1, 1, kTokens, 4>>();
       }
     }
-    launch<WideShape<T, kGates, kGroups, 1, kTokens>>();
-  }
-  template <class T>
-  void launch_by_gates(const Choice& choice, int gates) const {
-    if (gates == 2) return launch_form<T, 2>(choice);
-    if (gates == 3) return launch_form<T, 3>(choice);
-    launch_form<T, 1>(choice);
+    launch<WideShape<kGates, kGroups, 1, kTokens>>();
   }
 };
 
 }  // namespace
 
 void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
-                 const void* input, int gates, Dtype dtype, int device, void* stream) {
-  const Call call{args, weight, input, dtype, device, static_cast<cudaStream_t>(stream)};
-  if (dtype == Dtype::bf16) return call.launch_by_gates<bf16>(choice, gates);
-  call.launch_by_gates<f16>(choice, gates);
+                 const void* input, int gates, int device, void* stream) {
+  const Call call{args, weight, input, device, static_cast<cudaStream_t>(stream)};
+  if (gates == 2) return call.launch_form<2>(choice);
+  if (gates == 3) return call.launch_form<3>(choice);
+  call.launch_form<1>(choice);
 }
 
 }  // namespace cuda

@@ -23,10 +23,9 @@ namespace cuda {
 
 // kGroups warpgroups of kBlocks blocks of 64 rows each; kParts blocks have a part of the inputs
 // each, and then one tile. kTurns: a block has all inputs and takes parts of them in turn.
-template <class T, int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
+template <int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
           bool kTurns_ = false>
 struct WideShape {
-  using Type = T;
   static constexpr int kGates = kGates_, kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kTokens = kTokens_, kParts = kParts_;
   static constexpr bool kStepping = kGates > 1, kParted = kParts > 1, kTurns = kTurns_;
@@ -101,7 +100,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                 const __grid_constant__ CUtensorMap side_map,  // what is staged: x, or out
                 const __grid_constant__ LinearArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using T = typename S::Type;
   using At = Stage<S::kStages>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
@@ -283,9 +281,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int block = 0; block < S::kBlocks; ++block) {
 #pragma unroll
             for (int k = 0; k < kStep / 16; ++k) {
-              Product<T, S::kTokens>::add(sums[block],
-                                          weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
-                                          inputs + 2 * k, n > since || k > 0);
+              Product<S::kTokens>::add(sums[block],
+                                       weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
+                                       inputs + 2 * k, n > since || k > 0);
             }
           }
           commit_products();

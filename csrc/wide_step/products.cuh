@@ -100,7 +100,7 @@ class Products {
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int high = 0; high < kHigh; ++high) {
-        Product<bf16, kTokens>::add(
+        Product<kTokens>::add(
             sums[high],
             described(weights + (k * kHigh + high) * (kSlabBytes / 16), 2 * kGranule / 16),
             described(inputs + k * 2 * kTokens, kGranule / 16), 1);

@@ -30,7 +30,7 @@ def linear_best(
     """The bests of the logits W x, divided by the norm, plus bias.
 
     Args:
-        x: [rows, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8.
+        x: [rows, inputs], bfloat16, contiguous; inputs a multiple of 8.
         squares, eps: as of `linear_map`. Without them the best is the same but where logits are
             equal or not by rounding.
         weight: [vocabulary and padding, inputs]; rows a multiple of 8. Read before the kernel ahead

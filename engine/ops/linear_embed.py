@@ -14,7 +14,7 @@ def linear_embed(
 
     Args:
         tokens: ids, int32 [tokens]; those out of range give zeros.
-        table: [vocabulary, channels], bfloat16 or float16, contiguous; channels a multiple of 64.
+        table: [vocabulary, channels], bfloat16, contiguous; channels a multiple of 64.
         norm_weight: [channels], of the norm that comes next; None: none does.
 
     Returns:

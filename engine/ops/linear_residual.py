@@ -20,7 +20,7 @@ def linear_residual_(
     the bias of the product that is added to x next, where the one who multiplies adds none.
 
     Args:
-        y: [tokens, inputs], bfloat16 or float16, contiguous; inputs a multiple of 8.
+        y: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8.
         weight: [channels, inputs]; channels a multiple of 64. Read early, as of `linear_map`.
         bias: [channels].
         x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.

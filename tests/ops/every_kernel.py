@@ -79,7 +79,7 @@ TAIL = 5
 TAPS = 4
 
 
-def random(*shape: int, dtype: torch.dtype) -> Tensor:
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
@@ -150,13 +150,13 @@ def copying(count: int) -> None:
     torch.cuda.synchronize()
 
 
-def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: bool) -> None:
+def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
     """No tile divides the channels; a residual stream's are the next multiple of SQUARE_ROWS."""
-    x = random(tokens, inputs, dtype=dtype)
+    x = random(tokens, inputs)
     squares = None
     if inputs % SQUARE_ROWS == 0:
         squares = random(inputs // SQUARE_ROWS, tokens, dtype=torch.float32).square()
-    weight, bias = random(channels, inputs, dtype=dtype), random(channels, dtype=dtype)
+    weight, bias = random(channels, inputs), random(channels)
     linear_map(x, squares, EPS, weight, fixed_order=fixed)
     linear_map(x, squares, EPS, weight, bias, gelu=True, fixed_order=fixed)
     linear_map(x, None, EPS, weight, bias, logits=True, fixed_order=fixed)
@@ -164,36 +164,36 @@ def maps(channels: int, inputs: int, tokens: int, dtype: torch.dtype, fixed: boo
     slots[tokens // 2] = -1
     state = random(tokens + 2, channels, dtype=torch.float32)
     for gates in (2, 3):
-        weight = random(gates * channels, inputs, dtype=dtype)
+        weight = random(gates * channels, inputs)
         linear_step(x, squares, EPS, weight, None, state, slots, fixed_order=fixed)
-        bias = random(gates * channels, dtype=dtype)
+        bias = random(gates * channels)
         linear_step(x, squares, EPS, weight, bias, state, slots, True, gates == 2, fixed)
     width = -(-channels // SQUARE_ROWS) * SQUARE_ROWS
-    norm = random(width, dtype=dtype)
+    norm = random(width)
     ids = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda")
-    linear_embed(ids, random(tokens, width, dtype=dtype), None)
-    stream, _, _ = linear_embed(ids, random(tokens, width, dtype=dtype), norm)
-    weight, bias = random(width, inputs, dtype=dtype), random(width, dtype=dtype)
+    linear_embed(ids, random(tokens, width), None)
+    stream, _, _ = linear_embed(ids, random(tokens, width), norm)
+    weight, bias = random(width, inputs), random(width)
     linear_residual_(x, weight, None, stream, None, fixed)
     linear_residual_(x, weight, bias, stream, norm, fixed, bias)
     torch.cuda.synchronize()
 
 
-def heads(rows: int, inputs: int, channels: int, dtype: torch.dtype) -> None:
+def heads(rows: int, inputs: int, channels: int) -> None:
     """The last row of weight is padding."""
-    x, weight = random(rows, inputs, dtype=dtype), random(channels, inputs, dtype=dtype)
+    x, weight = random(rows, inputs), random(channels, inputs)
     squares = random(-(-inputs // SQUARE_ROWS), rows, dtype=torch.float32).square()
-    for bias in (None, random(channels, dtype=dtype)):
+    for bias in (None, random(channels)):
         for norm in (None, squares):
             linear_best(x, norm, EPS, weight, bias, channels - 1)
 
 
 def normed(width: int, channels: int, gates: int) -> None:
-    rows, dtype = 5, torch.bfloat16
-    x, ahead = random(rows, width, dtype=dtype), random(width, dtype=dtype)
-    y, bias = random(rows, channels, dtype=dtype), random(channels, dtype=dtype)
+    rows = 5
+    x, ahead = random(rows, width), random(width)
+    y, bias = random(rows, channels), random(channels)
     normed_gelu_(x, EPS, y, bias, ahead)
-    pre = random(rows, gates * channels, dtype=dtype)
+    pre = random(rows, gates * channels)
     state = torch.zeros(rows, channels, device="cuda")
     slots = torch.tensor([2, -1, 0, rows, 4], dtype=torch.int32, device="cuda")
     normed_step_(x, EPS, pre, bias.repeat(gates), ahead, state, slots)
@@ -267,15 +267,11 @@ def main() -> None:
         normed(width, channels, gates)
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
         for shapes, fixed in ((MAPS, False), (TURNS, True)):
-            for (channels, inputs, counts), dtype in itertools.product(
-                shapes, (torch.bfloat16, torch.float16)
-            ):
+            for channels, inputs, counts in shapes:
                 for tokens in counts:
-                    maps(channels, inputs, tokens, dtype, fixed)
-        for dtype in (torch.bfloat16, torch.float16):
-            heads(3, 72, 264, dtype)
-            heads(300, 136, 17000, dtype)
-            heads(300, 328, 17000, dtype)
+                    maps(channels, inputs, tokens, fixed)
+        for shape in ((3, 72, 264), (300, 136, 17000), (300, 328, 17000)):
+            heads(*shape)
         whole_steps()
         clustered_steps()
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.ops import linear_map, linear_residual, linear_step
 from tests.ops.helpers import exact
-from tests.ops.test_linear_maps import DTYPES, EPS, close, normed, on_gpu
+from tests.ops.test_linear_maps import EPS, close, normed, on_gpu
 from tests.ops.wide_forms import SHAPES
 
 pytestmark = pytest.mark.gpu
@@ -19,18 +19,17 @@ MAPS = [shape for shape in SHAPES if shape[2] == 1]
 STEPS = [shape for shape in SHAPES if shape[2] > 1]
 
 
-def weights_of(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def weights_of(shape: Shape) -> tuple[Tensor, Tensor]:
     channels, inputs, gates, _ = shape
-    weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=inputs**-0.5), dtype)
-    return weight, on_gpu(exact(gates * channels, seed=3), dtype)
+    weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=inputs**-0.5))
+    return weight, on_gpu(exact(gates * channels, seed=3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", MAPS, ids=str)
-def test_linear_map(shape: Shape, dtype: torch.dtype) -> None:
+def test_linear_map(shape: Shape) -> None:
     _, inputs, _, tokens = shape
-    x, squares = normed(tokens, inputs, dtype)
-    weight, bias = weights_of(shape, dtype)
+    x, squares = normed(tokens, inputs)
+    weight, bias = weights_of(shape)
     for with_bias, gelu, logits in ((None, False, False), (bias, True, False), (bias, False, True)):
         given = x, squares, EPS, weight, with_bias, gelu
         got = linear_map.linear_map(*given, logits)
@@ -38,14 +37,13 @@ def test_linear_map(shape: Shape, dtype: torch.dtype) -> None:
         assert torch.equal(got, linear_map.linear_map(*given, logits))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", MAPS, ids=str)
-def test_linear_residual(shape: Shape, dtype: torch.dtype) -> None:
+def test_linear_residual(shape: Shape) -> None:
     channels, inputs, _, tokens = shape
-    y = on_gpu(exact(tokens, inputs, seed=5), dtype)
-    weight, bias = weights_of(shape, dtype)
-    before = on_gpu(exact(tokens, channels, seed=6), dtype)
-    norm = on_gpu(1 + 0.2 * exact(channels, seed=7), dtype)
+    y = on_gpu(exact(tokens, inputs, seed=5))
+    weight, bias = weights_of(shape)
+    before = on_gpu(exact(tokens, channels, seed=6))
+    norm = on_gpu(1 + 0.2 * exact(channels, seed=7))
     x, alone = before.clone(), before.clone()
     scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
     close(x, linear_residual.reference(y, weight, bias, before))
@@ -54,7 +52,7 @@ def test_linear_residual(shape: Shape, dtype: torch.dtype) -> None:
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
     linear_residual.linear_residual_(y, weight, bias, alone, None)
     assert torch.equal(alone, x)
-    ahead = on_gpu(exact(channels, seed=8), dtype)
+    ahead = on_gpu(exact(channels, seed=8))
     more, alone = before.clone(), before.clone()
     beside = linear_residual.linear_residual_(y, weight, bias, more, norm, ahead=ahead)
     assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
@@ -62,12 +60,11 @@ def test_linear_residual(shape: Shape, dtype: torch.dtype) -> None:
     assert torch.equal(more, x + ahead) and torch.equal(alone, more)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", STEPS, ids=str)
-def test_linear_step(shape: Shape, dtype: torch.dtype) -> None:
+def test_linear_step(shape: Shape) -> None:
     channels, inputs, gates, tokens = shape
-    x, squares = normed(tokens, inputs, dtype)
-    weight, bias = weights_of(shape, dtype)
+    x, squares = normed(tokens, inputs)
+    weight, bias = weights_of(shape)
     rows = tokens + 5
     pool = exact(rows, channels, seed=4).to("cuda", torch.float32)
     slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
@@ -92,9 +89,9 @@ def test_linear_step(shape: Shape, dtype: torch.dtype) -> None:
 def test_replays_are_the_eager_chain(shape: Shape) -> None:
     """Kernels that start before the one ahead of them has ended, in a graph."""
     channels, inputs, _, tokens = shape
-    weight, _ = weights_of(shape, torch.bfloat16)
-    down = on_gpu(exact(inputs, channels, seed=2, scale=0.02), torch.bfloat16)
-    start = on_gpu(exact(tokens, inputs, seed=3), torch.bfloat16)
+    weight, _ = weights_of(shape)
+    down = on_gpu(exact(inputs, channels, seed=2, scale=0.02))
+    start = on_gpu(exact(tokens, inputs, seed=3))
     norm = torch.ones(inputs, device="cuda", dtype=torch.bfloat16)
     x = start.clone()
 
