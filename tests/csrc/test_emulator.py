@@ -49,7 +49,7 @@ ALL_TYPES = [
 ]
 SCANS = [
     (cell, f"{case} --backward {backward} --reverse {backward}")
-    for cell in ("linear", "mingru", "minlstm")
+    for cell in ("linear", "mingru")
     for backward in (0, 1)
     for case in TWO_TYPES + (ALL_TYPES if cell == "mingru" else [])
 ]
@@ -57,6 +57,11 @@ SCANS += [
     (cell, f"{RAGGED} --type {dtype} --channels {channels} --short 128 --blocks 1,7 --seeds 13")
     for cell in ("linear", "mingru", "minlstm")
     for dtype, channels in (("f32", 132), ("bf16", 328))
+]
+SCANS += [
+    pytest.param("minlstm", f"{case} --backward {b} --reverse {b}", marks=pytest.mark.slow)
+    for b in (0, 1)
+    for case in TWO_TYPES
 ]
 SCANS += [
     ("linear", f"{RAGGED} --type bf16 --channels 32 --nan 1 --short 128 --blocks 1,7 --seeds 15"),
@@ -140,7 +145,7 @@ DRAWS = [
     "--kind holes --vocab 9001 --threads 128 --streamed 1 --given-up 1",
     "--kind holes --vocab 3001 --threads 96",
     "--sums 200",
-    "--edges 400 --vocab 9000",
+    pytest.param("--edges 400 --vocab 9000", marks=pytest.mark.slow),
     "--edges 400 --vocab 2048",
     "--edges 200 --vocab 3001 --kind ties",
     "--edges 200 --vocab 9003 --kind later --threads 128",

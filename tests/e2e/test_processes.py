@@ -35,6 +35,7 @@ def _await_status(client: httpx.Client, status: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_reload_and_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINSERVE_ADMIN_KEY", KEY)
     server = Server("--device", "cpu", "--threads", "1", "--api-workers", "2", "--max-slots", "8")

@@ -107,6 +107,7 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
         second.stop()
 
 
+@pytest.mark.slow
 def test_sessions_survive_another_number_of_engines(tmp_path: Path) -> None:
     names = "abcd"
     whole = PROMPT
@@ -175,6 +176,7 @@ def reading(url: str, body: Any, pool: ThreadPoolExecutor) -> Iterator[None]:
     reader.result()
 
 
+@pytest.mark.slow
 def test_a_turn_outlasts_a_reload(tmp_path: Path) -> None:
     """While the old engine is at it, the new one knows that the session is busy."""
     server, reload = reloading(tmp_path)
@@ -200,6 +202,7 @@ def test_a_turn_outlasts_a_reload(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_sessions_survive_a_reload(tmp_path: Path) -> None:
     server, reload = reloading(tmp_path)
     try:

@@ -71,6 +71,7 @@ def test_a_finding_is_good_where_all_ended_and_the_server_is_back_or_gone() -> N
     assert not _finding("exit code 1", None, BROKEN=1).good
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_a_round_spoils_nothing_else() -> None:
     found = asyncio.run(run(SCENARIOS["step"], users=4))
     assert found.good, found

@@ -143,6 +143,7 @@ def test_the_cases_are_those_of_the_bars() -> None:
     assert [case.bar for case in CASES] == [0.65, 0.65, 0.5, 0.5, 0.65, 0.65, 0.65, 0.5]
 
 
+@pytest.mark.slow
 def test_a_case_runs_on_all_three_servers_in_turns(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ["--cases", "6", "--seconds", "1", "--warm-up", "0.5", "--rounds", "1"]

@@ -96,6 +96,7 @@ def test_damages_repeat_with_their_seed_and_differ() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed"
 )
+@pytest.mark.slow
 def test_generated_cases_get_what_the_schema_documents(tmp_path: Path) -> None:
     runner = fake_runner(save_byte_tokenizer(tmp_path))
     with listening(runner, max_tokens=16, max_n=4) as (url, _):

@@ -74,6 +74,7 @@ def test_decoding_goes_on_greedily_and_starts_again() -> None:
     assert len({tuple(step) for step in runs[0]}) > 1
 
 
+@pytest.mark.slow
 def test_compiled_with_frozen_weights_gives_the_same_tokens() -> None:
     model = made("minlstm", 4, False, layers=1)  # each takes 20 seconds to compile
     eager, compiled = (Decoder(model, 2, mode) for mode in ("eager", "compile"))

@@ -35,6 +35,7 @@ def test_streams_are_set_against_the_peer() -> None:
     assert results(stream=True, peer=180.0, latency_ms=slow) == ["pass", "short"]
 
 
+@pytest.mark.slow
 def test_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     loaded: list[EngineConfig] = []
 

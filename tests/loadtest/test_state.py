@@ -56,6 +56,7 @@ def test_each_bar_can_be_missed(path: tuple[str, ...], value: Any) -> None:
     assert sum(not good for *_, good in judge(found)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Times are of the moment; here it matters that every part is measured without an error."""
     sizes = ["--context", "200", "--length", "50", "--samples", "3", "--tokens", "4", "--asks", "2"]

@@ -46,6 +46,7 @@ def test_each_bar_of_an_overload_can_be_missed(path: tuple[str, ...], value: Any
     assert sum(not good for *_, good in overload.judge(found)) == 1
 
 
+@pytest.mark.slow
 def test_an_overload_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures of a moment; here it matters that all requests end and that some are refused."""
     options = ["--seconds", "2", "--probe", "1", "--slots", "4", "--waiting", "2"]
@@ -56,6 +57,7 @@ def test_an_overload_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert "429" in next(row for row in rows if row.startswith("│ overload"))
 
 
+@pytest.mark.slow
 def test_idle_connections_hold_nobody_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert idle.main(["--connections", "60", "--asks", "3"]) in (0, 1)  # a time, whatever it is
     assert "60 connections" in capsys.readouterr().out

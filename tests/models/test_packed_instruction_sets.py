@@ -44,7 +44,11 @@ print(cpu_isa())
 """
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "isa",
+    # What a machine has itself, the other tests run.
+    [*ISAS[:2], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[2:])],
+)
 def test_an_instruction_set(isa: str) -> None:
     if ISAS.index(isa) > ISAS.index(cpu_isa()):
         pytest.skip(f"this machine has {cpu_isa()}")

@@ -97,7 +97,7 @@ def test_every_share_of_rows_of_time(
 
 
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
-@pytest.mark.parametrize("channels", [512, 500])
+@pytest.mark.parametrize("channels", [512, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tail", [0, 64, 5])
 def test_rows_of_time_past_the_caches(dtype: torch.dtype, channels: int, tail: int) -> None:
     """The bits of channels contiguous, where rows start on lines of the caches and where not."""

@@ -93,7 +93,10 @@ def test_many_rows(device: str, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "vocab"), [(140, 5003), (140, 32_000), (140, 100_001)])
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [(140, 5003), (140, 32_000), pytest.param(140, 100_001, marks=pytest.mark.slow)],
+)
 def test_more_rows_than_multiprocessors(device: str, rows: int, vocab: int, kind: str) -> None:
     """On a GPU one block has a row then, small or large; the tokens are the same."""
     params = parameters()

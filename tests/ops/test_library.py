@@ -55,6 +55,7 @@ def test_a_broken_library_says_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_pat
         library._load()
 
 
+@pytest.mark.slow
 def test_instruction_sets_agree(tmp_path: Path) -> None:
     """The best of this machine and the generic path: the same numbers to rounding."""
     results = []

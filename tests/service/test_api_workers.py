@@ -243,6 +243,7 @@ def test_an_engine_that_dies_during_a_drain_is_not_started_again(tmp_path: Path)
         assert not any("starting another" in line for line in process.lines)
 
 
+@pytest.mark.slow
 def test_an_api_process_that_dies_during_a_drain_is_not_started_again(tmp_path: Path) -> None:
     with several(tmp_path) as (process, _):
         with streams(process, {**ENDLESS, "max_tokens": 500}, 4) as lines:
@@ -280,6 +281,7 @@ def test_a_reload_reaches_every_process(tmp_path: Path) -> None:
         assert process.exit_code() == 0
 
 
+@pytest.mark.slow
 def test_api_processes_that_die_during_a_reload_do_not_hold_it_up(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     save_byte_tokenizer(tmp_path / "two")
@@ -319,6 +321,7 @@ def test_the_engines_queue_is_one_for_all(tmp_path: Path) -> None:
         until(lambda: series(client)["minserve_requests_running[]"] == 0)
 
 
+@pytest.mark.slow
 def test_an_api_process_that_hangs_is_killed(tmp_path: Path) -> None:
     with several(tmp_path, hang_timeout=3) as (process, _):
         first, second = api_processes(process)

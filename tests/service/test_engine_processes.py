@@ -43,7 +43,7 @@ def serving(client: httpx.Client) -> int:
     return int(value)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_that_is_killed_costs_its_own_requests_alone(tmp_path: Path, workers: int) -> None:
     with two_engines(tmp_path, workers) as (process, client):
         engines = engine_processes(process)

@@ -249,7 +249,7 @@ def _sockets(pid: int) -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_client_that_reads_nothing_loses_its_connection(stream: bool) -> None:
     """Though its buffers are full: what waits to be written must not keep the socket open."""
     body = b'{"prompts": [[97]], "max_tokens": 1000000, "ignore_eos": true, "stream": true}'
