@@ -30,7 +30,9 @@ from service.access_log import AccessLogFormat
 
 PREFIX = "MINSERVE_"
 # Variables of this prefix that are read by others: the kernels, builds, docker/compose.yaml.
-OF_OTHERS = frozenset({"CPU_ISA", "CUDA", "CUDA_ARCHS", "CPUS", "DELAYS", "MEMORY", "PUBLISH"})
+OF_OTHERS = frozenset(
+    {"CPU_ISA", "CUDA", "CUDA_ARCHS", "CUDA_OPTIMIZE", "CPUS", "DELAYS", "MEMORY", "PUBLISH"}
+)
 
 
 def _check_origin(value: str) -> str:

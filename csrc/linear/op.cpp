@@ -14,7 +14,7 @@ std::uintptr_t address(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
 }
 
-// What the copy engine asks of matrices, and one access to eight numbers of vectors.
+// What the copy engine asks of matrices, and one access to eight bfloat16 numbers of vectors.
 constexpr std::uintptr_t kAlignment = 16;
 
 // x, called x_name, [tokens, inputs], bfloat16 on a GPU, and weight [rows, inputs].

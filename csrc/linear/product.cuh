@@ -8,8 +8,6 @@
 
 #include <cstdint>
 
-#include "../common/types.h"
-
 namespace minserve {
 namespace cuda {
 

@@ -58,8 +58,13 @@ SCANS += [
     for cell in ("linear", "mingru", "minlstm")
     for dtype, channels in (("f32", 132), ("bf16", 328))
 ]
+# Of three gates one is quick enough: the other way round, and in few bytes.
 SCANS += [
-    pytest.param("minlstm", f"{case} --backward {b} --reverse {b}", marks=pytest.mark.slow)
+    pytest.param(
+        "minlstm",
+        f"{case} --backward {b} --reverse {b}",
+        marks=[] if (b, case) == (1, TWO_TYPES[1]) else pytest.mark.slow,
+    )
     for b in (0, 1)
     for case in TWO_TYPES
 ]

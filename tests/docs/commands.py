@@ -62,7 +62,7 @@ RULES = (
     Rule("python -m loadtest.watched", "apart", ".ci/full runs it by itself"),
     Rule("docker/verify/run", "apart", ".ci/full runs it by itself, with its options"),
     Rule("pip install", "apart", ".ci/run installs a clean checkout in an environment of its own"),
-    Rule("MINSERVE_CUDA=ON", "apart", ".ci/run installs so where nvcc is"),
+    Rule("MINSERVE_CUDA=ON", "apart", ".ci/run installs so where nvcc is, not optimised"),
     Rule("docker ", "apart", DOCKER),
     Rule("MINSERVE_MODEL=/models/my-model docker ", "apart", DOCKER),
     Rule("kubectl ", "apart", "needs a cluster; the manifests: tests/docker"),

@@ -1,4 +1,4 @@
-"""HopperLM steps as LM does, within the rounding of two-byte numbers."""
+"""HopperLM steps as LM does, within the rounding of bfloat16."""
 
 from __future__ import annotations
 

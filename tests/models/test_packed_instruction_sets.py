@@ -46,7 +46,7 @@ print(cpu_isa())
 
 @pytest.mark.parametrize(
     "isa",
-    # What a machine has itself, the other tests run.
+    # The best that a machine has, the other tests run.
     [*ISAS[:2], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[2:])],
 )
 def test_an_instruction_set(isa: str) -> None:

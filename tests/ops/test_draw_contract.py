@@ -202,7 +202,6 @@ print(rows.draw(torch.randn(64, 4099, generator=generator) * 3).tolist())
 """
 
 
-@pytest.mark.slow
 def test_instruction_sets_agree() -> None:
     printed = set()
     for isa in ("generic", "avx2", "avx512"):

@@ -215,6 +215,7 @@ def test_unfit_arguments_are_refused() -> None:
         ((x, None, 0.0, weight, bias[:8], 16), "bias"),
         ((x, torch.ones(2, 2, device="cuda"), 0.0, weight, None, 16), "squares"),
         ((x.float(), None, 0.0, weight.float(), None, 16), "must be bfloat16, got float32"),
+        ((x.half(), None, 0.0, weight.half(), None, 16), "must be bfloat16, got float16"),
         ((x, None, 0.0, weight[:12], None, 12), "multiple of 8"),
     ):
         with pytest.raises(RuntimeError, match=said):

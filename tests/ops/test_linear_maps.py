@@ -52,7 +52,7 @@ def normed(tokens: int, inputs: int) -> tuple[Tensor, Tensor | None]:
 
 def close(got: Tensor, expected: Tensor) -> None:
     scale = float(expected.abs().max())
-    # Of float32 what sums of two thousand lose.
+    # For float32 what sums of two thousand lose.
     rounding = 2 * (2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-15)
     torch.testing.assert_close(got.double(), expected, rtol=rounding, atol=2e-5 * max(scale, 1.0))
 
@@ -64,11 +64,7 @@ def test_linear_map(shape: tuple[int, int], tokens: int) -> None:
     x, squares = normed(tokens, inputs)
     weight = on_gpu(exact(channels, inputs, seed=1, scale=inputs**-0.5))
     bias = on_gpu(exact(channels, seed=3))
-    for with_bias, gelu, logits in (
-        (None, False, False),
-        (bias, True, False),
-        (bias, False, True),
-    ):
+    for with_bias, gelu, logits in ((None, False, False), (bias, True, False), (bias, False, True)):
         got = linear_map.linear_map(x, squares, EPS, weight, with_bias, gelu, logits)
         expected = linear_map.reference(x, squares, EPS, weight, with_bias, gelu)
         assert got.dtype == (torch.float32 if logits else torch.bfloat16)
@@ -269,8 +265,16 @@ def test_bad_arguments_are_told() -> None:
     weight = on_gpu(exact(64, 128, seed=1))
     state = torch.zeros(4, 32, device="cuda")
     slots = torch.arange(4, dtype=torch.int32, device="cuda")
-    with pytest.raises(RuntimeError, match="x must be bfloat16, got float32"):
-        linear_map.linear_map(x.float(), squares, EPS, weight)
+    for other in (torch.float32, torch.float16):
+        name, given = str(other).removeprefix("torch."), (x.to(other), weight.to(other))
+        with pytest.raises(RuntimeError, match=f"x must be bfloat16, got {name}"):
+            linear_map.linear_map(given[0], squares, EPS, given[1])
+        with pytest.raises(RuntimeError, match=f"x must be bfloat16, got {name}"):
+            linear_step.linear_step(given[0], squares, EPS, given[1], None, state, slots)
+        with pytest.raises(RuntimeError, match=f"y must be bfloat16, got {name}"):
+            linear_residual.linear_residual_(*given, None, x[:, :64].contiguous(), None)
+        with pytest.raises(RuntimeError, match="table must be bfloat16"):
+            linear_embed.linear_embed(slots, given[1], None)
     with pytest.raises(RuntimeError, match="weight"):
         linear_map.linear_map(x, squares, EPS, weight[:, :64].contiguous())
     with pytest.raises(RuntimeError, match="multiple of 8"):
@@ -308,7 +312,5 @@ def test_bad_arguments_are_told() -> None:
     with pytest.raises(RuntimeError, match="rows of state must be aligned"):
         wide = torch.zeros(4, 34, device="cuda")
         linear_step.linear_step(x, squares, EPS, weight, None, wide[:, :32], slots)
-    with pytest.raises(RuntimeError, match="table must be bfloat16"):
-        linear_embed.linear_embed(slots, weight.float(), None)
     with pytest.raises(NotImplementedError):
         linear_map.linear_map(x.cpu(), None, EPS, weight.cpu())

@@ -3,8 +3,10 @@ server's only event loop, the longer the more there is."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ import httpx
 import pytest
 
 from engine.delivery import Delivery
-from service import lifecycle, stalled
+from service import lifecycle
 from service.errors import ApiError
 from service.flight import Flight
+from service.stalled import cut_stalled
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 
@@ -59,9 +62,8 @@ class Left:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
-    """While nothing is collected, and whoever watches over requests and connections sees all."""
+    """While nothing is collected, and what watches over slow readers sees every request."""
     monkeypatch.setattr(lifecycle, "UNREAD_SECONDS", 0.001)
-    monkeypatch.setattr(stalled, "LOOKS", 10_000)
     gc.collect()
     gc.disable()
     yield Left()
@@ -121,3 +123,16 @@ def test_so_does_what_a_client_that_left_had_asked(
                 wait_for(lambda: service.lifecycle.runtime.flights)
             wait_for(lambda: not service.lifecycle.runtime.flights)
         wait_for(lambda: not left.requests())
+
+
+async def test_what_watches_over_connections_holds_none_of_them() -> None:
+    class Connection:
+        pass
+
+    seen = {Connection()}
+    (kept,) = map(weakref.ref, seen)
+    watch = asyncio.create_task(cut_stalled(seen, 0.004, 0.004, lambda why: None))
+    await asyncio.sleep(0.05)
+    seen.clear()
+    assert kept() is None
+    watch.cancel()
