@@ -32,8 +32,8 @@ def linear_map(
     """y = W x, divided by the norm, plus bias.
 
     Args:
-        x: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8. With `squares`
-            it is the residual stream times the norm's weight.
+        x: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8. With `squares` it is the
+            residual stream times the norm's weight.
         squares: float32 [inputs / 64, tokens], sums of the residual stream's squares; None: no
             norm.
         eps: of the norm.

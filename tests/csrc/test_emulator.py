@@ -58,7 +58,7 @@ SCANS += [
     for cell in ("linear", "mingru", "minlstm")
     for dtype, channels in (("f32", 132), ("bf16", 328))
 ]
-# Of three gates one is quick enough: the other way round, and in few bytes.
+# Of three gates one case runs always, backward and in bfloat16.
 SCANS += [
     pytest.param(
         "minlstm",
