@@ -155,8 +155,15 @@ __device__ __forceinline__ unsigned rank_in_cluster() {
 #endif
   return rank;
 }
-// All threads of the cluster meet: what they wrote before is seen by those who waited.
+// All threads of the cluster meet. What they wrote before is seen by those who waited if they have
+// published it, which is a fence of the whole device: nobody goes on before all of its writes are
+// seen everywhere. Blocks that hand each other bytes which barriers count need none.
 __device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void publish_to_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif

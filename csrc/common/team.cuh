@@ -45,7 +45,7 @@ class Team {
   // What any thread wrote before, in whatever block, is seen by all.
   __device__ void meet() const {
     if (blocks_ == 1) return __syncthreads();
-    arrive_at_cluster();
+    publish_to_cluster();
     wait_for_cluster();
   }
 

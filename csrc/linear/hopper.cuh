@@ -117,9 +117,10 @@ __device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const voi
       "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(shared_address(&barrier), rank))
       : "memory");
 }
-// One arrival at another block's barrier.
+// One arrival at another block's barrier. It says that this thread is done with what others may now
+// write to, and publishes nothing: a release to the cluster would be a fence of the whole device.
 __device__ __forceinline__ void arrive_in_block(unsigned rank, std::uint64_t& barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                    address_in_block(shared_address(&barrier), rank))
                : "memory");
 }
@@ -130,15 +131,6 @@ __device__ __forceinline__ void store_counted(unsigned rank, const float2& x, vo
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
           address_in_block(shared_address(to), rank)),
       "f"(x.x), "f"(x.y), "r"(address_in_block(shared_address(&barrier), rank))
-      : "memory");
-}
-// As wait_barrier, for what other blocks say without the copy engine.
-__device__ __forceinline__ void wait_for_blocks(std::uint64_t& barrier, unsigned parity) {
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(shared_address(&barrier)),
-      "r"(parity)
       : "memory");
 }
 // Makes what this thread wrote to shared memory visible to the copy engine.

@@ -189,7 +189,7 @@ class Exchange {
     if (threadIdx.x < kWideBlocks) arrive_in_block(threadIdx.x, arrivals_.read);
   }
   __device__ __forceinline__ void await_readers() {
-    wait_for_blocks(arrivals_.read, reads_ % 2);
+    wait_barrier(arrivals_.read, reads_ % 2);
     ++reads_;
   }
 

@@ -58,7 +58,7 @@ class Sender {
   }
 
   __device__ __forceinline__ void find_scales(unsigned parity) const {
-    wait_for_blocks(arrivals_.squared, parity);
+    wait_barrier(arrivals_.squared, parity);
 #pragma unroll 1
     for (int token = lane(); token < kTokens; token += 32) {
       const auto* from = reinterpret_cast<const float*>(memory_ + args_.at.squares) + token;

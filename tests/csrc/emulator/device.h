@@ -84,6 +84,9 @@ inline unsigned rank_in_cluster() {
 inline void arrive_at_cluster() {
   std::abort();
 }
+inline void publish_to_cluster() {
+  std::abort();
+}
 inline void wait_for_cluster() {
   std::abort();
 }
