@@ -25,10 +25,10 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
   }
   LinearArgs args;
   args.tokens = given.tokens, args.channels = given.channels, args.x = given.x;
-  args.norm_weight = given.norm_weight, args.scaled = given.scaled;
-  args.squares_out = given.squares;
+  args.scaled = given.scaled, args.squares_out = given.squares;
+  const auto* norm_weight = static_cast<const bf16*>(given.norm_weight);
   const Place at{static_cast<int>(token), static_cast<int>(channel), 0, 0};
-  write_residual(args, at, y);
+  write_residual(args, at, norm_weight ? norm_weight + channel : nullptr, nullptr, y);
 }
 
 }  // namespace cuda

@@ -9,6 +9,7 @@
 #include "../minlstm/cell.h"
 #include "../mingru/cell.h"
 #include "args.h"
+#include "vectors.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -77,22 +78,23 @@ struct Before<true> {
   }
 };
 
-__device__ __forceinline__ void add_bias(const LinearArgs& args, std::int64_t row,
+// `from`: this quad's, in shared memory.
+__device__ __forceinline__ void add_bias(const LinearArgs& args, const bf16* from,
                                          float (&y)[kQuad]) {
   if (!args.bias) return;
   Quad<bf16> bias;
-  bias.load(static_cast<const bf16*>(args.bias) + row);
+  bias.load(from);
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) y[i] += bias[i];
 }
 
 // Neighbouring channels of the residual stream, with what the next product's bias adds to them.
 template <int kCount>
-__device__ __forceinline__ void store_with_ahead(const LinearArgs& args, std::int64_t channel,
+__device__ __forceinline__ void store_with_ahead(const LinearArgs& args, const bf16* of_channels,
                                                  std::int64_t offset, Channels<bf16, kCount> x) {
   if (args.ahead) {
     Channels<bf16, kCount> ahead;
-    ahead.load(static_cast<const bf16*>(args.ahead) + channel);
+    ahead.load(of_channels);
     float total[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) total[i] = x[i] + ahead[i];
@@ -101,15 +103,17 @@ __device__ __forceinline__ void store_with_ahead(const LinearArgs& args, std::in
   x.store(static_cast<bf16*>(args.x) + offset);
 }
 
-// The residual stream, and what the norm that comes next needs of it.
+// The residual stream, and what the norm that comes next needs of it. `norm_weight`, `ahead`: of
+// this quad's channels, where there are any.
 __device__ __forceinline__ void write_residual(const LinearArgs& args, const Place& at,
+                                               const bf16* norm_weight, const bf16* ahead,
                                                float (&y)[kQuad]) {
   Quad<bf16> x;
   x.set(y);
-  store_with_ahead(args, at.channel, at.offset(args), x);
+  store_with_ahead(args, ahead, at.offset(args), x);
   if (!args.scaled) return;
   Quad<bf16> weight, scaled;
-  weight.load(static_cast<const bf16*>(args.norm_weight) + at.channel);
+  weight.load(norm_weight);
   // Of x rounded, before what is added ahead.
   float sum = 0.0f;
 #pragma unroll
@@ -130,13 +134,16 @@ __device__ __forceinline__ void write_residual(const LinearArgs& args, const Pla
 }
 
 // One product that no recurrence follows.
+template <int kChannels>
 __device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
+                                       const Vectors<1, kChannels>& vectors,
                                        const Before<false>& before, float (&y)[kQuad]) {
-  add_bias(args, at.channel, y);
+  add_bias(args, vectors.bias[0] + at.own_channel, y);
   if (args.epilogue == Epilogue::residual) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) y[i] += before.x[i];
-    return write_residual(args, at, y);
+    return write_residual(args, at, vectors.norm_weight + at.own_channel,
+                          vectors.ahead + at.own_channel, y);
   }
   if (args.epilogue == Epilogue::logits) {
     Quad<float> out;
@@ -186,14 +193,15 @@ __device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& a
 
 // The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
 // so that stepping differs from scanning by nothing but the order of a product's sums.
-template <template <class> class CellOf>
-__device__ __forceinline__ void finish_step(const LinearArgs& args, const Place& at,
-                                            Before<true>& before,
-                                            float (&y)[CellOf<float>::kInputs][kQuad]) {
+template <template <class> class CellOf, int kChannels>
+__device__ __forceinline__ void finish_step(
+    const LinearArgs& args, const Place& at,
+    const Vectors<CellOf<float>::kInputs, kChannels>& vectors, Before<true>& before,
+    float (&y)[CellOf<float>::kInputs][kQuad]) {
   Quad<bf16> pre[CellOf<float>::kInputs];
 #pragma unroll
   for (int gate = 0; gate < CellOf<float>::kInputs; ++gate) {
-    add_bias(args, gate * args.channels + at.channel, y[gate]);
+    add_bias(args, vectors.bias[gate] + at.own_channel, y[gate]);
     pre[gate].set(y[gate]);
   }
   step_quad<CellOf>(args, at, before, pre);

@@ -24,6 +24,7 @@ struct Tile {
   const CUtensorMap& map;  // of x or out
   const float* scale;      // of this tile's tokens
   const int* slots;
+  const Vectors<S::kGates, S::kChannels>& vectors;
   int first_token, first_channel;
   int group;
 
@@ -33,18 +34,14 @@ struct Tile {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ static int warp_of_group() { return threadIdx.x / 32 % 4; }
-  // Of row `row` of this group's block: its row of W within its gate.
-  __device__ __forceinline__ int row_of_weight(int block, int row) const {
+  // Of row `row` of this group's block.
+  __device__ __forceinline__ float bias_of(int block, int row) const {
+    if (!args.bias) return 0.0f;
     const int all = (group * kBlocks + block) * kBlockRows + row;
     const int unit = all / (S::kUnitChannels * S::kGates);
     const int inside = all % (S::kUnitChannels * S::kGates);
-    return static_cast<int>(inside / S::kUnitChannels * args.channels) + first_channel +
-           unit * S::kUnitChannels + inside % S::kUnitChannels;
-  }
-  __device__ __forceinline__ float bias_of(int block, int row) const {
-    if (!args.bias) return 0.0f;
-    const std::int64_t at = row_of_weight(block, row);
-    return at < S::kGates * args.channels ? to_lane(static_cast<const bf16*>(args.bias)[at]) : 0.0f;
+    return to_lane(vectors.bias[inside / S::kUnitChannels]
+                               [unit * S::kUnitChannels + inside % S::kUnitChannels]);
   }
   // Where sixteen bytes number `chunk` of a staged token are.
   __device__ __forceinline__ static int place(int token, int chunk) {
@@ -161,10 +158,11 @@ struct Tile {
     const int thread = threadIdx.x % kGroupThreads, chunk = thread % 8, offset = thread / 8;
 #pragma unroll 1
     for (int block = 0; block < kBlocks; ++block) {
-      const int channel = first_channel + (group * kBlocks + block) * kBlockRows + chunk * kOct;
+      const int own = (group * kBlocks + block) * kBlockRows + chunk * kOct;
+      const int channel = first_channel + own;
       const bool inside = channel < args.channels;
       Channels<bf16, kOct> weight;
-      if (args.scaled && inside) weight.load(static_cast<const bf16*>(args.norm_weight) + channel);
+      if (args.scaled) weight.load(vectors.norm_weight + own);
       const unsigned char* from = staged(group * kBlocks + block) + place(offset, chunk);
       std::int64_t at = (first_token + offset) * args.channels + channel;
 #pragma unroll 4
@@ -174,7 +172,7 @@ struct Tile {
         const bool real = inside && token < args.tokens;
         Channels<bf16, kOct> x, scaled;
         x.load(reinterpret_cast<const bf16*>(from));
-        if (real) store_with_ahead(args, channel, at, x);
+        if (real) store_with_ahead(args, vectors.ahead + own, at, x);
         if (!args.scaled) continue;
         float sums[2] = {}, y[kOct];  // in the order of write_residual(): of quads
 #pragma unroll

@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   __shared__ std::uint64_t full[S::kStages], empty[S::kStages], received;
   __shared__ float scale[S::kTokens];
   __shared__ int slots[S::kTokens];
+  __shared__ Vectors<S::kGates, S::kChannels> vectors;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int parts = gridDim.z, part = blockIdx.z;
   const bool alone = parts == 1;
@@ -125,6 +126,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     }
     __syncwarp();
   } else if (warp == S::kComputing / 32 + 1) {
+    vectors.ask(args, static_cast<int>(first_channel), lane, 32);
     wait_for_previous_kernel();
 #pragma unroll 1
     for (int n = lane; n < share; n += 32) {
@@ -142,6 +144,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
         }
       }
     }
+    wait_for_copies();
     __syncwarp();
     if (!alone) wait_for_cluster();
   } else if (warp > S::kComputing / 32) {
@@ -177,9 +180,23 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     wait_products<0>();
   }
 
+  // Short code that runs in a loop: long code that runs once would wait for its instructions. What
+  // is read of global memory for a quad is asked for while the one before is finished, for the
+  // first one while sums are on their way.
+  constexpr int kQuads = S::kChannels / kQuad;
+  const int quads = share * kQuads, stride = share * S::kSumRows;
+  const auto place = [&](int n) {
+    const int token = n / kQuads, quad = n % kQuads * kQuad;
+    return Place{static_cast<int>(first_token) + part * share + token,
+                 static_cast<int>(first_channel) + quad, token, quad};
+  };
+  Place at = place(threadIdx.x), next = at;
+  Before<S::kStepping> before, coming;
+
   // The ring becomes [tokens][rows] of this block's sums. In parts, each gets its share of the
   // tokens from all, behind its ring; what a block tells itself it writes there at once.
   __syncthreads();
+  if (threadIdx.x < quads) before.load(args, at, S::kStepping ? slots[at.own_token] : 0);
   float* staged = reinterpret_cast<float*>(ring);
   unsigned char* inbox = ring + S::kRing;
   const int own_share = parts > 1 ? share : 0;
@@ -215,18 +232,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   // Nobody ends while what it sent is still being read.
   if (!alone) arrive_at_cluster();
 
-  // Short code that runs in a loop: long code that runs once would wait for its instructions. What
-  // is read of global memory for a quad is asked for while the one before is finished.
-  constexpr int kQuads = S::kChannels / kQuad;
-  const int quads = share * kQuads, stride = share * S::kSumRows;
-  const auto place = [&](int n) {
-    const int token = n / kQuads, quad = n % kQuads * kQuad;
-    return Place{static_cast<int>(first_token) + part * share + token,
-                 static_cast<int>(first_channel) + quad, token, quad};
-  };
-  Place at = place(threadIdx.x), next = at;
-  Before<S::kStepping> before, coming;
-  if (threadIdx.x < quads) before.load(args, at, S::kStepping ? slots[at.own_token] : 0);
 #pragma unroll 1
   for (int n = threadIdx.x; n < quads; n += S::kThreads, at = next, before = coming) {
     if (n + S::kThreads < quads) {
@@ -254,11 +259,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       for (int i = 0; i < kQuad; ++i) y[gate][i] *= factor;
     }
     if constexpr (!S::kStepping) {
-      finish(args, at, before, y[0]);
+      finish(args, at, vectors, before, y[0]);
     } else if constexpr (S::kGates == 2) {
-      finish_step<MinGruCell>(args, at, before, y);
+      finish_step<MinGruCell>(args, at, vectors, before, y);
     } else {
-      finish_step<MinLstmCell>(args, at, before, y);
+      finish_step<MinLstmCell>(args, at, vectors, before, y);
     }
   }
   __syncwarp();

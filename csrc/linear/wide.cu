@@ -69,7 +69,7 @@ struct Call {
   template <int kGates>
   void launch_form(const Choice& choice) const {
     if (choice.turns > 1) return launch_turns<kGates>(choice.form);
-    if (choice.form == Form::wide_192_64) return launch<WideShape<kGates, 3, 1, 64>>();
+    if (choice.form == Form::wide_192_64) return launch_parts<kGates, 3, 64>(choice.parts);
     if (choice.form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96>>();
     if constexpr (kGates < 3) {
       switch (choice.form) {

@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       beside;
   __shared__ float scale[2][S::kTokens];
   __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
+  __shared__ Vectors<S::kGates, S::kChannels> vectors[2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = S::kParted ? static_cast<int>(blockIdx.z) : 0;
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
@@ -209,14 +210,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       __syncwarp();
     } else {
       const int helper = warp - S::kComputing / 32 - 1;
-      // What the finishing of a tile needs of its tokens: 32 for each of these warps in turn. One
-      // alone has not done with sums of squares when a tile of a thousand inputs is multiplied.
-      wait_for_previous_kernel();
+      // What the finishing of a tile needs of its channels and of its tokens: 32 for each of these
+      // warps in turn. One alone has not done with sums of squares when a tile of a thousand inputs
+      // is multiplied.
       for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
         int channel, first_token;
         find(tile, channel, first_token);
         const int half = turn % 2;
         if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
+        vectors[half].ask(args, channel, threadIdx.x - (S::kComputing + 32), S::kPreparing * 32);
+        if (turn == 0) wait_for_previous_kernel();
         for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
           const std::int64_t token = first_token + part * S::kFinish + from + lane;
           scale[half][from + lane] = norm_scale<16>(args, token);
@@ -224,6 +227,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             slots[half][from + lane] = token < args.tokens ? args.slots[token] : -1;
           }
         }
+        wait_for_copies();
         arrive(ready[half]);
         if constexpr (!S::kStepping) continue;
         __syncwarp();
@@ -314,9 +318,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (slot >= S::kStages) slot -= S::kStages;
         return ring + slot * S::kStageBytes + block % S::kBlocksOfStage * S::kStagedBytes;
       };
-      const Tile<S> of{
-          args,          side_map, scale[half], slots[half], first_token + part * S::kFinish,
-          first_channel, group};
+      const Tile<S> of{args,          side_map,      scale[half],
+                       slots[half],   vectors[half], first_token + part * S::kFinish,
+                       first_channel, group};
       if constexpr (S::kParted) {
         // The rings of all blocks are free.
         arrive_at_cluster();

@@ -17,9 +17,10 @@ constexpr WideForm kWideForms[] = {
     {Form::wide_256_128, 256, 128, 1}, {Form::wide_192_128, 192, 128, 1},
     {Form::wide_128_128, 128, 128, 1}, {Form::wide_128_128, 128, 128, 2},
     {Form::wide_192_96, 192, 96, 1},   {Form::wide_192_64, 192, 64, 1},
-    {Form::wide_128_64, 128, 64, 1},   {Form::wide_128_64, 128, 64, 2},
-    {Form::wide_64_64, 64, 64, 1},     {Form::wide_64_64, 64, 64, 2},
-    {Form::wide_64_64, 64, 64, 4},     {Form::wide_64_32, 64, 32, 1},
+    {Form::wide_192_64, 192, 64, 2},   {Form::wide_128_64, 128, 64, 1},
+    {Form::wide_128_64, 128, 64, 2},   {Form::wide_64_64, 64, 64, 1},
+    {Form::wide_64_64, 64, 64, 2},     {Form::wide_64_64, 64, 64, 4},
+    {Form::wide_64_32, 64, 32, 1},
 };
 
 // Fitted to measurements like choice.h: of maps of 6 million to 1.3 billion weights' models, in
@@ -80,7 +81,7 @@ class WideChooser {
   bool can_take(const WideForm& form) const {
     if (turns_ && form.rows * form.tokens > 128 * 128) return false;  // two sets of sums
     if (form.form == Form::wide_64_32 && !turns_) return false;       // else not built
-    if (gates_ == 3) return form.rows == 192;                         // a warpgroup for each
+    if (gates_ == 3) return form.rows == 192 && form.parts == 1;      // a warpgroup for each
     if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
       return false;  // always behind
     }

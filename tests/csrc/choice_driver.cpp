@@ -49,7 +49,7 @@ Known known(Form form) {
     case Form::wide_128_64:
       return {"wide_128_64", 64, 2, {false, true, true, false}};
     case Form::wide_192_64:
-      return {"wide_192_64", 64, 1, {false, true, true, true}};
+      return {"wide_192_64", 64, 2, {false, true, true, true}};
     case Form::wide_192_96:
       return {"wide_192_96", 96, 1, {}};
     case Form::wide_128_128:
