@@ -39,7 +39,7 @@ def linear_map(
         eps: of the norm.
         weight: [rows, inputs]; rows a multiple of 8. Read before the kernel ahead on the stream
             has ended.
-        bias: [rows].
+        bias: [rows]. Read as early as weight.
         gelu: exact GELU of y.
         logits: y in float32.
         fixed_order: every row has the bits that it has alone; takes longer now and then.

@@ -22,7 +22,7 @@ def linear_residual_(
     Args:
         y: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8.
         weight: [channels, inputs]; channels a multiple of 64. Read early, as of `linear_map`.
-        bias: [channels].
+        bias: [channels]. Read as early as weight, like norm_weight and ahead.
         x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.
         norm_weight: [channels], of the norm that comes next; None: none does.
         fixed_order: as of `linear_map`.

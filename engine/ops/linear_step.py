@@ -33,7 +33,7 @@ def linear_step(
         x, squares, eps: as of `linear_map`.
         weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v]
             of minLSTM; channels a multiple of 8. Read early, as of `linear_map`.
-        bias: [rows of weight].
+        bias: [rows of weight]. Read as early as weight.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named
             twice.
