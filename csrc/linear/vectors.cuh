@@ -1,8 +1,8 @@
 // What a tile needs of the vectors that belong to a map, in shared memory.
 //
-// It is asked for before the kernel ahead has ended, like the first weights: read when the products
-// are done, out of a global memory that nobody has asked for it since the last step, each vector
-// would keep the tile waiting for about half a microsecond.
+// It is asked for before the kernel ahead has ended, like the first weights: when the products are
+// done a tile would wait for it, for nobody has read it since the last step. A layer of four maps
+// takes about a microsecond less.
 #pragma once
 
 #include "../common/device.cuh"
