@@ -141,14 +141,15 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
       "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True, "
       "bool fixed_order=False) -> Tensor");
-  // x += W y (+ bias); x times the next norm's weight, and its squares (both empty without); then
-  // x += ahead
+  // x += W y (+ bias); x times the next norm's weight, empty without; sums of squares of x, empty
+  // without this weight unless asked for; then x += ahead
   m.def(
       "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight, "
-      "bool fixed_order=False, Tensor? ahead=None) -> (Tensor scaled, Tensor squares)");
+      "bool fixed_order=False, Tensor? ahead=None, bool squares=False) -> "
+      "(Tensor scaled, Tensor squares)");
   // rows of an embedding table: x, and for the first norm as linear_residual_
   m.def(
-      "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight) -> "
+      "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight, bool squares=False) -> "
       "(Tensor x, Tensor scaled, Tensor squares)");
   // What stands between products of the library, on CUDA: y is W x, x the residual stream itself,
   // whose RMS norm divides here. y = GELU(y / norm + bias); x += ahead

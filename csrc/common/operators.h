@@ -71,9 +71,9 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool fixed_order,
-                                           const MaybeTensor& ahead);
+                                           const MaybeTensor& ahead, bool squares);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
-                                                const MaybeTensor& norm_weight);
+                                                const MaybeTensor& norm_weight, bool squares);
 void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                  const MaybeTensor& ahead);
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,

@@ -38,7 +38,7 @@ struct LinearArgs : LeftNorm {
 
   void* x = nullptr;                  // residual: [tokens, channels], in place
   const void* norm_weight = nullptr;  // residual: [channels], of the norm that comes next
-  void* scaled = nullptr;             // residual: [tokens, channels], or null
+  void* scaled = nullptr;             // residual: [tokens, channels], or null: x itself, or none
   float* squares_out = nullptr;       // residual: [channels / kSquareRows, tokens], or null
   const void* ahead = nullptr;        // residual: [channels], added to x after that; or null
 
@@ -57,8 +57,8 @@ struct EmbedArgs {
   const void* table = nullptr;        // [vocabulary, channels]
   void* x = nullptr;
   const void* norm_weight = nullptr;
-  void* scaled = nullptr;  // or null: no norm comes next
-  float* squares = nullptr;
+  void* scaled = nullptr;    // or null: of ones, or no norm comes next
+  float* squares = nullptr;  // or null
 };
 
 }  // namespace minserve

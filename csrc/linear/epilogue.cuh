@@ -111,18 +111,19 @@ __device__ __forceinline__ void write_residual(const LinearArgs& args, const Pla
   Quad<bf16> x;
   x.set(y);
   store_with_ahead(args, ahead, at.offset(args), x);
-  if (!args.scaled) return;
-  Quad<bf16> weight, scaled;
-  weight.load(norm_weight);
+  if (!args.squares_out) return;
   // Of x rounded, before what is added ahead.
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    sum += x[i] * x[i];
-    y[i] = x[i] * weight[i];
+  for (int i = 0; i < kQuad; ++i) sum += x[i] * x[i];
+  if (args.scaled) {
+    Quad<bf16> weight, scaled;
+    weight.load(norm_weight);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) y[i] = x[i] * weight[i];
+    scaled.set(y);
+    scaled.store(static_cast<bf16*>(args.scaled) + at.offset(args));
   }
-  scaled.set(y);
-  scaled.store(static_cast<bf16*>(args.scaled) + at.offset(args));
   const unsigned half = 0xffffu << (threadIdx.x % 32 / 16 * 16);
 #pragma unroll
   for (int distance = 8; distance > 0; distance /= 2) {

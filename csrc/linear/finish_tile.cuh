@@ -51,36 +51,32 @@ struct Tile {
   template <class Staged>
   __device__ __forceinline__ void finish(float (&sums)[kBlocks][kTokens / 2],
                                          const Staged& staged) const {
+    const auto same = [](float y) { return y; };
     if constexpr (S::kStepping) {
-      stage<false>(sums, staged, [](float y) { return y; });
+      States first;  // on their way while gates are staged
+      ask(first, 0);
+#pragma unroll
+      for (int piece = 0; piece < S::kPieces; ++piece) stage<false>(sums, piece, staged, same);
       __syncwarp();
       meet_unit();
-      step(staged);
-      fence_for_copies();
-    } else if (args.epilogue == Epilogue::residual) {
-      stage<true>(sums, staged, [](float y) { return y; });
-      meet_unit();
-      write_norm_inputs(staged);
-      fence_for_copies();
+      step(staged, first);
     } else if (args.epilogue == Epilogue::logits) {
       write_logits(sums);
-    } else {
-      if (args.epilogue == Epilogue::gelu) {
-        stage<false>(sums, staged, [](float y) { return gelu(y); });
-      } else {
-        stage<false>(sums, staged, [](float y) { return y; });
-      }
-      fence_for_copies();
+    } else if (args.epilogue == Epilogue::gelu) {
+      stage_and_store<false>(sums, staged, [](float y) { return gelu(y); });
+    } else if (args.epilogue == Epilogue::plain) {
+      stage_and_store<false>(sums, staged, same);
+    } else if (args.scaled || args.ahead) {
+#pragma unroll
+      for (int piece = 0; piece < S::kPieces; ++piece) stage<true>(sums, piece, staged, same);
       meet_unit();
-      if (threadIdx.x % kGroupThreads == 0) {
-        for (int block = 0; block < kBlocks; ++block) {
-          const int all = group * kBlocks + block;
-          store_box(map, first_channel + all * kBlockRows, first_token, staged(all));
-        }
-        commit_stores();
-        wait_stores_read();
-      }
+      write_norm_inputs<true>(staged);
+    } else {
+      stage_and_store<true>(sums, staged, same);
+      if (args.squares_out) write_norm_inputs<false>(staged);
     }
+    fence_for_copies();
+    if (!S::kStepping && threadIdx.x % kGroupThreads == 0) wait_stores_read();
   }
 
  private:
@@ -88,19 +84,40 @@ struct Tile {
     meet(1 + group / S::kUnitBlocks, kUnitThreads);
   }
 
+  // Tokens of a piece leave while those of the next are made.
   template <bool kAdding, class Staged, class F>
-  __device__ __forceinline__ void stage(float (&sums)[kBlocks][kTokens / 2], const Staged& staged,
-                                        const F& f) const {
-    const int row = warp_of_group() * 16 + lane() / 4;
+  __device__ __forceinline__ void stage_and_store(float (&sums)[kBlocks][kTokens / 2],
+                                                  const Staged& staged, const F& f) const {
+#pragma unroll
+    for (int piece = 0; piece < S::kPieces; ++piece) {
+      stage<kAdding>(sums, piece, staged, f);
+      fence_for_copies();
+      meet_unit();
+      if (threadIdx.x % kGroupThreads == 0) {
+        for (int block = 0; block < kBlocks; ++block) {
+          const int all = group * kBlocks + block, from = piece * S::kPieceTokens;
+          store_box(map, first_channel + all * kBlockRows, first_token + from,
+                    staged(all) + from * kRowBytes);
+        }
+        commit_stores();
+      }
+    }
+  }
+
+  template <bool kAdding, class Staged, class F>
+  __device__ __forceinline__ void stage(float (&sums)[kBlocks][kTokens / 2], int piece,
+                                        const Staged& staged, const F& f) const {
+    const int row = warp_of_group() * 16 + lane() / 4, since = piece * S::kPieceTokens;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float bias[2] = {bias_of(block, row), bias_of(block, row + 8)};
       // Squares: both halves of the warp's rows, of eight tokens and of the next eight.
       std::uint32_t address =
-          shared_address(staged(group * kBlocks + block)) +
+          shared_address(staged(group * kBlocks + block) + since * kRowBytes) +
           place(lane() / 16 * 8 + lane() % 8, warp_of_group() * 2 + lane() / 8 % 2);
 #pragma unroll
-      for (int j = 0; j < kTokens / 8; j += 2, address += 16 * kRowBytes) {
+      for (int j = since / 8; j < (since + S::kPieceTokens) / 8;
+           j += 2, address += 16 * kRowBytes) {
         unsigned words[4];
         if (kAdding) load_turned(address, words);
 #pragma unroll
@@ -151,8 +168,9 @@ struct Tile {
     }
   }
 
-  // Eight channels of a token; neighbouring eight threads have those whose squares are summed.
-  template <class Staged>
+  // Sums of squares, and unless they have left already what they are of; eight channels of a token.
+  // Neighbouring eight threads have those whose squares are summed.
+  template <bool kAll, class Staged>
   __device__ __forceinline__ void write_norm_inputs(const Staged& staged) const {
     constexpr int kOct = 8, kStride = kGroupThreads / 8;
     const int thread = threadIdx.x % kGroupThreads, chunk = thread % 8, offset = thread / 8;
@@ -162,7 +180,7 @@ struct Tile {
       const int channel = first_channel + own;
       const bool inside = channel < args.channels;
       Channels<bf16, kOct> weight;
-      if (args.scaled) weight.load(vectors.norm_weight + own);
+      if (kAll && args.scaled) weight.load(vectors.norm_weight + own);
       const unsigned char* from = staged(group * kBlocks + block) + place(offset, chunk);
       std::int64_t at = (first_token + offset) * args.channels + channel;
 #pragma unroll 4
@@ -172,16 +190,18 @@ struct Tile {
         const bool real = inside && token < args.tokens;
         Channels<bf16, kOct> x, scaled;
         x.load(reinterpret_cast<const bf16*>(from));
-        if (real) store_with_ahead(args, vectors.ahead + own, at, x);
-        if (!args.scaled) continue;
+        if (kAll && real) store_with_ahead(args, vectors.ahead + own, at, x);
+        if (!args.squares_out) continue;
         float sums[2] = {}, y[kOct];  // in the order of write_residual(): of quads
 #pragma unroll
         for (int i = 0; i < kOct; ++i) {
           sums[i / kQuad] += x[i] * x[i];
-          y[i] = x[i] * weight[i];
+          if (kAll) y[i] = x[i] * weight[i];
         }
-        scaled.set(y);
-        if (real) scaled.store(static_cast<bf16*>(args.scaled) + at);
+        if (kAll && args.scaled) {
+          scaled.set(y);
+          if (real) scaled.store(static_cast<bf16*>(args.scaled) + at);
+        }
 #pragma unroll
         for (int distance = 4; distance > 0; distance /= 2) {
           for (float& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -193,50 +213,66 @@ struct Tile {
     }
   }
 
-  // Four channels of a token. With two gates a unit's channels are half of a row, so neighbouring
-  // threads take tokens whose halves lie in different banks.
-  template <class Staged>
-  __device__ __forceinline__ void step(const Staged& staged) const {
-    constexpr int kQuads = S::kUnitChannels / kQuad, kStride = kUnitThreads / kQuads;
-    constexpr int kAhead = 4;
+  // Some of the quads that a thread steps, and their states: four channels of a token each. With
+  // two gates a unit's channels are half of a row, so neighbouring threads take tokens whose halves
+  // lie in different banks.
+  static constexpr int kQuads = S::kUnitChannels / kQuad, kStride = kUnitThreads / kQuads;
+  static constexpr int kOfUnit = (kTokens + kStride - 1) / kStride;  // a thread's
+  static constexpr int kAtOnce = kOfUnit > 4 ? (kOfUnit + 1) / 2 : kOfUnit;
+  static constexpr int kTurns = (kOfUnit + kAtOnce - 1) / kAtOnce;
+  static constexpr int kUnits = (kBlocks + S::kUnitBlocks - 1) / S::kUnitBlocks;
+  using States = Before<true>[kAtOnce];
+
+  __device__ __forceinline__ int block_of(int turn) const {
+    return S::kGates == 3 ? 0 : group * kBlocks + turn / kTurns;
+  }
+  // Of the quad that this thread steps as number i of a turn.
+  __device__ __forceinline__ Place quad_of(int turn, int i) const {
     const int thread = threadIdx.x % kUnitThreads, quad = thread % kQuads;
     int offset = thread / kQuads;
     if (kQuads == 8) offset = offset / 8 * 8 + offset % 2 * 4 + offset / 2 % 2 + offset / 4 % 2 * 2;
+    const int own = offset + (turn % kTurns * kAtOnce + i) * kStride;
+    const int channel = first_channel + block_of(turn) * S::kUnitChannels + quad * kQuad;
+    return {first_token + own, channel, own, quad * kQuad};
+  }
+  __device__ __forceinline__ void ask(States& states, int turn) const {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const Place at = quad_of(turn, i);
+      states[i].load(args, at, at.own_token < kTokens ? slots[at.own_token] : -1);
+    }
+  }
+
+  // `next`: those of the first turn.
+  template <class Staged>
+  __device__ __forceinline__ void step(const Staged& staged, States& next) const {
 #pragma unroll 1
-    for (int unit = 0; unit < (kBlocks + S::kUnitBlocks - 1) / S::kUnitBlocks; ++unit) {
-      const int all = S::kGates == 3 ? 0 : group * kBlocks + unit;
-      const int channel = first_channel + all * S::kUnitChannels + quad * kQuad;
+    for (int turn = 0; turn < kUnits * kTurns; ++turn) {
+      States states;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) states[i] = next[i];
+      if (turn + 1 < kUnits * kTurns) ask(next, turn + 1);
       const unsigned char* gates[S::kGates];
 #pragma unroll
       for (int gate = 0; gate < S::kGates; ++gate) {
-        gates[gate] = S::kGates == 3 ? staged(gate) : staged(all);
+        gates[gate] = staged(S::kGates == 3 ? gate : block_of(turn));
       }
-#pragma unroll 1
-      for (int n = offset; n < kTokens; n += kAhead * kStride) {
-        Before<true> before[kAhead];
-        Place at[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int own = n + i * kStride;
-          at[i] = {first_token + own, channel, own, 0};
-          before[i].load(args, at[i], own < kTokens ? slots[own] : -1);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const Place at = quad_of(turn, i);
+        if (at.own_token >= kTokens || !at.inside(args)) continue;
+        Quad<bf16> pre[S::kGates];
+#pragma unroll
+        for (int gate = 0; gate < S::kGates; ++gate) {
+          const int quad = at.own_channel / kQuad;
+          const int row = S::kGates == 3 ? quad : gate * kQuads + quad;
+          pre[gate].load(reinterpret_cast<const bf16*>(gates[gate] + place(at.own_token, row / 2) +
+                                                       row % 2 * 8));
         }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int own = n + i * kStride;
-          if (own >= kTokens || !at[i].inside(args)) continue;
-          Quad<bf16> pre[S::kGates];
-#pragma unroll
-          for (int gate = 0; gate < S::kGates; ++gate) {
-            const int row = S::kGates == 3 ? quad : gate * kQuads + quad;
-            pre[gate].load(
-                reinterpret_cast<const bf16*>(gates[gate] + place(own, row / 2) + row % 2 * 8));
-          }
-          if constexpr (S::kGates == 2) {
-            step_quad<MinGruCell>(args, at[i], before[i], pre);
-          } else {
-            step_quad<MinLstmCell>(args, at[i], before[i], pre);
-          }
+        if constexpr (S::kGates == 2) {
+          step_quad<MinGruCell>(args, at, states[i], pre);
+        } else {
+          step_quad<MinLstmCell>(args, at, states[i], pre);
         }
       }
     }

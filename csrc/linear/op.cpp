@@ -87,16 +87,21 @@ struct Norm {  // what the next norm needs of a residual stream
   Tensor scaled, squares;
 };
 
-Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const MaybeTensor& weight) {
+// `squares`: they are asked for without a weight.
+Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const MaybeTensor& weight,
+                  bool squares) {
   maps.check.require(args.channels % kSquareRows == 0, "channels must be a multiple of ",
                      kSquareRows, ", got ", args.channels);
   Norm norm{torch::stable::new_empty(x, {weight ? args.tokens : 0, args.channels}),
-            torch::stable::new_empty(x, {weight ? args.channels / kSquareRows : 0, args.tokens},
-                                     ScalarType::Float)};
+            torch::stable::new_empty(
+                x, {weight || squares ? args.channels / kSquareRows : 0, args.tokens},
+                ScalarType::Float)};
   if (weight) {
     maps.rows(*weight, "norm_weight", x, args.channels);
     args.norm_weight = weight->const_data_ptr();
     args.scaled = norm.scaled.mutable_data_ptr();
+  }
+  if (weight || squares) {
     args.squares_out = static_cast<float*>(norm.squares.mutable_data_ptr());
   }
   return norm;
@@ -182,7 +187,7 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool fixed_order,
-                                           const MaybeTensor& ahead) {
+                                           const MaybeTensor& ahead, bool squares) {
   const Maps maps("linear_residual_", y, "y", weight);
   LinearArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
   maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
@@ -195,13 +200,13 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
     maps.rows(*ahead, "ahead", y, args.channels);
     args.ahead = ahead->const_data_ptr();
   }
-  const Norm norm = prepare_norm(args, maps, y, norm_weight);
+  const Norm norm = prepare_norm(args, maps, y, norm_weight, squares);
   maps.run(args, y, weight, 1);
   return {norm.scaled, norm.squares};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
-                                                const MaybeTensor& norm_weight) {
+                                                const MaybeTensor& norm_weight, bool squares) {
   const Maps maps("linear_embed", table, "table");
   maps.check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[tokens], int32");
   maps.check.require(tokens.is_contiguous(), "tokens must be contiguous");
@@ -209,7 +214,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tens
   args.tokens = tokens.size(0);
   args.channels = table.size(1);
   Tensor x = torch::stable::new_empty(table, {args.tokens, args.channels});
-  const Norm norm = prepare_norm(args, maps, table, norm_weight);
+  const Norm norm = prepare_norm(args, maps, table, norm_weight, squares);
   EmbedArgs embed;
   embed.tokens = args.tokens;
   embed.channels = args.channels;

@@ -26,7 +26,7 @@ struct Call {
     CUtensorMap side = inputs;
     if (!S::kStepping && args.epilogue != Epilogue::logits) {
       side = map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
-                    args.channels, S::kFinish);
+                    args.channels, S::kPieceTokens);
     }
     static thread_local int asked = -1;  // every device is asked for itself
     if (device != asked) {

@@ -54,6 +54,9 @@ struct WideShape {
   // Tokens that a block finishes, and what is staged of a block of rows for them.
   static constexpr int kFinish = kTokens / kParts;
   static constexpr int kStagedBytes = kFinish * kBlockRows * 2;
+  // Boxes of tokens in which the copy engine takes them.
+  static constexpr int kPieces = kFinish >= 64 ? 2 : 1, kPieceTokens = kFinish / kPieces;
+  static constexpr int kPieceBytes = kStagedBytes / kPieces;
   static constexpr int kBlocksOfStage = kStageBytes / kStagedBytes;
   static constexpr int kAllBlocks = kGroups * kBlocks;
   static constexpr int kStagesToFinish = (kAllBlocks + kBlocksOfStage - 1) / kBlocksOfStage;
@@ -173,6 +176,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         copy_box(ring + at.slot * S::kStageBytes + S::kWeightBytes, input_map, (begin + n) * kStep,
                  token, full[at.slot]);
       };
+      const auto copy_staged = [&](unsigned char* to, int block, std::uint64_t& barrier) {
+        for (int piece = 0; piece < S::kPieces; ++piece) {
+          copy_box(to + piece * S::kPieceBytes, side_map, channel + block * kBlockRows,
+                   token + part * S::kFinish + piece * S::kPieceTokens, barrier);
+        }
+      };
       wait_for_previous_kernel();
       if (lane == 0) {
         At at;
@@ -180,8 +189,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (S::kParted && residual) {
           arrive_expecting(beside, S::kSide);
           for (int block = 0; block < S::kAllBlocks; ++block) {
-            copy_box(side + block * S::kStagedBytes, side_map, channel + block * kBlockRows,
-                     token + part * S::kFinish, beside);
+            copy_staged(side + block * S::kStagedBytes, block, beside);
           }
         }
         for (int tile = first; tile < tiles; tile += stride) {
@@ -201,8 +209,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             const int to = min(from + S::kBlocksOfStage, S::kAllBlocks);
             arrive_expecting(full[at.slot], (to - from) * S::kStagedBytes);
             for (int block = from; block < to; ++block) {
-              copy_box(ring + at.slot * S::kStageBytes + (block - from) * S::kStagedBytes, side_map,
-                       channel + block * kBlockRows, token, full[at.slot]);
+              copy_staged(ring + at.slot * S::kStageBytes + (block - from) * S::kStagedBytes, block,
+                          full[at.slot]);
             }
           }
         }

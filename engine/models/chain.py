@@ -38,14 +38,19 @@ _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm'
 
 
 class Chain:
-    """Of `model`. With `fixed_order` a row's bits depend on that row alone.
+    """Of `model`. With `fixed_order` a row's bits depend on that row alone. With `unit_norms` the
+    weights of the layers' norms are ones, as ProductsLM leaves them: these norms read the residual
+    stream itself.
 
     `normed` says whether a stream's end has what the model's last norm needs."""
 
-    def __init__(self, model: LM, head: Head, *, fixed_order: bool) -> None:
+    def __init__(
+        self, model: LM, head: Head, *, fixed_order: bool, unit_norms: bool = False
+    ) -> None:
         self._model = model
         self._head = head
         self._fixed_order = fixed_order
+        self._unit_norms = unit_norms
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._linear_candidate = model.config.candidate == "linear"
@@ -116,7 +121,10 @@ class Chain:
         """All layers."""
         first = self._layers[0]
         norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
-        x, scaled, squares = linear_embed(tokens, self._model.embedding.weight, norm)
+        table, ones = self._model.embedding.weight, self._is_of_ones(norm)
+        x, scaled, squares = linear_embed(tokens, table, None if ones else norm, ones)
+        if ones:
+            scaled = x
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
                 mix = cast("nn.Linear", layer.conv.pointwise)
@@ -148,7 +156,17 @@ class Chain:
         norm: Tensor | None,
         ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return linear_residual_(y, module.weight, module.bias, x, norm, self._fixed_order, ahead)
+        """Adds to x; what a norm with this weight reads, and its sums of squares."""
+        # What is added ahead is not the norm's.
+        ones = ahead is None and self._is_of_ones(norm)
+        weight, bias = module.weight, module.bias
+        scaled, squares = linear_residual_(
+            y, weight, bias, x, None if ones else norm, self._fixed_order, ahead, ones
+        )
+        return x if ones else scaled, squares
+
+    def _is_of_ones(self, norm: Tensor | None) -> bool:
+        return self._unit_norms and norm is not None and norm is not self._model.norm.weight
 
     def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
         mlp = self._layers[index].mlp

@@ -87,7 +87,9 @@ class HopperLM:
         self._eps = model.config.norm_eps
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
         self._products = None if deterministic else ProductsLM(model, self._head)
-        self._chain = Chain(model, self._head, fixed_order=deterministic)
+        self._chain = Chain(
+            model, self._head, fixed_order=deterministic, unit_norms=self._products is not None
+        )
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else SMALL_VOCABULARY)
         # Those that compute a step by themselves or up to a head, the quickest for few rows first.

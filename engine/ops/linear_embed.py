@@ -8,7 +8,7 @@ from engine.ops.linear_map import SQUARE_ROWS
 
 
 def linear_embed(
-    tokens: Tensor, table: Tensor, norm_weight: Tensor | None
+    tokens: Tensor, table: Tensor, norm_weight: Tensor | None, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream of a model's first layer.
 
@@ -16,6 +16,7 @@ def linear_embed(
         tokens: ids, int32 [tokens]; those out of range give zeros.
         table: [vocabulary, channels], bfloat16, contiguous; channels a multiple of 64.
         norm_weight: [channels], of the norm that comes next; None: none does.
+        squares: as of `linear_residual_`.
 
     Returns:
         x [tokens, channels], and what `linear_residual_` returns for it.
@@ -23,16 +24,16 @@ def linear_embed(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    x, scaled, squares = torch.ops.minserve.linear_embed(tokens, table, norm_weight)
+    x, scaled, squares = torch.ops.minserve.linear_embed(tokens, table, norm_weight, squares)
     return x, scaled, squares
 
 
 def _fake(
-    tokens: Tensor, table: Tensor, norm_weight: Tensor | None
+    tokens: Tensor, table: Tensor, norm_weight: Tensor | None, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     count, channels = tokens.shape[0], table.shape[1]
     rows = count if norm_weight is not None else 0
-    blocks = channels // SQUARE_ROWS if norm_weight is not None else 0
+    blocks = channels // SQUARE_ROWS if norm_weight is not None or squares else 0
     return (
         table.new_empty((count, channels)),
         table.new_empty((rows, channels)),

@@ -15,6 +15,7 @@ def linear_residual_(
     norm_weight: Tensor | None,
     fixed_order: bool = False,
     ahead: Tensor | None = None,
+    squares: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Adds W y (+ bias) to the residual stream. What is returned is of x before `ahead` is added:
     the bias of the product that is added to x next, where the one who multiplies adds none.
@@ -27,16 +28,19 @@ def linear_residual_(
         norm_weight: [channels], of the norm that comes next; None: none does.
         fixed_order: as of `linear_map`.
         ahead: [channels], added to the rounded x after the next norm's inputs have been taken.
+        squares: sums of squares are wanted without norm_weight, too: of a norm whose weights are
+            ones, for which x itself is what others have x * norm_weight for.
 
     Returns:
         x * norm_weight [tokens, channels] in x's dtype, and float32 [channels / 64, tokens], the
-        sums of the squares of x, as `linear_map` takes them; both empty without norm_weight.
+        sums of the squares of x, as `linear_map` takes them. Without norm_weight the first is
+        empty, and the second unless `squares`.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
     scaled, squares = torch.ops.minserve.linear_residual_(
-        y, weight, bias, x, norm_weight, fixed_order, ahead
+        y, weight, bias, x, norm_weight, fixed_order, ahead, squares
     )
     return scaled, squares
 
@@ -63,10 +67,11 @@ def _fake(
     norm_weight: Tensor | None,
     fixed_order: bool = False,
     ahead: Tensor | None = None,
+    squares: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, channels = x.shape
     rows = tokens if norm_weight is not None else 0
-    blocks = channels // SQUARE_ROWS if norm_weight is not None else 0
+    blocks = channels // SQUARE_ROWS if norm_weight is not None or squares else 0
     return x.new_empty((rows, channels)), x.new_empty((blocks, tokens), dtype=torch.float32)
 
 

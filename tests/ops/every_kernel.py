@@ -173,9 +173,11 @@ def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
     norm = random(width)
     ids = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda")
     linear_embed(ids, random(tokens, width), None)
+    linear_embed(ids, random(tokens, width), None, squares=True)
     stream, _, _ = linear_embed(ids, random(tokens, width), norm)
     weight, bias = random(width, inputs), random(width)
     linear_residual_(x, weight, None, stream, None, fixed)
+    linear_residual_(x, weight, None, stream, None, fixed, squares=True)
     linear_residual_(x, weight, bias, stream, norm, fixed, bias)
     torch.cuda.synchronize()
 

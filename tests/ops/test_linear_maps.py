@@ -166,11 +166,19 @@ def test_linear_residual(tokens: int, channels: int, inputs: int) -> None:
     expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
     assert torch.equal(scaled, expected_scaled)
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+    unit = before.clone()
+    nothing, beside_x = linear_residual.linear_residual_(y, weight, bias, unit, None, squares=True)
+    assert torch.equal(unit, x) and nothing.numel() == 0 and torch.equal(beside_x, squares)
     ahead = on_gpu(exact(channels, seed=8))
     more = before.clone()
     beside = linear_residual.linear_residual_(y, weight, bias, more, norm, ahead=ahead)
     assert torch.equal(more, x + ahead)
     assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
+    more = before.clone()
+    beside = linear_residual.linear_residual_(
+        y, weight, bias, more, None, ahead=ahead, squares=True
+    )
+    assert torch.equal(more, x + ahead) and torch.equal(beside[1], squares)
     more = before.clone()
     linear_residual.linear_residual_(y, weight, bias, more, None, ahead=ahead)
     assert torch.equal(more, x + ahead)
@@ -192,6 +200,8 @@ def test_linear_embed() -> None:
     expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
     assert torch.equal(scaled, expected_scaled)
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
+    x, scaled, beside_x = linear_embed.linear_embed(tokens, table, None, squares=True)
+    assert torch.equal(x, expected) and scaled.numel() == 0 and torch.equal(beside_x, squares)
     x, scaled, squares = linear_embed.linear_embed(tokens, table, None)
     assert torch.equal(x, expected) and scaled.numel() == squares.numel() == 0
 
@@ -257,7 +267,9 @@ def test_opcheck() -> None:
         given = (x, weight[:channels], bias[:channels], residual, norm)
         check(operators.linear_residual_.default, given)
         check(operators.linear_residual_.default, (*given, False, bias[channels:]))
+        check(operators.linear_residual_.default, (*given[:4], None, False, None, True))
         check(operators.linear_embed.default, (slots, weight, norm))
+        check(operators.linear_embed.default, (slots, weight, None, True))
 
 
 def test_bad_arguments_are_told() -> None:
