@@ -27,36 +27,6 @@ __device__ __forceinline__ std::int64_t eights_stride() {
   return static_cast<std::int64_t>(blockDim.x) * kEight;
 }
 
-// One over the root mean square of the block's row of x; then x has what the next product's bias
-// adds to it.
-__device__ __forceinline__ float divide_and_add(const NormedArgs& args, std::int64_t row,
-                                                Block::Shared& shared) {
-  bf16* const x = args.x + row * args.width;
-  float sum = 0.0f;
-  Eight first;
-  for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
-    Eight own;
-    own.load(x + at);
-    if (at == first_eight()) first = own;
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) sum = fmaf(own[i], own[i], sum);
-  }
-  sum = Block(shared).all(sum, 0.0f, [](float a, float b) { return a + b; });
-  if (args.ahead) {  // by whoever has read it, and nobody else does
-    for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
-      Eight own = first, bias;
-      if (at != first_eight()) own.load(x + at);
-      bias.load(args.ahead + at);
-      float total[kEight];
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) total[i] = own[i] + bias[i];
-      own.set(total);
-      own.store(x + at);
-    }
-  }
-  return rsqrtf(sum / static_cast<float>(args.width) + args.eps);
-}
-
 // A pre-activation, rounded to what a product that had bias and norm would be written in.
 __device__ __forceinline__ void divide(const bf16* bias, float scale, Eight& y) {
   Eight add;
@@ -67,6 +37,52 @@ __device__ __forceinline__ void divide(const bf16* bias, float scale, Eight& y) 
   y.set(pre);
 }
 
+// The block's row of the residual stream. kAsking: what is added to it is asked for by ask_ahead().
+template <bool kAsking>
+struct Stream {
+  const NormedArgs& args;
+  bf16* const x;
+  Eight first, ahead;  // of this thread's first turn, and what is added to it
+
+  __device__ __forceinline__ Stream(const NormedArgs& of, std::int64_t row)
+      : args(of), x(of.x + row * of.width) {}
+
+  __device__ __forceinline__ void ask_ahead() {
+    if (args.ahead && first_eight() < args.width) ahead.load(args.ahead + first_eight());
+  }
+  __device__ __forceinline__ void ask() {
+    if (first_eight() < args.width) first.load(x + first_eight());
+  }
+  // One over its root mean square; then it has what the next product's bias adds to it.
+  __device__ __forceinline__ float divide_and_add(Block::Shared& shared) {
+    float sum = 0.0f;
+    for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
+      Eight own = first;
+      if (at != first_eight()) own.load(x + at);
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) sum = fmaf(own[i], own[i], sum);
+    }
+    sum = Block(shared).all(sum, 0.0f, [](float a, float b) { return a + b; });
+    if (args.ahead) {  // by whoever has read it, and nobody else does
+      for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
+        Eight own = first, add = ahead;
+        if (at != first_eight()) own.load(x + at);
+        if (!kAsking || at != first_eight()) add.load(args.ahead + at);
+        float total[kEight];
+#pragma unroll
+        for (int i = 0; i < kEight; ++i) total[i] = own[i] + add[i];
+        own.set(total);
+        own.store(x + at);
+      }
+    }
+    return rsqrtf(sum / static_cast<float>(args.width) + args.eps);
+  }
+};
+
+// All that a thread needs for its first turn is asked for before the row's sum, weights (biases)
+// before the kernel ahead has ended: nobody has read them since the last step, so they come from
+// far, and one after another.
+
 // Two eights of a thread are on their way at once, so that half as many threads have as much to
 // wait for, and the blocks of a thousand rows run all at once.
 __global__ void __launch_bounds__(kMostThreads)
@@ -75,64 +91,71 @@ __global__ void __launch_bounds__(kMostThreads)
   const std::int64_t row = blockIdx.x;
   bf16* const y = args.y + row * args.channels;
   let_next_kernel_start();
-  wait_for_previous_kernel();
-  Eight held[kHeld];
-  const auto load = [&](std::int64_t at) {
+  Stream<true> stream(args, row);
+  Eight held[kHeld], bias[kHeld];
+  const auto load = [&](Eight(&to)[kHeld], const bf16* from, std::int64_t at) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
       const std::int64_t channel = at + n * eights_stride();
-      if (channel < args.channels) held[n].load(y + channel);
+      if (channel < args.channels) to[n].load(from + channel);
     }
   };
   std::int64_t at = first_eight();
-  load(at);
-  const float scale = divide_and_add(args, row, *reinterpret_cast<Block::Shared*>(memory));
+  if (args.bias) load(bias, args.bias, at);
+  stream.ask_ahead();
+  wait_for_previous_kernel();
+  stream.ask();
+  load(held, y, at);
+  const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
   while (at < args.channels) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
       const std::int64_t channel = at + n * eights_stride();
       if (channel >= args.channels) break;
-      Eight bias;
-      if (args.bias) bias.load(args.bias + channel);
       float out[kEight];
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[i]));
+      for (int i = 0; i < kEight; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[n][i]));
       held[n].set(out);
       held[n].store(y + channel);
     }
     at += kHeld * eights_stride();
-    load(at);
+    load(held, y, at);
+    if (args.bias) load(bias, args.bias, at);
   }
 }
 
 template <template <class> class CellOf, class O>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __maxnreg__(48)
     normed_step_kernel(const __grid_constant__ NormedArgs args, const O options) {
   using Cell = CellOf<float>;
   extern __shared__ uint4 memory[];
   const std::int64_t row = blockIdx.x;
   const bf16* const y = args.y + row * args.channels * Cell::kInputs;
   let_next_kernel_start();
-  wait_for_previous_kernel();
-  const std::int64_t slot = args.slots[row];
-  const bool real = slot >= 0 && slot < args.num_slots;
-  float* const row_of_state = args.state + (real ? slot * args.state_stride : 0);
+  Stream<false> stream(args, row);
   Eight in[Cell::kInputs];
-  Channels<float, kEight> state;
   const auto load = [&](std::int64_t at) {
+    if (at >= args.channels) return;
 #pragma unroll
     for (int gate = 0; gate < Cell::kInputs; ++gate) in[gate].load(y + gate * args.channels + at);
-    if (real) state.load(row_of_state + at);
   };
   std::int64_t at = first_eight();
-  if (at < args.channels) load(at);
-  const float scale = divide_and_add(args, row, *reinterpret_cast<Block::Shared*>(memory));
+  wait_for_previous_kernel();
+  const std::int64_t slot = args.slots[row];
+  stream.ask();
+  load(at);
+  // Last, for these wait for their slot.
+  const bool real = slot >= 0 && slot < args.num_slots;
+  float* const row_of_state = args.state + (real ? slot * args.state_stride : 0);
+  Channels<float, kEight> state;
+  if (real && at < args.channels) state.load(row_of_state + at);
+  const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
   while (at < args.channels) {
+    float h[kEight];
 #pragma unroll
     for (int gate = 0; gate < Cell::kInputs; ++gate) {
       divide(args.bias ? args.bias + gate * args.channels + at : nullptr, scale, in[gate]);
     }
-    float h[kEight];
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
       float element[Cell::kInputs];
@@ -149,7 +172,8 @@ __global__ void __launch_bounds__(kMostThreads)
     out.set(h);
     out.store(args.out + row * args.channels + at);
     at += eights_stride();
-    if (at < args.channels) load(at);
+    load(at);
+    if (real && at < args.channels) state.load(row_of_state + at);
   }
 }
 
