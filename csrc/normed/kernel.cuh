@@ -37,19 +37,15 @@ __device__ __forceinline__ void divide(const bf16* bias, float scale, Eight& y) 
   y.set(pre);
 }
 
-// The block's row of the residual stream. kAsking: what is added to it is asked for by ask_ahead().
-template <bool kAsking>
+// The block's row of the residual stream.
 struct Stream {
   const NormedArgs& args;
   bf16* const x;
-  Eight first, ahead;  // of this thread's first turn, and what is added to it
+  Eight first;  // of this thread's turns
 
   __device__ __forceinline__ Stream(const NormedArgs& of, std::int64_t row)
       : args(of), x(of.x + row * of.width) {}
 
-  __device__ __forceinline__ void ask_ahead() {
-    if (args.ahead && first_eight() < args.width) ahead.load(args.ahead + first_eight());
-  }
   __device__ __forceinline__ void ask() {
     if (first_eight() < args.width) first.load(x + first_eight());
   }
@@ -65,12 +61,12 @@ struct Stream {
     sum = Block(shared).all(sum, 0.0f, [](float a, float b) { return a + b; });
     if (args.ahead) {  // by whoever has read it, and nobody else does
       for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
-        Eight own = first, add = ahead;
+        Eight own = first, bias;
         if (at != first_eight()) own.load(x + at);
-        if (!kAsking || at != first_eight()) add.load(args.ahead + at);
+        bias.load(args.ahead + at);
         float total[kEight];
 #pragma unroll
-        for (int i = 0; i < kEight; ++i) total[i] = own[i] + add[i];
+        for (int i = 0; i < kEight; ++i) total[i] = own[i] + bias[i];
         own.set(total);
         own.store(x + at);
       }
@@ -78,10 +74,6 @@ struct Stream {
     return rsqrtf(sum / static_cast<float>(args.width) + args.eps);
   }
 };
-
-// All that a thread needs for its first turn is asked for before the row's sum, weights (biases)
-// before the kernel ahead has ended: nobody has read them since the last step, so they come from
-// far, and one after another.
 
 // Two eights of a thread are on their way at once, so that half as many threads have as much to
 // wait for, and the blocks of a thousand rows run all at once.
@@ -91,36 +83,35 @@ __global__ void __launch_bounds__(kMostThreads)
   const std::int64_t row = blockIdx.x;
   bf16* const y = args.y + row * args.channels;
   let_next_kernel_start();
-  Stream<true> stream(args, row);
-  Eight held[kHeld], bias[kHeld];
-  const auto load = [&](Eight(&to)[kHeld], const bf16* from, std::int64_t at) {
+  Stream stream(args, row);
+  Eight held[kHeld];
+  const auto load = [&](std::int64_t at) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
       const std::int64_t channel = at + n * eights_stride();
-      if (channel < args.channels) to[n].load(from + channel);
+      if (channel < args.channels) held[n].load(y + channel);
     }
   };
-  std::int64_t at = first_eight();
-  if (args.bias) load(bias, args.bias, at);
-  stream.ask_ahead();
   wait_for_previous_kernel();
   stream.ask();
-  load(held, y, at);
+  std::int64_t at = first_eight();
+  load(at);
   const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
   while (at < args.channels) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
       const std::int64_t channel = at + n * eights_stride();
       if (channel >= args.channels) break;
+      Eight bias;
+      if (args.bias) bias.load(args.bias + channel);
       float out[kEight];
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[n][i]));
+      for (int i = 0; i < kEight; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[i]));
       held[n].set(out);
       held[n].store(y + channel);
     }
     at += kHeld * eights_stride();
-    load(held, y, at);
-    if (args.bias) load(bias, args.bias, at);
+    load(at);
   }
 }
 
@@ -132,7 +123,7 @@ __global__ void __maxnreg__(48)
   const std::int64_t row = blockIdx.x;
   const bf16* const y = args.y + row * args.channels * Cell::kInputs;
   let_next_kernel_start();
-  Stream<false> stream(args, row);
+  Stream stream(args, row);
   Eight in[Cell::kInputs];
   const auto load = [&](std::int64_t at) {
     if (at >= args.channels) return;
