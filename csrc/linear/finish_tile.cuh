@@ -219,47 +219,47 @@ struct Tile {
   static constexpr int kQuads = S::kUnitChannels / kQuad, kStride = kUnitThreads / kQuads;
   static constexpr int kOfUnit = (kTokens + kStride - 1) / kStride;  // a thread's
   static constexpr int kAtOnce = kOfUnit > 4 ? (kOfUnit + 1) / 2 : kOfUnit;
-  static constexpr int kTurns = (kOfUnit + kAtOnce - 1) / kAtOnce;
+  static constexpr int kRounds = (kOfUnit + kAtOnce - 1) / kAtOnce;
   static constexpr int kUnits = (kBlocks + S::kUnitBlocks - 1) / S::kUnitBlocks;
   using States = Before<true>[kAtOnce];
 
-  __device__ __forceinline__ int block_of(int turn) const {
-    return S::kGates == 3 ? 0 : group * kBlocks + turn / kTurns;
+  __device__ __forceinline__ int block_of(int round) const {
+    return S::kGates == 3 ? 0 : group * kBlocks + round / kRounds;
   }
-  // Of the quad that this thread steps as number i of a turn.
-  __device__ __forceinline__ Place quad_of(int turn, int i) const {
+  // Of the quad that this thread steps as number i of a round.
+  __device__ __forceinline__ Place quad_of(int round, int i) const {
     const int thread = threadIdx.x % kUnitThreads, quad = thread % kQuads;
     int offset = thread / kQuads;
     if (kQuads == 8) offset = offset / 8 * 8 + offset % 2 * 4 + offset / 2 % 2 + offset / 4 % 2 * 2;
-    const int own = offset + (turn % kTurns * kAtOnce + i) * kStride;
-    const int channel = first_channel + block_of(turn) * S::kUnitChannels + quad * kQuad;
+    const int own = offset + (round % kRounds * kAtOnce + i) * kStride;
+    const int channel = first_channel + block_of(round) * S::kUnitChannels + quad * kQuad;
     return {first_token + own, channel, own, quad * kQuad};
   }
-  __device__ __forceinline__ void ask(States& states, int turn) const {
+  __device__ __forceinline__ void ask(States& states, int round) const {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const Place at = quad_of(turn, i);
+      const Place at = quad_of(round, i);
       states[i].load(args, at, at.own_token < kTokens ? slots[at.own_token] : -1);
     }
   }
 
-  // `next`: those of the first turn.
+  // `next`: those of the first round.
   template <class Staged>
   __device__ __forceinline__ void step(const Staged& staged, States& next) const {
 #pragma unroll 1
-    for (int turn = 0; turn < kUnits * kTurns; ++turn) {
+    for (int round = 0; round < kUnits * kRounds; ++round) {
       States states;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) states[i] = next[i];
-      if (turn + 1 < kUnits * kTurns) ask(next, turn + 1);
+      if (round + 1 < kUnits * kRounds) ask(next, round + 1);
       const unsigned char* gates[S::kGates];
 #pragma unroll
       for (int gate = 0; gate < S::kGates; ++gate) {
-        gates[gate] = staged(S::kGates == 3 ? gate : block_of(turn));
+        gates[gate] = staged(S::kGates == 3 ? gate : block_of(round));
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const Place at = quad_of(turn, i);
+        const Place at = quad_of(round, i);
         if (at.own_token >= kTokens || !at.inside(args)) continue;
         Quad<bf16> pre[S::kGates];
 #pragma unroll

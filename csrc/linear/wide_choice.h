@@ -55,12 +55,17 @@ class WideChooser {
   }
 
   // The quickest by its clocks.
-  Choice choose() const {
+  const WideForm& best() const {
     const WideForm* best = nullptr;
     for (const WideForm& form : kWideForms) {
       if (can_take(form) && (!best || clocks(form) < clocks(*best))) best = &form;
     }
-    return {best->form, best->parts};
+    return *best;
+  }
+  Choice choose() const { return {best().form, best().parts}; }
+
+  std::int64_t blocks(const WideForm& form) const {
+    return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
   }
 
  private:
@@ -75,9 +80,6 @@ class WideChooser {
   // Blocks that run at the same time. Fours leave out what is over of a group of multiprocessors.
   static constexpr std::int64_t at_once(int parts) { return parts == 4 ? 112 : kMultiprocessors; }
 
-  std::int64_t blocks(const WideForm& form) const {
-    return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
-  }
   bool can_take(const WideForm& form) const {
     if (turns_ && form.rows * form.tokens > 128 * 128) return false;  // two sets of sums
     if (form.form == Form::wide_64_32 && !turns_) return false;       // else not built
