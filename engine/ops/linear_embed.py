@@ -24,8 +24,8 @@ def linear_embed(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    x, scaled, squares = torch.ops.minserve.linear_embed(tokens, table, norm_weight, squares)
-    return x, scaled, squares
+    x, scaled, sums = torch.ops.minserve.linear_embed(tokens, table, norm_weight, squares)
+    return x, scaled, sums
 
 
 def _fake(

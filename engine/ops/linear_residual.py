@@ -39,10 +39,10 @@ def linear_residual_(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
-    scaled, squares = torch.ops.minserve.linear_residual_(
+    scaled, sums = torch.ops.minserve.linear_residual_(
         y, weight, bias, x, norm_weight, fixed_order, ahead, squares
     )
-    return scaled, squares
+    return scaled, sums
 
 
 def reference(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
