@@ -16,6 +16,7 @@ constexpr int kHeld = 2;   // of them, that a thread of a GELU takes at once
 constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kThreadsAtOnce = 1024;  // of a multiprocessor, with a GELU's registers
 constexpr unsigned kFewestThreads = 96;    // of a GELU
+constexpr int kStepRegisters = 48;  // of a step's threads, so that as many rows are under way
 
 using Eight = Channels<bf16, kEight>;
 
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMostThreads)
 }
 
 template <template <class> class CellOf, class O>
-__global__ void __maxnreg__(48)
+__global__ void __maxnreg__(kStepRegisters)
     normed_step_kernel(const __grid_constant__ NormedArgs args, const O options) {
   using Cell = CellOf<float>;
   extern __shared__ uint4 memory[];

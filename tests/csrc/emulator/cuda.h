@@ -26,6 +26,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 using std::max;
 using std::min;
