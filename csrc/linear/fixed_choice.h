@@ -40,7 +40,7 @@ class FixedChooser {
     // inputs, take those in turn as soon as there are tiles for many multiprocessors.
     const WideChooser wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
     const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
-    if (tokens_ > 32 && in_turn) return {wide.choose().form, 1, parts};
+    if (tokens_ > 32 && in_turn) return {wide.best().form, 1, parts};
     return among_blocks(parts);
   }
 

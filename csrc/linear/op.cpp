@@ -87,23 +87,21 @@ struct Norm {  // what the next norm needs of a residual stream
   Tensor scaled, squares;
 };
 
-// `squares`: they are asked for without a weight.
+// `squares`: they are asked for without a weight, too.
 Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const MaybeTensor& weight,
                   bool squares) {
   maps.check.require(args.channels % kSquareRows == 0, "channels must be a multiple of ",
                      kSquareRows, ", got ", args.channels);
+  squares = squares || weight;
   Norm norm{torch::stable::new_empty(x, {weight ? args.tokens : 0, args.channels}),
-            torch::stable::new_empty(
-                x, {weight || squares ? args.channels / kSquareRows : 0, args.tokens},
-                ScalarType::Float)};
+            torch::stable::new_empty(x, {squares ? args.channels / kSquareRows : 0, args.tokens},
+                                     ScalarType::Float)};
   if (weight) {
     maps.rows(*weight, "norm_weight", x, args.channels);
     args.norm_weight = weight->const_data_ptr();
     args.scaled = norm.scaled.mutable_data_ptr();
   }
-  if (weight || squares) {
-    args.squares_out = static_cast<float*>(norm.squares.mutable_data_ptr());
-  }
+  if (squares) args.squares_out = static_cast<float*>(norm.squares.mutable_data_ptr());
   return norm;
 }
 

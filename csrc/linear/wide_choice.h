@@ -62,7 +62,6 @@ class WideChooser {
     }
     return *best;
   }
-  Choice choose() const { return {best().form, best().parts}; }
 
   std::int64_t blocks(const WideForm& form) const {
     return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;

@@ -16,7 +16,7 @@ constexpr int kHeld = 2;   // of them, that a thread of a GELU takes at once
 constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kThreadsAtOnce = 1024;  // of a multiprocessor, with a GELU's registers
 constexpr unsigned kFewestThreads = 96;    // of a GELU
-constexpr int kStepRegisters = 48;  // of a step's threads, so that as many rows are under way
+constexpr int kStepRegisters = 48;  // of a step's threads: eight rows of 1,152 channels at once
 
 using Eight = Channels<bf16, kEight>;
 
