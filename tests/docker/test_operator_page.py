@@ -1,4 +1,4 @@
-"""docker/README.md: its table of settings, its runbook, its links."""
+"""docker/README.md: its table of settings, its runbook; the links of all pages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import yaml
 
 from service.settings import Settings
 from service.settings_table import VARIABLES, option_texts, table
+from tests.docs.commands import PAGES
 from tests.service.test_prometheus_files import load, rules
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docker" / "README.md")
-PAGE = PAGES[1].read_text(encoding="utf-8")
+OPERATORS = ROOT / "docker" / "README.md"
+PAGE = OPERATORS.read_text(encoding="utf-8")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -45,13 +46,13 @@ def test_every_alert_has_an_entry_and_names_it() -> None:
     for rule in alerts:
         anchor = rule["alert"].lower()
         assert rule["annotations"]["runbook_url"] == f"docker/README.md#{anchor}"
-        assert anchor in anchors(PAGES[1])
+        assert anchor in anchors(OPERATORS)
     for entry in re.split(r"^### \w+$", runbook, flags=re.MULTILINE)[1:]:
         assert len(entry.split()) > 20, "an entry says what to do"
 
 
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
+    for page in (ROOT / name for name in PAGES):
         for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
             if link.startswith("http"):
                 continue

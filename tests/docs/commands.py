@@ -1,4 +1,4 @@
-"""Every command of the two pages, and the one table of how each is tried.
+"""Every command of the pages, and the one table of how each is tried.
 
 A fenced `sh` block is cut into commands as a shell would cut it. RULES says of each how it is
 tried; a command that no rule knows fails the tests, as does a rule that knows no command.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docker/README.md")
+PAGES = ("README.md", "docker/README.md", "csrc/README.md", "engine/README.md")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # run: as it stands, against a server; whole: the same in .ci/full, for it takes minutes;
@@ -103,7 +103,7 @@ def rule(text: str) -> Rule:
 
 
 def commands() -> list[Command]:
-    """All of both pages, in order."""
+    """All of the pages, in order."""
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
