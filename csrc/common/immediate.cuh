@@ -25,8 +25,8 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   static constexpr int kThreads = Scan::kThreads;
   static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
   // At kFolded the next tile is known too.
-  static constexpr int kComputing = Scan::kComputing, kStarted = Scan::kStarted;
-  static constexpr int kFolded = Scan::kFolded;
+  static constexpr int kComputing = Scan::kComputing, kTaken = Scan::kTaken;
+  static constexpr int kStarted = Scan::kStarted, kFolded = Scan::kFolded;
 
   // Each group of threads looks at the words of some chunks: more in all would crowd out what the
   // registers hold.
@@ -50,7 +50,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
                                                  bool two_stages) {
     const Lane lane;
     const int channel = Scan::channel_of_thread(), group = Scan::group_of_thread();
-    __syncthreads();
+    barrier_sync<kThreads>(kTaken);
     Memory::fetch(args, shared.tiles[0], lane, shared, 0);
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
@@ -134,7 +134,7 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
     words_cleared();
     Tickets tickets(shared_tickets, order.places() > 0, long_and_few(args.layout));
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
-    __syncthreads();
+    barrier_sync<kThreads>(kTaken);
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
       if (tile.sequence < 0) return;

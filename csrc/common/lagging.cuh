@@ -24,7 +24,8 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
   static constexpr int kWindow = sizeof(V) == 8 ? 4 : 16;
   // At kFolded the carry into the tile before and the next tile are known too; it also comes once
   // when there is no more tile.
-  static constexpr int kStarted = Scan::kStarted, kFolded = Scan::kFolded;
+  static constexpr int kTaken = Scan::kTaken, kStarted = Scan::kStarted;
+  static constexpr int kFolded = Scan::kFolded;
   static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
@@ -39,7 +40,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
   static __device__ __forceinline__ void compute(const ScanArgs& args, Shared& shared) {
     const Lane lane;
     Segments now, earlier;
-    __syncthreads();
+    barrier_sync<kThreads>(kTaken);
     Memory::fetch(args, shared.tiles[0], lane, shared, 0);
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
@@ -91,7 +92,7 @@ struct LaggingScan : TileScan<CellOf, O, T, kAligned> {
     words_cleared();
     Tickets tickets(shared_tickets, order.places() > 0, false);
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
-    __syncthreads();
+    barrier_sync<kThreads>(kTaken);
     for (int n = 0;; ++n) {
       const Tile& tile = shared.tiles[n % kTiles];
       if (tile.sequence < 0) break;

@@ -36,8 +36,10 @@ struct TileScan {
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
   static constexpr int kParity = Memory::kParity, kInRegisters = Memory::kInRegisters;
   static constexpr int kThreads = kBlock + 32;  // one more warp takes the tiles
-  // Barriers: of the computing threads; and of all: the first tile has arrived; a tile is folded.
-  enum { kComputing = 1, kStarted, kFolded };
+  // Barriers: of the computing threads; and of all, who meet there from different places in the
+  // code (which __syncthreads() does not allow): the first tile is known; it has arrived; one is
+  // folded.
+  enum { kComputing = 1, kTaken, kStarted, kFolded };
   using Held = Affine<V>[kInRegisters][kVec];
   // How many blocks share a multiprocessor with 228 KiB of shared memory, where registers allow
   // `most`; 1 KiB of each is the system's.
