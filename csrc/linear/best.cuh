@@ -144,14 +144,16 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
   const int tiles = pieces * static_cast<int>(args.tiles);
   const int first = blockIdx.x, stride = gridDim.x;
 
-  const auto copy_weights = [&](int slot, int tile, int n) {
-    arrive_expecting(full[slot], S::kStageBytes);
-    copy_box(ring + slot * S::kStageBytes + S::kInputBytes, weight_map, n * kStep,
-             tile / pieces * S::kColumns, full[slot]);
+  using Stages = Ring<S::kStageBytes>;
+  using At = Stage<S::kStages>;
+  const auto copy_weights = [&](const Stages& stages, int slot, int tile, int n) {
+    arrive_expecting(stages.full(slot), S::kStageBytes);
+    copy_box(stages.stage(slot) + S::kInputBytes, weight_map, n * kStep,
+             tile / pieces * S::kColumns, stages.full(slot));
   };
-  const auto copy_inputs = [&](int slot, int tile, int n) {
-    copy_box(ring + slot * S::kStageBytes, input_map, n * kStep, tile % pieces * S::kTokens,
-             full[slot]);
+  const auto copy_inputs = [&](const Stages& stages, int slot, int tile, int n) {
+    copy_box(stages.stage(slot), input_map, n * kStep, tile % pieces * S::kTokens,
+             stages.full(slot));
   };
   const int ahead = min(steps, S::kStages);
   // The thread that feeds the ring: weights are on their way before the block has met.
@@ -163,48 +165,48 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
     }
     fence_barriers();
     fence_for_copies();
-    for (int n = 0; n < ahead; ++n) copy_weights(n, first, n);
+    const Stages stages(full, empty, ring);
+    for (int n = 0; n < ahead; ++n) copy_weights(stages, n, first, n);
     prefetch_map(input_map);
   }
   __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernel();
 
+  const Stages stages(full, empty, ring);
   if (warp == S::kComputing / 32) {
     if (lane > 0) return;
-    for (int n = 0; n < ahead; ++n) copy_inputs(n, first, n);
-    int slot = ahead % S::kStages, turn = ahead / S::kStages;
+    At at;
+    for (int n = 0; n < ahead; ++n, ++at) copy_inputs(stages, n, first, n);
     for (int tile = first; tile < tiles; tile += stride) {
-      for (int n = tile == first ? ahead : 0; n < steps; ++n) {
-        if (turn > 0) wait_barrier(empty[slot], (turn - 1) % 2);
-        copy_weights(slot, tile, n);
-        copy_inputs(slot, tile, n);
-        if (++slot == S::kStages) slot = 0, ++turn;
+#pragma unroll 1
+      for (int n = tile == first ? ahead : 0; n < steps; ++n, ++at) {
+        if (at.turn > 0) wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+        copy_weights(stages, at.slot, tile, n);
+        copy_inputs(stages, at.slot, tile, n);
       }
     }
     return;
   }
   const int group = warp / 4;
+  const std::uint32_t own_rows = same_in_warp(group * kBlockRows * kStep * 2);
   const auto release = [&](int slot) {
-    if (lane == 0) arrive(empty[slot]);
+    if (lane == 0) arrive(stages.empty(slot));
   };
   BestSums sums;
-  int slot = 0, turn = 0;
+  At at;
   for (int tile = first; tile < tiles; tile += stride) {
-    const BestTile at{args, tile % pieces * S::kTokens + group * kBlockRows,
+    const BestTile of{args, tile % pieces * S::kTokens + group * kBlockRows,
                       tile / pieces * S::kColumns};
     float squares[2] = {0.0f, 0.0f};  // added up in their order
     int last = 0;
 #pragma unroll 1
-    for (int n = 0; n < steps; ++n) {
+    for (int n = 0; n < steps; ++n, ++at) {
       float next[2] = {0.0f, 0.0f};  // asked for while the step is multiplied
-      if (args.squares) next[0] = at.squares_of(n, 0), next[1] = at.squares_of(n, 1);
-      wait_barrier(full[slot], turn % 2);
-      const unsigned char* stage = ring + slot * S::kStageBytes;
-      const std::uint64_t inputs =
-          describe_tile(same_in_warp(shared_address(stage + group * kBlockRows * kStep * 2)));
-      const std::uint64_t weights =
-          describe_tile(same_in_warp(shared_address(stage + S::kInputBytes)));
+      if (args.squares) next[0] = of.squares_of(n, 0), next[1] = of.squares_of(n, 1);
+      wait_barrier(stages.full(at.slot), at.turn % 2);
+      const std::uint64_t inputs = describe_tile(stages.stage(at.slot) + own_rows);
+      const std::uint64_t weights = describe_tile(stages.stage(at.slot) + S::kInputBytes);
       begin_products();
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {
@@ -216,13 +218,12 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
         release(last);
       }
       squares[0] += next[0], squares[1] += next[1];
-      last = slot;
-      if (++slot == S::kStages) slot = 0, ++turn;
+      last = at.slot;
     }
     wait_products<0>();
     sums_are_there(sums);
     release(last);
-    at.finish(sums, squares);
+    of.finish(sums, squares);
   }
 #endif
 }

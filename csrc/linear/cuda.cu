@@ -44,8 +44,6 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
 template <int kGates>
 void launch_linear(LinearArgs args, const void* weight, const void* input, int device,
                    cudaStream_t stream) {
-  constexpr bool kStepping = kGates > 1;
-  constexpr int kOne = kGates, kTwo = kStepping ? kGates : 2;
   const Choice choice = args.fixed_order
                             ? FixedChooser(args.channels, args.inputs, kGates, args.tokens).choose()
                             : Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
@@ -54,25 +52,32 @@ void launch_linear(LinearArgs args, const void* weight, const void* input, int d
   };
   switch (choice.form) {
     case Form::tokens_8:
-      return launch(LinearShape<kGates, kOne, 1, 8>());
+      return launch(LinearShape<kGates, kGates, 8>());
     case Form::tokens_16:
-      return launch(LinearShape<kGates, kOne, 1, 16>());
+      return launch(LinearShape<kGates, kGates, 16>());
     case Form::tokens_32:
-      return launch(LinearShape<kGates, kOne, 1, 32>());
+      return launch(LinearShape<kGates, kGates, 32>());
     case Form::tokens_64:
-      return launch(LinearShape<kGates, kOne, 1, 64, true>());
-    case Form::pairs_8:
-      return launch(LinearShape<kGates, kTwo, 1, 8>());
-    case Form::pairs_16:
-      return launch(LinearShape<kGates, kTwo, 1, 16>());
-    case Form::pairs_32:
-      return launch(LinearShape<kGates, kTwo, 1, 32>());
-    case Form::pairs_64:
-      return launch(LinearShape<kGates, kTwo, 1, 64>());
+      return launch(LinearShape<kGates, kGates, 64, true>());
     default:
-      args.turns = choice.turns;
-      return linear_wide(choice, args, weight, input, kGates, device, stream);
+      break;
   }
+  if constexpr (kGates == 1) {  // pairs of blocks of rows, which gates never are
+    switch (choice.form) {
+      case Form::pairs_8:
+        return launch(LinearShape<1, 2, 8>());
+      case Form::pairs_16:
+        return launch(LinearShape<1, 2, 16>());
+      case Form::pairs_32:
+        return launch(LinearShape<1, 2, 32>());
+      case Form::pairs_64:
+        return launch(LinearShape<1, 2, 64>());
+      default:
+        break;
+    }
+  }
+  args.turns = choice.turns;
+  linear_wide(choice, args, weight, input, kGates, device, stream);
 }
 
 }  // namespace

@@ -15,6 +15,13 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Keeps an address in a register. The compiler would find it again at every use, from the block's
+// number in its cluster, and in a loop over stages that is a third of what is between products.
+__device__ __forceinline__ std::uint32_t kept(std::uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // --- barriers in shared memory
 
 __device__ __forceinline__ void init_barrier(std::uint64_t& barrier, unsigned arrivals) {
@@ -31,10 +38,12 @@ __device__ __forceinline__ void arrive(std::uint32_t address) {
 __device__ __forceinline__ void arrive(std::uint64_t& barrier) {
   arrive(shared_address(&barrier));
 }
-__device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
-               "r"(bytes)
+__device__ __forceinline__ void arrive_expecting(std::uint32_t address, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigned bytes) {
+  arrive_expecting(shared_address(&barrier), bytes);
 }
 __device__ __forceinline__ void wait_barrier(std::uint32_t address, unsigned parity) {
   asm volatile(
@@ -66,13 +75,17 @@ __device__ __forceinline__ bool barrier_passed(std::uint64_t& barrier, unsigned 
 // --- the copy engine
 
 // A box of `map` whose first element is at (column, row), to shared memory; `barrier` counts bytes.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int column, int row,
-                                         std::uint64_t& barrier) {
+__device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& map, int column,
+                                         int row, std::uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
+}
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int column, int row,
+                                         std::uint64_t& barrier) {
+  copy_box(shared_address(to), map, column, row, shared_address(&barrier));
 }
 // Neighbouring bytes, a multiple of 16 from addresses that are, to shared memory.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, unsigned bytes,
@@ -105,6 +118,38 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 __device__ __forceinline__ void prefetch_to_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
+
+// --- rings of stages in shared memory, from whoever copies to whoever multiplies
+
+// Where its stages and their barriers are, in registers: `full` counts what comes, `empty` who has
+// done with it.
+template <int kStageBytes>
+class Ring {
+ public:
+  __device__ __forceinline__ Ring(const std::uint64_t* full, const std::uint64_t* empty,
+                                  const unsigned char* stages)
+      : full_(kept(shared_address(full))),
+        empty_(kept(shared_address(empty))),
+        stages_(kept(shared_address(stages))) {}
+
+  __device__ __forceinline__ std::uint32_t full(int slot) const { return full_ + slot * 8; }
+  __device__ __forceinline__ std::uint32_t empty(int slot) const { return empty_ + slot * 8; }
+  __device__ __forceinline__ std::uint32_t stage(int slot) const {
+    return stages_ + slot * kStageBytes;
+  }
+
+ private:
+  std::uint32_t full_, empty_, stages_;
+};
+
+// A place in a ring.
+template <int kStages>
+struct Stage {
+  int slot = 0, turn = 0;
+  __device__ __forceinline__ void operator++() {
+    if (++slot == kStages) slot = 0, ++turn;
+  }
+};
 
 // --- clusters (the rest is in device.cuh)
 

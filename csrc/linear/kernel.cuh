@@ -2,8 +2,8 @@
 // its columns, so that a small batch wastes a few columns rather than most of a tile.
 //
 // One warp feeds a ring of stages in shared memory, kStep inputs of the block's rows and tokens
-// each; warpgroups multiply. Weights depend on no kernel before, so the ring's first stages of them
-// are asked for before that kernel has ended.
+// each; a warpgroup multiplies. Weights depend on no kernel before, so the ring's first stages of
+// them are asked for before that kernel has ended.
 //
 // Where there are too few tiles for the GPU, the blocks of a cluster take a part of the inputs
 // each, sum it from zero and send every other one its share of the tokens, who adds up in order.
@@ -16,17 +16,17 @@
 namespace minserve {
 namespace cuda {
 
-// kGates: rows of W for each channel, 1 where no recurrence follows. Each warpgroup has kBlocks
-// blocks of rows: gates of its channels or, with fewer than kGates, of the block's 64 channels.
-template <int kGates_, int kBlocks_, int kGroups_, int kTokens_, bool kDeep = false>
+// kGates: rows of W for each channel, 1 where no recurrence follows. The block has kBlocks blocks
+// of 64 rows: neighbouring ones, or all gates of 64 channels.
+template <int kGates_, int kBlocks_, int kTokens_, bool kDeep = false>
 struct LinearShape {
-  static constexpr int kGates = kGates_, kBlocks = kBlocks_, kGroups = kGroups_, kTokens = kTokens_;
+  static constexpr int kGates = kGates_, kBlocks = kBlocks_, kTokens = kTokens_;
   static constexpr bool kStepping = kGates > 1;
-  static_assert(kBlocks * kGroups % kGates == 0, "a block of rows has all gates of its channels");
-  static constexpr int kComputing = kGroups * kGroupThreads;
-  // One warp copies, one prepares; with the others, all finish sums.
-  static constexpr int kThreads = kComputing + (kGroups == 1 ? 128 : 64);
-  static constexpr int kRows = kGroups * kBlocks * kBlockRows;
+  static_assert(!kStepping || kBlocks == kGates, "a block of rows for each gate");
+  static constexpr int kComputing = kGroupThreads;
+  // One warp copies, one prepares; with two more, all finish sums.
+  static constexpr int kThreads = kComputing + 128;
+  static constexpr int kRows = kBlocks * kBlockRows;
   static constexpr int kChannels = kRows / kGates;
   static constexpr int kTileBytes = kBlockRows * kStep * 2;
   static constexpr int kWeightBytes = kRows * kStep * 2;
@@ -42,9 +42,7 @@ struct LinearShape {
   static constexpr int kRing =
       ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
       1024;
-  static constexpr int kMinBlocks = kDeep                                          ? 1
-                                    : kGates == 1 && kGroups == 1 && kTokens <= 16 ? 3
-                                                                                   : 2;
+  static constexpr int kMinBlocks = kDeep ? 1 : kGates == 1 && kTokens <= 16 ? 3 : 2;
   // With parts, what they are sent lies behind the ring.
   static constexpr int shared_bytes(int parts) {
     return kRing + (parts > 1 ? kSumBytes : 0) + 1024;
@@ -57,6 +55,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                   const __grid_constant__ CUtensorMap input_map,
                   const __grid_constant__ LinearArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using At = Stage<S::kStages>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   __shared__ std::uint64_t full[S::kStages], empty[S::kStages], received;
@@ -91,37 +90,36 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       prefetch_map(weight_map);
       prefetch_map(input_map);
     }
-    const auto copy_weights = [&](int n) {
-      unsigned char* stage = ring + n % S::kStages * S::kStageBytes;
-      std::uint64_t& barrier = full[n % S::kStages];
+    const Ring<S::kStageBytes> stages(full, empty, ring);
+    const auto copy_weights = [&](int slot, int n) {
+      const std::uint32_t stage = stages.stage(slot), barrier = stages.full(slot);
       arrive_expecting(barrier, S::kStageBytes);
 #pragma unroll
-      for (int index = 0; index < S::kGroups * S::kBlocks; ++index) {
-        const int row = S::kStepping
-                            ? static_cast<int>(index % S::kGates * args.channels + first_channel) +
-                                  index / S::kGates * kBlockRows
-                            : static_cast<int>(first_channel) + index * kBlockRows;
-        copy_box(stage + index * S::kTileBytes, weight_map, (begin + n) * kStep, row, barrier);
+      for (int block = 0; block < S::kBlocks; ++block) {
+        const std::int64_t row =
+            first_channel + block * (S::kStepping ? args.channels : kBlockRows);
+        copy_box(stage + block * S::kTileBytes, weight_map, (begin + n) * kStep,
+                 static_cast<int>(row), barrier);
       }
     };
-    const auto copy_inputs = [&](int n) {
-      unsigned char* stage = ring + n % S::kStages * S::kStageBytes;
-      copy_box(stage + S::kWeightBytes, input_map, (begin + n) * kStep,
-               static_cast<int>(first_token), full[n % S::kStages]);
+    const auto copy_inputs = [&](int slot, int n) {
+      copy_box(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep,
+               static_cast<int>(first_token), stages.full(slot));
     };
     const int ahead = min(count, S::kStages);
     if (lane == 0) {
-      for (int n = 0; n < ahead; ++n) copy_weights(n);
+      for (int n = 0; n < ahead; ++n) copy_weights(n, n);
     }
     __syncwarp();
     wait_for_previous_kernel();
     if (!alone) wait_for_cluster();
     if (lane == 0) {
-      for (int n = 0; n < ahead; ++n) copy_inputs(n);
-      for (int n = ahead; n < count; ++n) {
-        wait_barrier(empty[n % S::kStages], (n / S::kStages - 1) % 2);
-        copy_weights(n);
-        copy_inputs(n);
+      At at;
+      for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at.slot, n);
+      for (int n = ahead; n < count; ++n, ++at) {
+        wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+        copy_weights(at.slot, n);
+        copy_inputs(at.slot, n);
       }
     }
     __syncwarp();
@@ -151,21 +149,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     wait_for_previous_kernel();
     if (!alone) wait_for_cluster();
   } else {
-    const int group = warp / 4;
     if (!alone) wait_for_cluster();
-    const auto release = [&](int n) {
-      if (lane == 0) arrive(empty[n % S::kStages]);
-    };
-    for (int n = 0; n < count; ++n) {
-      const int at = n % S::kStages;
-      wait_barrier(full[at], n / S::kStages % 2);
-      const unsigned char* stage = ring + at * S::kStageBytes;
+    const Ring<S::kStageBytes> stages(full, empty, ring);
+    At at;
+    for (int n = 0, last = 0; n < count; ++n, ++at) {
+      wait_barrier(stages.full(at.slot), at.turn % 2);
+      const std::uint32_t stage = stages.stage(at.slot);
       const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
       begin_products();
 #pragma unroll
       for (int block = 0; block < S::kBlocks; ++block) {
-        const std::uint64_t weights =
-            describe_tile(stage + (group * S::kBlocks + block) * S::kTileBytes);
+        const std::uint64_t weights = describe_tile(stage + block * S::kTileBytes);
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
           Product<S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
@@ -174,8 +168,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       commit_products();
       if (n > 0) {
         wait_products<1>();
-        release(n - 1);
+        if (lane == 0) arrive(stages.empty(last));
       }
+      last = at.slot;
     }
     wait_products<0>();
   }
@@ -201,7 +196,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   unsigned char* inbox = ring + S::kRing;
   const int own_share = parts > 1 ? share : 0;
   if (warp < S::kComputing / 32) {
-    const int row = warp / 4 * S::kBlocks * kBlockRows + warp % 4 * 16 + lane / 4;
+    const int row = warp * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < S::kTokens / 8; ++j) {
 #pragma unroll

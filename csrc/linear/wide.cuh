@@ -5,7 +5,7 @@
 // staged while a tile is finished lies in stages of the same ring, which come after the tile's own:
 // the thread that feeds the ring leaves them out, or puts the residual stream there.
 //
-// What a multiprocessor can ask of the L2 cache is the first limit (about 39 bytes a cycle of the
+// What a multiprocessor can ask of the L2 cache is the first limit (about 42 bytes a cycle of the
 // 64 that a tile of 128 by 128 needs), so many tokens have large tiles. Fewer have the smallest of
 // which there are no more than multiprocessors; where sums are long, the blocks of a cluster have a
 // part of the inputs each and give each other their sums of a share of the tokens. Where the order
@@ -68,6 +68,9 @@ struct WideShape {
   static constexpr int kFit = (kMemory - kSide) / kStageBytes;
   static constexpr int kStages = kFit > 10 ? 10 : kFit;
   static constexpr int kRing = kStages * kStageBytes;
+  // Weights that are asked for before the kernel ahead has ended. The first inputs come behind
+  // them, and stages of 192 rows are large: half of them are there as soon as those.
+  static constexpr int kAhead = kGroups == 3 ? (kStages + 1) / 2 : kStages;
   static_assert(kRing >= 2 * kSentBytes, "room for sums");
   static_assert(kStages >= 3 && (kParted || kStages >= kStagesToFinish), "room to finish a tile");
   static constexpr int kShared = kRing + kSide + 1024;
@@ -87,15 +90,6 @@ struct Walk {
   }
 };
 
-// A place in the ring.
-template <int kStages>
-struct Stage {
-  int slot = 0, turn = 0;
-  __device__ __forceinline__ void operator++() {
-    if (++slot == kStages) slot = 0, ++turn;
-  }
-};
-
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap weight_map,
@@ -104,6 +98,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                 const __grid_constant__ LinearArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using At = Stage<S::kStages>;
+  using Stages = Ring<S::kStageBytes>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   unsigned char* side = ring + S::kRing;
@@ -132,17 +127,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
   // Of the tile whose stages are filled; the thread that feeds the ring alone knows them.
   int channel, token;
-  const auto copy_weights = [&](const At& at, int n) {
-    arrive_expecting(full[at.slot], S::kStageBytes);
+  const auto copy_weights = [&](const Stages& stages, int slot, int n) {
+    arrive_expecting(stages.full(slot), S::kStageBytes);
 #pragma unroll
     for (int box = 0; box < S::kBoxes; ++box) {
       const int row = static_cast<int>(box % S::kGates * args.channels) + channel +
                       box / S::kGates * S::kUnitChannels;
-      copy_box(ring + at.slot * S::kStageBytes + box * S::kBoxBytes, weight_map,
-               (begin + n) * kStep, row, full[at.slot]);
+      copy_box(stages.stage(slot) + box * S::kBoxBytes, weight_map, (begin + n) * kStep, row,
+               stages.full(slot));
     }
   };
-  const int ahead = min(count, S::kStages);
+  const int ahead = min(count, S::kAhead);
   // The thread that feeds the ring: weights are on their way before the block has met.
   if (threadIdx.x == S::kComputing) {
     prefetch_map(weight_map);
@@ -160,8 +155,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     fence_for_copies();  // the block has not met between this and the first copies
     if (S::kParted) arrive_expecting(received, S::kSentBytes);
     find(first, channel, token);
-    At at;
-    for (int n = 0; n < ahead; ++n, ++at) copy_weights(at, n);
+    const Stages stages(full, empty, ring);
+    for (int n = 0; n < ahead; ++n) copy_weights(stages, n, n);
     prefetch_map(input_map);
     prefetch_map(side_map);
   }
@@ -172,11 +167,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     give_registers<S::kFewRegisters>();
     if (warp == S::kComputing / 32) {
       // The ring.
-      const auto copy_inputs = [&](const At& at, int n) {
-        copy_box(ring + at.slot * S::kStageBytes + S::kWeightBytes, input_map, (begin + n) * kStep,
-                 token, full[at.slot]);
+      const Stages stages(full, empty, ring);
+      const auto copy_inputs = [&](int slot, int n) {
+        copy_box(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep, token,
+                 stages.full(slot));
       };
-      const auto copy_staged = [&](unsigned char* to, int block, std::uint64_t& barrier) {
+      const auto copy_staged = [&](std::uint32_t to, int block, std::uint32_t barrier) {
         for (int piece = 0; piece < S::kPieces; ++piece) {
           copy_box(to + piece * S::kPieceBytes, side_map, channel + block * kBlockRows,
                    token + part * S::kFinish + piece * S::kPieceTokens, barrier);
@@ -185,32 +181,34 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       wait_for_previous_kernel();
       if (lane == 0) {
         At at;
-        for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at, n);
+        for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at.slot, n);
         if (S::kParted && residual) {
           arrive_expecting(beside, S::kSide);
           for (int block = 0; block < S::kAllBlocks; ++block) {
-            copy_staged(side + block * S::kStagedBytes, block, beside);
+            copy_staged(shared_address(side + block * S::kStagedBytes), block,
+                        shared_address(&beside));
           }
         }
         for (int tile = first; tile < tiles; tile += stride) {
           find(tile, channel, token);
+#pragma unroll 1
           for (int n = tile == first ? ahead : 0; n < count; ++n, ++at) {
-            if (at.turn > 0) wait_barrier(empty[at.slot], (at.turn - 1) % 2);
-            copy_weights(at, n);
-            copy_inputs(at, n);
+            if (at.turn > 0) wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+            copy_weights(stages, at.slot, n);
+            copy_inputs(at.slot, n);
           }
           for (int n = 0; n < finishing; ++n, ++at) {
-            if (at.turn > 0) wait_barrier(empty[at.slot], (at.turn - 1) % 2);
+            if (at.turn > 0) wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
             if (!residual) {
-              arrive(full[at.slot]);
+              arrive(stages.full(at.slot));
               continue;
             }
             const int from = n * S::kBlocksOfStage;
             const int to = min(from + S::kBlocksOfStage, S::kAllBlocks);
-            arrive_expecting(full[at.slot], (to - from) * S::kStagedBytes);
+            arrive_expecting(stages.full(at.slot), (to - from) * S::kStagedBytes);
             for (int block = from; block < to; ++block) {
-              copy_staged(ring + at.slot * S::kStageBytes + (block - from) * S::kStagedBytes, block,
-                          full[at.slot]);
+              copy_staged(stages.stage(at.slot) + (block - from) * S::kStagedBytes, block,
+                          stages.full(at.slot));
             }
           }
         }
@@ -259,8 +257,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     take_registers<S::kManyRegisters>();
     wait_for_previous_kernel();
     const int group = warp / 4;
+    const Stages stages(full, empty, ring);
+    const std::uint32_t own_rows = same_in_warp(group * S::kBlocks * kBlockRows * kStep * 2);
     const auto release = [&](int slot) {
-      if (lane == 0) arrive(empty[slot]);
+      if (lane == 0) arrive(stages.empty(slot));
     };
     float sums[S::kBlocks][S::kTokens / 2];
     float totals[S::kTurns ? S::kBlocks : 1][S::kTokens / 2];  // of turns
@@ -282,12 +282,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const int until = S::kTurns ? (share + 1) * steps / args.turns : count;
 #pragma unroll 1
         for (int n = since; n < until; ++n, ++at) {
-          wait_barrier(full[at.slot], at.turn % 2);
-          const unsigned char* stage = ring + at.slot * S::kStageBytes;
-          const std::uint64_t inputs =
-              describe_tile(same_in_warp(shared_address(stage + S::kWeightBytes)));
-          const std::uint64_t weights = describe_tile(
-              same_in_warp(shared_address(stage + group * S::kBlocks * kBlockRows * kStep * 2)));
+          wait_barrier(stages.full(at.slot), at.turn % 2);
+          const std::uint32_t stage = stages.stage(at.slot);
+          const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
+          const std::uint64_t weights = describe_tile(stage + own_rows);
           begin_products();
 #pragma unroll
           for (int block = 0; block < S::kBlocks; ++block) {
