@@ -13,6 +13,7 @@ namespace cuda {
 inline bool is_sticky(cudaError_t error) {
   switch (error) {
     case cudaErrorAssert:
+    case cudaErrorContained:
     case cudaErrorECCUncorrectable:
     case cudaErrorHardwareStackError:
     case cudaErrorIllegalAddress:
@@ -22,6 +23,9 @@ inline bool is_sticky(cudaError_t error) {
     case cudaErrorLaunchFailure:
     case cudaErrorLaunchTimeout:
     case cudaErrorMisalignedAddress:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorUnknown:
       return true;
     default:
       return false;

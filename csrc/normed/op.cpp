@@ -32,6 +32,7 @@ NormedArgs normed_args(const Check& check, const Tensor& x, double eps, const Te
   read_in_eights(check, y, "y");
   check.require(x.size(1) > 0 && y.size(1) > 0, "rows must not be empty, got ", describe(x),
                 " and ", describe(y));
+  check.require(!overlap(x, y), "x and y are changed in place, so they must not share memory");
   NormedArgs args;
   args.rows = x.size(0);
   args.width = x.size(1);

@@ -41,21 +41,25 @@ class BlasLt {
   static constexpr int kClusterShape = 8;                  // CUBLASLT_ALGO_CONFIG_...
   static constexpr std::uint16_t kNoCluster = 2;           // ..._CLUSTER_SHAPE_1x1x1
 
-  // Null where torch has loaded none.
+  // Null where torch has loaded none, or one that lacks what is called here.
   static const BlasLt* find() {
     static const BlasLt* const found = [] {
       void* library = nullptr;
       for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
         if (!library) library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
       }
-      return library ? new BlasLt(library) : nullptr;
+      const BlasLt* const loaded = library ? new BlasLt(library) : nullptr;
+      return loaded && loaded->complete_ ? loaded : nullptr;
     }();
     return found;
   }
 
   static void check(int status, const char* what) {
     if (status == 0) return;
-    throw std::runtime_error(std::string("minserve: cuBLASLt: ") + what + ": status " +
+    // These two are what it makes of a device that is lost: the engine looks for "CUDA error".
+    const bool lost = status == kExecutionFailed || status == kInternalError;
+    throw std::runtime_error(std::string("minserve: cuBLASLt: ") + what +
+                             (lost ? ": CUDA error: status " : ": status ") +
                              std::to_string(status));
   }
 
@@ -80,10 +84,14 @@ class BlasLt {
                   void* stream) = nullptr;
 
  private:
+  static constexpr int kExecutionFailed = 13, kInternalError = 14;  // CUBLAS_STATUS_...
+
+  bool complete_ = true;
+
   explicit BlasLt(void* library) {
     const auto get = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-      if (!function) throw std::runtime_error(std::string("minserve: cuBLASLt lacks ") + name);
+      complete_ = complete_ && function;
     };
     get(create, "cublasLtCreate");
     get(create_product, "cublasLtMatmulDescCreate");

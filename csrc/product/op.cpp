@@ -161,6 +161,8 @@ void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Ten
                             algorithm.dim() == 1 && algorithm.is_contiguous() &&
                             algorithm.numel() * 8 == sizeof(BlasAlgorithm),
                         "algorithm must be a row of product_algorithms, got ", describe(algorithm));
+  product.check.require(!overlap(out, x) && !overlap(out, weight),
+                        "out must not share memory with x or weight");
   if (x.size(0) == 0) return;
   const BlasLt& lt = library();
   const int device = x.get_device_index();

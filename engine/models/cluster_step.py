@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Self, cast
 
 import torch
@@ -65,12 +66,16 @@ class ClusterStep:
 
     @classmethod
     def of(cls, model: LM, *, wide: bool = False) -> Self | None:
-        """None where it does not run: also on GPUs, or parts of one, without room for a cluster."""
+        """None where it does not run: also on GPUs, or parts of one, without room for a cluster, or
+        for a copy of the weights."""
         if not supports(model):
             return None
-        step, state = cls(model, wide=wide), model.new_state(1)
-        padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
-        return step if works(lambda: step.step(padding, state, padding)) else None
+        with suppress(torch.OutOfMemoryError):
+            step, state = cls(model, wide=wide), model.new_state(1)
+            padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
+            if works(lambda: step.step(padding, state, padding)):
+                return step
+        return None
 
     @torch.no_grad()
     def __init__(self, model: LM, *, wide: bool = False) -> None:

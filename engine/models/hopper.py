@@ -29,7 +29,7 @@ from engine.models.lm import LM
 from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
 from engine.models.ways import (
-    FEWEST_OF_THE_LIBRARY,
+    MOST_WITHOUT_LIBRARY,
     OF_CLUSTERS,
     OF_FEW,
     OF_THE_LIBRARY,
@@ -45,8 +45,13 @@ from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_map import SQUARE_ROWS
 from engine.ops.whole_step import EIGHT
 
+_MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
+
 #: What `supports` asks of a model's widths, in words.
-WIDTHS = f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection"
+WIDTHS = (
+    f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection, "
+    f"a vocabulary of up to {_MOST_TOKENS:,}"
+)
 
 
 # tokens, state, slots -> what is computed
@@ -64,7 +69,10 @@ def supports(model: LM) -> bool:
 def supports_widths(config: ModelConfig) -> bool:
     """Whether they are WIDTHS, but for the out projection."""
     return (
-        config.d_model % SQUARE_ROWS == 0 and config.inner % 8 == 0 and config.mlp_hidden % 8 == 0
+        config.d_model % SQUARE_ROWS == 0
+        and config.inner % 8 == 0
+        and config.mlp_hidden % 8 == 0
+        and config.vocab_size <= _MOST_TOKENS
     )
 
 
@@ -111,6 +119,8 @@ class HopperLM:
         self._ways_of_steps: dict[int, Way] = {}
         self._ways_of_prompts: dict[int, Way] = {}
         self._ways_to_bests: dict[int, Way] = {}
+        # Kernels may read weights before the one ahead on the stream has ended.
+        torch.cuda.synchronize(model.norm.weight.device)
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
@@ -122,8 +132,8 @@ class HopperLM:
         most_untimed = min(self._most_rows_of(Way.WHOLE), EIGHT)
         rows = {count for count in steps if count > most_untimed}
         timed_rows, timed_prompts = to_be_timed(rows), to_be_timed(prompts)
-        for_products = [n for n in (*timed_rows, *timed_prompts) if n > FEWEST_OF_THE_LIBRARY]
-        heads = [n for n in timed_rows if n > FEWEST_OF_THE_LIBRARY]
+        for_products = [n for n in (*timed_rows, *timed_prompts) if n > MOST_WITHOUT_LIBRARY]
+        heads = [n for n in timed_rows if n > MOST_WITHOUT_LIBRARY]
         self._products.tune(for_products, [*heads, *logits])
         for found, read, sizes, ways_of in (
             (self._ways_of_few, self._step, few_rows, self._possible_ways_of_few),
@@ -136,13 +146,13 @@ class HopperLM:
                     with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
                         found[size] = self._quickest(read, size, ways)
         for size, way in self._ways_of_steps.items():
-            if self._finds_best and size > FEWEST_OF_THE_LIBRARY:
+            if self._finds_best and size > MOST_WITHOUT_LIBRARY:
                 with suppress(torch.OutOfMemoryError):
                     self._ways_to_bests[size] = self._quickest_to_bests(size, way)
         # Those between, whose ways are known now.
         of_steps = [(count, self._way_of_step(count)) for count in sorted(rows)]
         of_prompts = [(count, self._way_of_prompt(count)) for count in sorted(prompts)]
-        heads = [n for n, way in of_steps if way in self._to_a_head and n > FEWEST_OF_THE_LIBRARY]
+        heads = [n for n, way in of_steps if way in self._to_a_head and n > MOST_WITHOUT_LIBRARY]
         both = [*of_steps, *of_prompts]
         self._products.tune([n for n, way in both if way is Way.LIBRARY], heads)
         self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
@@ -163,7 +173,7 @@ class HopperLM:
         comes before the library: the more of a step is the library's the more power it takes, and
         the slower a GPU becomes that is at its limit."""
         ways = [Way.CHAIN]
-        if rows > FEWEST_OF_THE_LIBRARY:
+        if rows > MOST_WITHOUT_LIBRARY:
             ways += TO_A_HEAD
         if rows <= self._most_rows_of(Way.WHOLE):
             ways.append(Way.WHOLE)
@@ -257,7 +267,7 @@ class HopperLM:
         """As ServingModel.step_to_bests."""
         if not self._finds_best:
             return None
-        if rows <= FEWEST_OF_THE_LIBRARY:  # their logits are as quick
+        if rows <= MOST_WITHOUT_LIBRARY:  # their logits are as quick
             return None
         if self._fixed_order:
             return self._bests_in_fixed_order
@@ -296,7 +306,7 @@ class HopperLM:
     def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
         if self._products is not None and way in self._to_a_head:
             hidden = self._to_head(tokens, state, slots, way)
-            if len(tokens) <= FEWEST_OF_THE_LIBRARY:
+            if len(tokens) <= MOST_WITHOUT_LIBRARY:
                 return self._chain.logits(hidden, None)
             return self._products.logits(hidden)
         kernel = self._kernels.get(way)
@@ -322,7 +332,7 @@ class HopperLM:
 
 
 def _possible_ways_of_prompts(tokens: int) -> list[Way]:
-    return [Way.CHAIN, *(OF_THE_LIBRARY if tokens > FEWEST_OF_THE_LIBRARY else ())]
+    return [Way.CHAIN, *(OF_THE_LIBRARY if tokens > MOST_WITHOUT_LIBRARY else ())]
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:

@@ -88,12 +88,14 @@ def _lasting_time(graph: torch.cuda.CUDAGraph, about: float) -> float:
 
 
 def works(run: Run) -> bool:
-    """Whether this can be run at all. Raises what is no answer to that."""
+    """Whether this can be run at all, to its end. Raises what is no answer to that."""
     try:
         run()
+        torch.cuda.synchronize()
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # no memory, or a device in error
             raise
+        torch.cuda.synchronize()  # raises where the device is lost to others, too
         return False
     return True
 

@@ -9,6 +9,7 @@ one after another as a step reads them. Products of other shapes are torch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -44,7 +45,11 @@ class TunedProducts:
         single: bool = False,
     ) -> None:
         """Looks for the quickest way to multiply `tokens` rows with each of `weights`, all of one
-        shape. Waits for the device."""
+        shape; where there is no memory to try in, that is torch's. Waits for the device."""
+        with suppress(torch.OutOfMemoryError):
+            self._tune(weights, tokens, add, single)
+
+    def _tune(self, weights: Sequence[Tensor], tokens: int, add: bool, single: bool) -> None:
         if not weights:
             return
         first = weights[0]

@@ -15,7 +15,7 @@ _MOST_ROWS = 192
 _MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
 _SMALL = 4_000_000
 # Of so few tokens the library was never quicker.
-FEWEST_OF_THE_LIBRARY = 32
+MOST_WITHOUT_LIBRARY = 32
 _MOST_TOKENS = 192
 _MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
 
@@ -60,7 +60,7 @@ def nearest(
     if not possible or size == 0:
         return unmeasured
     way = possible[min(possible, key=lambda other: max(other, size) / min(other, size))]
-    return Way.CHAIN if size <= FEWEST_OF_THE_LIBRARY and way in TO_A_HEAD else way
+    return Way.CHAIN if size <= MOST_WITHOUT_LIBRARY and way in TO_A_HEAD else way
 
 
 def where_the_library_begins(model: LM) -> tuple[int, int]:

@@ -5,8 +5,8 @@ Sixteen blocks, a cluster, have up to 32 sequences and all weights of the layers
 for more than a hundred sequences or so, eight have up to 80 (engine/ops/wide_step.py). What they
 tell each other stays in their shared memory, so that a product costs the time of its weights and of
 one exchange, not that of a kernel. Every cluster reads all weights, most of them from the L2 cache,
-where others have just been before, so the layers of a model have some ten million. Its head, too,
-or, where that is large, a head apart reads what the last norm gives.
+where others have just been before, so the layers of a model have 67 million of them at most. Its
+head, too, or, where that is large, a head apart reads what the last norm gives.
 """
 
 from __future__ import annotations
