@@ -91,13 +91,19 @@ def works(run: Run) -> bool:
     """Whether this can be run at all, to its end. Raises what is no answer to that."""
     try:
         run()
-        torch.cuda.synchronize()
+        _finish()
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # no memory, or a device in error
             raise
-        torch.cuda.synchronize()  # raises where the device is lost to others, too
+        _finish()  # raises where the device is lost
         return False
     return True
+
+
+def _finish() -> None:
+    """Waits for the device, if one is used."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _times(runs: Sequence[Run]) -> list[float]:

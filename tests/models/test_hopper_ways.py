@@ -1,11 +1,14 @@
-"""Which sizes HopperLM times, and which way those go that it has not timed."""
+"""Which sizes HopperLM times, which way those go that it has not timed, which widths it takes."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from engine.config import ModelConfig
 from engine.graphs import buckets
-from engine.models.hopper import _possible_ways_of_prompts
+from engine.models.hopper import _possible_ways_of_prompts, supports_widths
 from engine.models.ways import TO_A_HEAD, Way, nearest, to_be_timed
 
 
@@ -64,3 +67,17 @@ def test_of_ways_that_are_alike_the_one_with_less_of_the_library_comes_first() -
     assert TO_A_HEAD == (Way.CHAIN_TO_HEAD, Way.LIBRARY_AROUND, Way.LIBRARY)
     assert _possible_ways_of_prompts(33) == [Way.CHAIN, Way.LIBRARY_AROUND, Way.LIBRARY]
     assert _possible_ways_of_prompts(32) == [Way.CHAIN]
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"vocab_size": 65_535 * 128}, True),
+        ({"vocab_size": 65_535 * 128 + 1}, False),
+        ({"d_model": 200}, False),
+    ],
+)
+def test_widths_that_kernels_can_cut(changes: dict[str, int], taken: bool) -> None:
+    config = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+    assert supports_widths(dataclasses.replace(config, **changes)) is taken

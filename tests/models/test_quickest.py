@@ -65,6 +65,26 @@ def test_only_what_an_algorithm_says_itself_is_passed_over(error: type[Exception
         quickest.works(fails)
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_what_the_device_says_later_counts(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not the call said something, too."""
+
+    def run() -> None:
+        if says:
+            raise RuntimeError("status 13")
+
+    def lost() -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    assert quickest.works(run) is not says
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert quickest.works(run) is not says
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(torch.AcceleratorError):
+        quickest.works(run)
+
+
 @pytest.mark.gpu
 def test_times() -> None:
     x = torch.ones(2048, 2048, device="cuda")

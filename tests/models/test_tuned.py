@@ -75,6 +75,19 @@ def test_rows_that_do_not_fit_are_left_to_torch(
     assert library.timed == 0
 
 
+def test_without_memory_to_try_in_it_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no")
+
+    library = Library(monkeypatch, 1)
+    monkeypatch.setattr(tuned, "product_algorithms", no_memory)
+    weight, x = torch.randn(16, 8).bfloat16(), torch.randn(5, 8).bfloat16()
+    products = TunedProducts()
+    products.tune([weight], 5)
+    torch.testing.assert_close(products.product(x, weight), x @ weight.t())
+    assert library.calls == [0, 0, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [384, 66])  # rows of 66 numbers are left to torch
 @pytest.mark.parametrize("tuning", [False, True])

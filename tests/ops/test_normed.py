@@ -124,6 +124,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (gelu, (x, EPS, odd), "y must be contiguous"),
         (gelu, (x, EPS, y, y[0, :16].contiguous()), "bias must be"),
         (gelu, (x, EPS, y, None, y[0]), "ahead must be"),
+        (gelu, (x, EPS, x), "must not share memory"),
         (step, (x, EPS, y, None, None, state[:, :8], slots), "must have two or three columns"),
         (step, (x, EPS, y, None, None, state.double(), slots), "state must be float32"),
         (step, (x, EPS, y, None, None, state, slots[:3]), "slots must be"),

@@ -81,6 +81,10 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (algorithm[:4], algorithm.cuda(), algorithm.double()):
         with pytest.raises(RuntimeError, match="algorithm must be a row of product_algorithms"):
             product_(out, x, weight, wrong)
+    square = weight[:, :32].contiguous()
+    for shared in (out, x[:, :32].contiguous()):
+        with pytest.raises(RuntimeError, match="out must not share memory"):
+            product_(shared, shared, square, algorithm)
     with pytest.raises(RuntimeError, match="cuBLASLt"):
         product_(out, x, weight, torch.zeros(8, dtype=torch.int64))
     with pytest.raises(NotImplementedError):
