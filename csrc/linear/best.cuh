@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
   const int tiles = pieces * static_cast<int>(args.tiles);
   const int first = blockIdx.x, stride = gridDim.x;
 
-  using Stages = Ring<S::kStageBytes>;
+  using Stages = RingAddresses<S::kStageBytes>;
   using At = Stage<S::kStages>;
   const auto copy_weights = [&](const Stages& stages, int slot, int tile, int n) {
     arrive_expecting(stages.full(slot), S::kStageBytes);

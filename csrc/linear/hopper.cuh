@@ -124,10 +124,10 @@ __device__ __forceinline__ void prefetch_to_l2(const void* p) {
 // Where its stages and their barriers are, in registers: `full` counts what comes, `empty` who has
 // done with it.
 template <int kStageBytes>
-class Ring {
+class RingAddresses {
  public:
-  __device__ __forceinline__ Ring(const std::uint64_t* full, const std::uint64_t* empty,
-                                  const unsigned char* stages)
+  __device__ __forceinline__ RingAddresses(const std::uint64_t* full, const std::uint64_t* empty,
+                                           const unsigned char* stages)
       : full_(kept(shared_address(full))),
         empty_(kept(shared_address(empty))),
         stages_(kept(shared_address(stages))) {}

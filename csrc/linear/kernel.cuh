@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       prefetch_map(weight_map);
       prefetch_map(input_map);
     }
-    const Ring<S::kStageBytes> stages(full, empty, ring);
+    const RingAddresses<S::kStageBytes> stages(full, empty, ring);
     const auto copy_weights = [&](int slot, int n) {
       const std::uint32_t stage = stages.stage(slot), barrier = stages.full(slot);
       arrive_expecting(barrier, S::kStageBytes);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     if (!alone) wait_for_cluster();
   } else {
     if (!alone) wait_for_cluster();
-    const Ring<S::kStageBytes> stages(full, empty, ring);
+    const RingAddresses<S::kStageBytes> stages(full, empty, ring);
     At at;
     for (int n = 0, last = 0; n < count; ++n, ++at) {
       wait_barrier(stages.full(at.slot), at.turn % 2);

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                 const __grid_constant__ LinearArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using At = Stage<S::kStages>;
-  using Stages = Ring<S::kStageBytes>;
+  using Stages = RingAddresses<S::kStageBytes>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   unsigned char* side = ring + S::kRing;
