@@ -83,10 +83,6 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& ma
       "l"(&map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int column, int row,
-                                         std::uint64_t& barrier) {
-  copy_box(shared_address(to), map, column, row, shared_address(&barrier));
-}
 // Neighbouring bytes, a multiple of 16 from addresses that are, to shared memory.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, unsigned bytes,
                                            std::uint64_t& barrier) {
@@ -246,9 +242,6 @@ __device__ __forceinline__ std::uint32_t same_in_warp(std::uint32_t x) {
 __device__ __forceinline__ std::uint64_t describe_tile(std::uint32_t address) {
   const std::uint64_t place = (address & 0x3ffffu) >> 4;
   return place | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-__device__ __forceinline__ std::uint64_t describe_tile(const void* tile) {
-  return describe_tile(shared_address(tile));
 }
 
 }  // namespace cuda

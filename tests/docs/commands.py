@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docker/README.md", "csrc/README.md", "engine/README.md")
+PAGES = (
+    "README.md",
+    "docker/README.md",
+    "engine/README.md",
+    *(f"csrc/{folder}README.md" for folder in ("", "common/", "whole_step/", "linear/")),
+)
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # run: as it stands, against a server; whole: the same in .ci/full, for it takes minutes;
