@@ -151,6 +151,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight, bool squares=False) -> "
       "(Tensor x, Tensor scaled, Tensor squares)");
+  // x / norm * weight, on CUDA
+  m.def("rms_norm(Tensor x, float eps, Tensor weight) -> Tensor");
   // What stands between products of the library, on CUDA: y is W x, x the residual stream itself,
   // whose RMS norm divides here. y = GELU(y / norm + bias); x += ahead
   m.def(
@@ -204,6 +206,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
   m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
+  m.impl("rms_norm", TORCH_BOX(&minserve::rms_norm));
   m.impl("normed_gelu_", TORCH_BOX(&minserve::normed_gelu));
   m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));
   m.impl("product_algorithms", TORCH_BOX(&minserve::product_algorithms));

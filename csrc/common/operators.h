@@ -74,6 +74,7 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
                                            const MaybeTensor& ahead, bool squares);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight, bool squares);
+Tensor rms_norm(const Tensor& x, double eps, const Tensor& weight);
 void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                  const MaybeTensor& ahead);
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,

@@ -25,9 +25,15 @@ struct NormedArgs {
   std::int64_t state_stride = 0, num_slots = 0;
   const std::int32_t* slots = nullptr;  // [rows]
   bool linear_candidate = false, normalize_gates = true;
+
+  // Of a norm alone, y = x / norm * weight.
+  const bf16* weight = nullptr;  // [width]
 };
 
 namespace cuda {
+
+// y = x / norm * weight.
+void rms_norm(const NormedArgs& args, int device, void* stream);
 
 // y = GELU(y / norm + bias), in place.
 void normed_gelu(const NormedArgs& args, int device, void* stream);

@@ -28,6 +28,12 @@ void step(const NormedArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
+void rms_norm(const NormedArgs& args, int device, void* stream) {
+  const DeviceGuard guard(device);
+  launch_early<&rms_norm_kernel>(grid_of_rows(args, normed_threads(args, 1)),
+                                 static_cast<cudaStream_t>(stream), "rms norm", args);
+}
+
 void normed_gelu(const NormedArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
   const unsigned threads = gelu_threads(args, multiprocessors(device));

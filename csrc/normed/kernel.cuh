@@ -169,6 +169,33 @@ __global__ void __maxnreg__(kStepRegisters)
   }
 }
 
+__global__ void __launch_bounds__(kMostThreads)
+    rms_norm_kernel(const __grid_constant__ NormedArgs args) {
+  extern __shared__ uint4 memory[];
+  const std::int64_t row = blockIdx.x;
+  bf16* const y = args.y + row * args.width;
+  let_next_kernel_start();
+  Stream stream(args, row);
+  Eight weight;
+  std::int64_t at = first_eight();
+  wait_for_previous_kernel();
+  stream.ask();
+  if (at < args.width) weight.load(args.weight + at);
+  const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
+  Eight own = stream.first;
+  while (at < args.width) {
+    float out[kEight];
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) out[i] = own[i] * scale * weight[i];
+    own.set(out);
+    own.store(y + at);
+    at += eights_stride();
+    if (at >= args.width) break;
+    own.load(stream.x + at);
+    weight.load(args.weight + at);
+  }
+}
+
 // Threads for each eight of the stream and for each `held` eights of the product.
 inline unsigned normed_threads(const NormedArgs& args, int held) {
   const std::int64_t eights = (args.channels + held * kEight - 1) / (held * kEight);

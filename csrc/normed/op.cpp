@@ -47,6 +47,15 @@ NormedArgs normed_args(const Check& check, const Tensor& x, double eps, const Te
 
 }  // namespace
 
+Tensor rms_norm(const Tensor& x, double eps, const Tensor& weight) {
+  const Check check("rms_norm", x, "x");
+  const Tensor out = torch::stable::new_empty(x, x.sizes());
+  NormedArgs args = normed_args(check, x, eps, out, {}, {});
+  args.weight = vector(check, weight, "weight", args.width);
+  if (args.rows > 0) cuda::rms_norm(args, x.get_device_index(), current_stream(x));
+  return out;
+}
+
 void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                  const MaybeTensor& ahead) {
   const Check check("normed_gelu_", x, "x");

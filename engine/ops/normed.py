@@ -1,4 +1,4 @@
-"""normed_gelu_ and normed_step_: what stands between matrix products of the library, on CUDA.
+"""rms_norm, normed_gelu_ and normed_step_: what stands between matrix products, on CUDA.
 
 RMSNorm(x) W^T is x (norm_weight * W)^T divided by the root mean square of each row of x. So a
 library that multiplies and nothing else reads the residual stream x itself, with the norm's weight
@@ -7,6 +7,9 @@ done anyway. The sum of squares costs it one more look at x, which the cache sti
 
 Where the next product is added to x by the library, without a bias, `ahead` adds that one to x
 already.
+
+Where nothing reads a product next, rms_norm is the norm itself (Zhang and Sennrich, arXiv
+1910.07467). It begins before the kernel ahead of it has ended, which torch's does not.
 """
 
 import torch
@@ -16,6 +19,26 @@ from torch.nn import functional
 from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.mingru_step import reference as mingru_reference
 from engine.ops.minlstm_step import reference as minlstm_reference
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row, in fp32 and then rounded once.
+
+    Args:
+        x: [rows, width], bfloat16.
+        eps: added to the mean of the squares.
+        weight: [width], bfloat16.
+
+    Both are contiguous, begin at multiples of 16 bytes and have rows of a multiple of 8.
+
+    Returns:
+        [rows, width], bfloat16.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    normed: Tensor = torch.ops.minserve.rms_norm(x, eps, weight)
+    return normed
 
 
 def normed_gelu_(
@@ -77,6 +100,11 @@ def _divided(x: Tensor, eps: float, y: Tensor, bias: Tensor | None) -> Tensor:
     return y.double() * scale + (0 if bias is None else bias.double())
 
 
+def rms_norm_reference(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """rms_norm in float64."""
+    return _divided(x, eps, x, None) * weight.double()
+
+
 def gelu_reference(
     x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -102,6 +130,10 @@ def step_reference(
     return minlstm_reference(pre, state, slots, linear_candidate, normalize_gates)
 
 
+def _fake_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _fake_gelu(
     x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
 ) -> None:
@@ -122,5 +154,6 @@ def _fake_step(
     return x.new_empty((x.shape[0], state.shape[1]))
 
 
+torch.library.register_fake("minserve::rms_norm", _fake_norm)
 torch.library.register_fake("minserve::normed_gelu_", _fake_gelu)
 torch.library.register_fake("minserve::normed_step_", _fake_step)

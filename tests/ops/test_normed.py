@@ -1,4 +1,4 @@
-"""normed_gelu_ and normed_step_ against float64."""
+"""rms_norm, normed_gelu_ and normed_step_ against float64."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def stream(rows: int, width: int) -> Tensor:
 
 def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=2.0**-7, atol=2.0**-7)
+
+
+@pytest.mark.parametrize(("rows", "width"), sorted({shape[:2] for shape in SHAPES}), ids=str)
+def test_norm(rows: int, width: int) -> None:
+    x, weight = stream(rows, width), on_gpu(exact(width, seed=2))
+    before = x.clone()
+    got = normed.rms_norm(x, EPS, weight)
+    expected = normed.rms_norm_reference(x, EPS, weight)
+    torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=0)  # is rounded once
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -102,6 +112,7 @@ def test_step(
 def test_no_rows() -> None:
     x, y = on_gpu(torch.ones(0, 8)), on_gpu(torch.ones(0, 16))
     normed.normed_gelu_(x, EPS, y)
+    assert normed.rms_norm(x, EPS, on_gpu(torch.ones(8))).shape == (0, 8)
     state, slots = torch.ones(2, 8, device="cuda"), torch.ones(0, dtype=torch.int32, device="cuda")
     assert normed.normed_step_(x, EPS, y, None, None, state, slots).shape == (0, 8)
 
@@ -112,6 +123,9 @@ def test_what_does_not_fit_is_refused() -> None:
     slots = torch.arange(4, dtype=torch.int32, device="cuda")
     odd = on_gpu(torch.ones(4, 33))[:, 1:]
 
+    def norm(*args: Tensor | float | None) -> None:
+        normed.rms_norm(*args)  # type: ignore[arg-type]
+
     def gelu(*args: Tensor | float | None) -> None:
         normed.normed_gelu_(*args)  # type: ignore[arg-type]
 
@@ -119,6 +133,9 @@ def test_what_does_not_fit_is_refused() -> None:
         normed.normed_step_(*args)  # type: ignore[arg-type]
 
     for call, args, message in (
+        (norm, (x.float(), EPS, x[0]), "x must be bfloat16"),
+        (norm, (odd, EPS, y[0]), "x must be contiguous"),
+        (norm, (x, EPS, y[0]), "weight must be"),
         (gelu, (x.float(), EPS, y), "x must be bfloat16"),
         (gelu, (x, EPS, y[:3]), "y must be"),
         (gelu, (x, EPS, odd), "y must be contiguous"),
@@ -135,3 +152,5 @@ def test_what_does_not_fit_is_refused() -> None:
     for cpu in (x.cpu(), y.cpu()):
         with pytest.raises((RuntimeError, NotImplementedError)):
             gelu(cpu, EPS, cpu)
+        with pytest.raises(NotImplementedError):
+            norm(cpu, EPS, cpu[0])
