@@ -38,19 +38,16 @@ _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm'
 
 
 class Chain:
-    """Of `model`. With `fixed_order` a row's bits depend on that row alone. With `unit_norms` the
-    weights of the layers' norms are ones, as ProductsLM leaves them: these norms read the residual
-    stream itself.
+    """Of `model`, the weights of whose layers' norms are ones, as move_norm_weights leaves them:
+    these norms read the residual stream itself. With `fixed_order` a row's bits depend on that row
+    alone.
 
     `normed` says whether a stream's end has what the model's last norm needs."""
 
-    def __init__(
-        self, model: LM, head: Head, *, fixed_order: bool, unit_norms: bool = False
-    ) -> None:
+    def __init__(self, model: LM, head: Head, *, fixed_order: bool) -> None:
         self._model = model
         self._head = head
         self._fixed_order = fixed_order
-        self._unit_norms = unit_norms
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
         self._linear_candidate = model.config.candidate == "linear"
@@ -166,7 +163,7 @@ class Chain:
         return x if ones else scaled, squares
 
     def _is_of_ones(self, norm: Tensor | None) -> bool:
-        return self._unit_norms and norm is not None and norm is not self._model.norm.weight
+        return norm is not None and norm is not self._model.norm.weight
 
     def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
         mlp = self._layers[index].mlp

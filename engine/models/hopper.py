@@ -28,6 +28,7 @@ from engine.models.head import SMALL_VOCABULARY, Head
 from engine.models.lm import LM
 from engine.models.products import ProductsLM
 from engine.models.quickest import quickest_graph_of
+from engine.models.unit_norms import move_norm_weights
 from engine.models.ways import (
     MOST_WITHOUT_LIBRARY,
     OF_CLUSTERS,
@@ -43,6 +44,7 @@ from engine.models.ways import (
 from engine.models.whole_step import WholeStep, runs_kernels
 from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_map import SQUARE_ROWS
+from engine.ops.normed import rms_norm
 from engine.ops.whole_step import EIGHT
 
 _MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
@@ -85,7 +87,7 @@ class HopperLM:
     `few`, of the same model with 8-bit weights, computes the steps of a few sequences, unless the
     model's own kernel is quicker for so many.
 
-    Gives the model other weights as ProductsLM does, unless `deterministic`."""
+    Gives the model other weights, as move_norm_weights does."""
 
     def __init__(
         self, model: LM, *, deterministic: bool = False, few: WholeStep | None = None
@@ -94,10 +96,9 @@ class HopperLM:
         self._fixed_order = deterministic
         self._eps = model.config.norm_eps
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        move_norm_weights(model)
         self._products = None if deterministic else ProductsLM(model, self._head)
-        self._chain = Chain(
-            model, self._head, fixed_order=deterministic, unit_norms=self._products is not None
-        )
+        self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else SMALL_VOCABULARY)
         # Those that compute a step by themselves or up to a head, the quickest for few rows first.
@@ -327,8 +328,7 @@ class HopperLM:
         return self._products.step(tokens, state, slots, middle)
 
     def _normed(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self._model.norm(x)
-        return hidden
+        return rms_norm(x, self._eps, self._model.norm.weight)
 
 
 def _possible_ways_of_prompts(tokens: int) -> list[Way]:

@@ -22,8 +22,9 @@ from engine.models.conv import CausalConv
 from engine.models.head import Head
 from engine.models.lm import LM, Layer
 from engine.models.tuned import TunedProducts
+from engine.models.unit_norms import move_norm_weights
 from engine.ops import library
-from engine.ops.normed import normed_gelu_, normed_step_
+from engine.ops.normed import normed_gelu_, normed_step_, rms_norm
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
@@ -49,9 +50,7 @@ def supports(model: LM) -> bool:
 class ProductsLM:
     """`model`, which `supports` says yes to.
 
-    Gives it other weights: those of its layers' norms become ones. Its own methods give what they
-    gave before, but for the rounding of the matrices that took them. Tensors that it had stay as
-    they were: other models may share them.
+    Gives it other weights, as move_norm_weights does.
     """
 
     def __init__(self, model: LM, head: Head) -> None:
@@ -61,13 +60,7 @@ class ProductsLM:
         self._eps = model.config.norm_eps
         self._products = TunedProducts()
         self._head = head
-        for layer in self._layers:
-            _move_weight(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
-            if layer.mlp is not None:
-                _move_weight(layer.mlp.norm, cast("nn.Linear", layer.mlp.up))
-        # Kernels may read weights before the one ahead on the stream has ended.
-        torch.cuda.synchronize(model.norm.weight.device)
-        torch.cuda.empty_cache()  # of the matrices that were replaced
+        move_norm_weights(model)
 
     @torch.no_grad()
     def tune(self, tokens: Iterable[int], logits: Iterable[int]) -> None:
@@ -145,7 +138,8 @@ class ProductsLM:
 
         def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
             cell: Cell = layer.cell
-            normed, gates = layer.cell_norm(x), cell.gates
+            normed = rms_norm(x, self._eps, layer.cell_norm.weight)
+            gates = cell.gates
             if gates.bias is None:
                 pre = self._products.product(normed, gates.weight)
             else:
@@ -171,8 +165,7 @@ class ProductsLM:
             if layer.mlp is not None and y is not None:
                 down = cast("nn.Linear", layer.mlp.down)
                 self._products.add_(x, y, down.weight)
-        hidden: Tensor = self._model.norm(x)
-        return hidden
+        return rms_norm(x, self._eps, self._model.norm.weight)
 
     def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
         """As a Middle, but for the out projection's bias (see _read)."""
@@ -183,11 +176,3 @@ class ProductsLM:
         y = self._products.product(x, up.weight)
         normed_gelu_(x, self._eps, y, up.bias, down.bias)
         return y
-
-
-@torch.no_grad()
-def _move_weight(norm: nn.RMSNorm, reader: nn.Linear) -> None:
-    """From a norm into the matrix that reads it: RMSNorm(x) W^T = (x / rms) (weight * W)^T."""
-    if bool((norm.weight != 1).any()):
-        reader.weight = nn.Parameter(reader.weight * norm.weight, requires_grad=False)
-        norm.weight = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
