@@ -3,7 +3,8 @@
 // A form adds up its products in the order of the inputs, whatever its tile. What changes the order
 // is cutting the inputs into parts, each summed from zero. So here the number of parts follows from
 // the weight's shape alone, and the number of tokens decides who sums them: few tokens have a block
-// for each part, many have one block that takes them in turn. Both add the parts up in order. So
+// for each part, or for two of them, and many have one block that takes them in turn. All add the
+// parts up in order. So
 // does the kernel of a whole step, where a warp has a part (whole_step/in_order.cuh): it cuts the
 // inputs where the forms do, part * blocks / parts of their blocks of kStep.
 #pragma once
@@ -21,7 +22,8 @@ class FixedChooser {
 
   // As many as fill the GPU when there are few tokens, but no more: they cost many tokens time.
   int parts() const {
-    const bool enough = tiles(64) >= 24 && 64 * gates_ * inputs_ * 2 <= (100 << 10);
+    const bool enough = (tiles(64) >= 24 && 64 * gates_ * inputs_ * 2 <= (64 << 10)) ||
+                        (gates_ == 2 && small_tiles() >= kMany);
     int parts = 1;
     while (parts < kMostParts && !enough && inputs_ / (2 * parts) >= 192 &&
            tiles(64) * parts < 96 && tiles(64) * parts * 2 <= 200) {
@@ -34,22 +36,38 @@ class FixedChooser {
     using Inputs = WideChooser::Inputs;
     const int parts = this->parts();
     if (parts == 1) {
+      const bool small = gates_ == 2 || (gates_ == 1 && tokens_ > 8);
+      if (tokens_ <= 32 && small && small_tiles() >= kMany && small_tiles() < 2 * kMultiprocessors)
+        return {Form::wide_64_32, 1};
       return {Chooser(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form, 1};
     }
     // A block for each part pays while all of them run at once. Gates, whose wide forms never share
     // inputs, take those in turn as soon as there are tiles for many multiprocessors.
     const WideChooser wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
     const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
-    if (tokens_ > 32 && in_turn) return {wide.best().form, 1, parts};
-    return among_blocks(parts);
+    if (tokens_ <= (gates_ == 2 ? 16 : 32) || !in_turn) return among_blocks(parts);
+    if (two_each(parts)) return {Form::wide_64_64, parts / 2, 2};
+    return {wide.best().form, 1, parts};
   }
 
  private:
-  static constexpr std::int64_t kMultiprocessors = 132;
+  static constexpr std::int64_t kMultiprocessors = WideChooser::kMultiprocessors;
+
+  // Tiles of 64 rows and 32 tokens that have all inputs keep as much under way as more blocks with
+  // parts of them, when there are so many.
+  static constexpr std::int64_t kMany = 96;
+  std::int64_t small_tiles() const { return (channels_ * gates_ + 63) / 64; }
 
   std::int64_t tiles(std::int64_t rows) const { return (channels_ + rows - 1) / rows; }
   std::int64_t blocks(std::int64_t tokens) const {
     return tiles(64) * ((tokens_ + tokens - 1) / tokens);
+  }
+
+  // Whether all blocks run at once that have two parts each, which they give each other apart.
+  // Short sums do not make up for that.
+  bool two_each(int parts) const {
+    if (gates_ > 1 || parts < 4 || (parts == 4 && inputs_ < 1024)) return false;
+    return blocks(64) * (parts / 2) <= WideChooser::at_once(parts / 2);
   }
 
   Choice among_blocks(int parts) const {
@@ -57,7 +75,9 @@ class FixedChooser {
     if (tokens_ <= 16) return {Form::tokens_16, parts};
     if (tokens_ <= 32) return {Form::tokens_32, parts};
     if (blocks(16) * parts <= kMultiprocessors) return {Form::tokens_16, parts};
-    if (blocks(32) * parts <= kMultiprocessors) return {Form::tokens_32, parts};
+    // Long parts are a matter of how many weights are on their way: two blocks to a multiprocessor.
+    const bool two = tokens_ <= 64 && inputs_ / parts >= 512;
+    if (blocks(32) * parts <= (two ? 2 : 1) * kMultiprocessors) return {Form::tokens_32, parts};
     return {Form::tokens_64, parts};
   }
 

@@ -12,7 +12,7 @@ enum class Form {
   pairs_16,
   pairs_32,
   pairs_64,
-  wide_64_32,  // wide.cuh: rows of weights by tokens; this one takes parts in turn only
+  wide_64_32,  // wide.cuh: rows of weights by tokens; this one in fixed orders only
   wide_64_64,
   wide_128_64,
   wide_192_64,

@@ -55,24 +55,32 @@ struct Call {
           "wide linear map");
   }
 
-  // Parts of the inputs in turn: WideChooser has chosen one of these.
+  // Parts of the inputs in turn: FixedChooser has chosen one of these.
   template <int kGates>
-  void launch_turns(Form form) const {
+  void launch_turns(Form form, int parts) const {
+    if constexpr (kGates == 1) {
+      if (parts == 4) return launch<WideShape<1, 1, 1, 64, 4, true>>();  // each has two
+      if (parts == 2) return launch<WideShape<1, 1, 1, 64, 2, true>>();
+      if (form == Form::wide_192_128) return launch<WideShape<1, 3, 1, 128, 1, true>>();
+    }
     if constexpr (kGates < 3) {
       if (form == Form::wide_64_32) return launch<WideShape<kGates, 1, 1, 32, 1, true>>();
       if (form == Form::wide_64_64) return launch<WideShape<kGates, 1, 1, 64, 1, true>>();
       if (form == Form::wide_128_64) return launch<WideShape<kGates, 2, 1, 64, 1, true>>();
       if (form == Form::wide_128_128) return launch<WideShape<kGates, 2, 1, 128, 1, true>>();
     }
+    if (form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96, 1, true>>();
     launch<WideShape<kGates, 3, 1, 64, 1, true>>();
   }
   template <int kGates>
   void launch_form(const Choice& choice) const {
-    if (choice.turns > 1) return launch_turns<kGates>(choice.form);
+    if (choice.turns > 1) return launch_turns<kGates>(choice.form, choice.parts);
     if (choice.form == Form::wide_192_64) return launch_parts<kGates, 3, 64>(choice.parts);
     if (choice.form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96>>();
     if constexpr (kGates < 3) {
       switch (choice.form) {
+        case Form::wide_64_32:
+          return launch<WideShape<kGates, 1, 1, 32>>();
         case Form::wide_64_64:
           return launch_parts<kGates, 1, 64>(choice.parts);
         case Form::wide_128_64:

@@ -10,7 +10,8 @@
 // which there are no more than multiprocessors; where sums are long, the blocks of a cluster have a
 // part of the inputs each and give each other their sums of a share of the tokens. Where the order
 // of sums is fixed, one block takes these parts in turn: each is summed from zero and added to the
-// totals, which start at zero as those of a cluster do, so the bits are the same.
+// totals, which start at zero as those of a cluster do, so the bits are the same. Or each block of
+// a cluster takes two parts, and gives the others both.
 #pragma once
 
 #include "exchange_sums.cuh"
@@ -22,7 +23,8 @@ namespace minserve {
 namespace cuda {
 
 // kGroups warpgroups of kBlocks blocks of 64 rows each; kParts blocks have a part of the inputs
-// each, and then one tile. kTurns: a block has all inputs and takes parts of them in turn.
+// each, and then one tile. kTurns: a block takes parts of its inputs in turn; of kParts blocks each
+// takes two.
 template <int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
           bool kTurns_ = false>
 struct WideShape {
@@ -31,7 +33,9 @@ struct WideShape {
   static constexpr bool kStepping = kGates > 1, kParted = kParts > 1, kTurns = kTurns_;
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
   static_assert(kParts == 1 || kParts == 2 || kParts == 4, "each sends the others' sums");
-  static_assert(!(kParted && kTurns), "parts of other blocks, or in turn");
+  // Sums that are kept apart: the last are those to which products are added, the ones before them
+  // of turns the totals, or the first part's of two.
+  static constexpr int kSets = kTurns ? 2 : 1, kPartsEach = kParted && kTurns ? 2 : 1;
   static_assert(kTokens % 32 == 0 && kTokens % (16 * kParts) == 0,
                 "a token for each lane, and whole squares");
   static constexpr int kComputing = kGroups * kGroupThreads;
@@ -62,7 +66,7 @@ struct WideShape {
   static constexpr int kStagesToFinish = (kAllBlocks + kBlocksOfStage - 1) / kBlocksOfStage;
   // Parts: when the products are done the ring takes the sums that come, then those that go; what
   // is staged is beside it.
-  static constexpr int kSentBytes = (kParts - 1) * kRows * kFinish * 4;
+  static constexpr int kSentBytes = (kParts - 1) * kRows * kFinish * 4 * kPartsEach;
   static constexpr int kSide = kParted ? kAllBlocks * kStagedBytes : 0;
   static constexpr int kMemory = 221 * 1024;
   static constexpr int kFit = (kMemory - kSide) / kStageBytes;
@@ -262,8 +266,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto release = [&](int slot) {
       if (lane == 0) arrive(stages.empty(slot));
     };
-    float sums[S::kBlocks][S::kTokens / 2];
-    float totals[S::kTurns ? S::kBlocks : 1][S::kTokens / 2];  // of turns
+    float sets[S::kSets][S::kBlocks][S::kTokens / 2];
+    auto& totals = sets[0];  // of turns
+    auto& sums = sets[S::kSets - 1];
+    const int turns = S::kPartsEach > 1 ? S::kPartsEach : args.turns;  // of a block's
     At at;
     for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
       int last = 0;
@@ -277,9 +283,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       // Loops of their own, not one that goes on early: else the compiler waits for products at
       // every step.
 #pragma unroll 1
-      for (int share = 0; share < (S::kTurns ? args.turns : 1); ++share) {
-        const int since = S::kTurns ? share * steps / args.turns : 0;
-        const int until = S::kTurns ? (share + 1) * steps / args.turns : count;
+      for (int share = 0; share < (S::kTurns ? turns : 1); ++share) {
+        const int number = part * turns + share, all = S::kParts * turns;
+        const int since = S::kTurns ? number * steps / all - begin : 0;
+        const int until = S::kTurns ? (number + 1) * steps / all - begin : count;
 #pragma unroll 1
         for (int n = since; n < until; ++n, ++at) {
           wait_barrier(stages.full(at.slot), at.turn % 2);
@@ -307,7 +314,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block) {
           sums_are_there(sums[block]);
-          if constexpr (S::kTurns) {
+          if (S::kTurns && (!S::kParted || share == 0)) {
 #pragma unroll
             for (int i = 0; i < S::kTokens / 2; ++i) totals[block][i] += sums[block][i];
           }
@@ -332,7 +339,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         arrive_at_cluster();
         wait_for_cluster();
         float own[S::kBlocks][S::kFinish / 2];
-        exchange_sums<S>(sums, own, part, ring, received);
+        exchange_sums<S>(sets, own, part, ring, received);
         wait_barrier(ready[half], 0);
         if (residual) wait_barrier(beside, 0);
         of.finish(own, staged);
@@ -342,11 +349,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int n = 0; n < finishing; ++n, ++place) {
           wait_barrier(full[place.slot], place.turn % 2);
         }
-        if constexpr (S::kTurns) {
-          of.finish(totals, staged);
-        } else {
-          of.finish(sums, staged);
-        }
+        of.finish(totals, staged);
         __syncwarp();
         if (lane == 0) arrive(taken[half]);
         for (int n = 0; n < finishing; ++n, ++at) release(at.slot);

@@ -43,6 +43,8 @@ class WideChooser {
         whole_(inputs_of_block != Inputs::any || gates == 3),
         turns_(inputs_of_block == Inputs::turns) {}
 
+  static constexpr std::int64_t kMultiprocessors = 132;
+
   // Whether there are tiles for enough multiprocessors, small ones in parts where sums are long.
   bool pays() const {
     if (gates_ == 1 && tokens_ <= 64 && up(rows_, 64) >= 2 * kMultiprocessors) return false;
@@ -63,12 +65,14 @@ class WideChooser {
     return *best;
   }
 
+  // Blocks that run at the same time. Fours leave out what is over of a group of multiprocessors.
+  static constexpr std::int64_t at_once(int parts) { return parts == 4 ? 112 : kMultiprocessors; }
+
   std::int64_t blocks(const WideForm& form) const {
     return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
   }
 
  private:
-  static constexpr std::int64_t kMultiprocessors = 132;
   static constexpr double kSumsPerClock = 32;  // of 64 inputs
   static constexpr double kBytesPerClock = 42, kWeightBytesPerClock = 1700;
   static constexpr double kStepsPerClock = 2.5, kFinishedPerClock = 5;
@@ -76,13 +80,11 @@ class WideChooser {
 
   static std::int64_t up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
-  // Blocks that run at the same time. Fours leave out what is over of a group of multiprocessors.
-  static constexpr std::int64_t at_once(int parts) { return parts == 4 ? 112 : kMultiprocessors; }
-
   bool can_take(const WideForm& form) const {
-    if (turns_ && form.rows * form.tokens > 128 * 128) return false;  // two sets of sums
-    if (form.form == Form::wide_64_32 && !turns_) return false;       // else not built
-    if (gates_ == 3) return form.rows == 192 && form.parts == 1;      // a warpgroup for each
+    // Two sets of sums, and finishing gates takes registers, too.
+    if (turns_ && form.rows * form.tokens > 192 * (gates_ > 1 ? 96 : 128)) return false;
+    if (form.form == Form::wide_64_32 && !turns_) return false;   // too small
+    if (gates_ == 3) return form.rows == 192 && form.parts == 1;  // a warpgroup for each
     if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
       return false;  // always behind
     }

@@ -43,7 +43,7 @@ Known known(Form form) {
     case Form::pairs_64:
       return {"pairs_64", 64, 1, {}};
     case Form::wide_64_32:
-      return {"wide_64_32", 32, 0, {false, true, true, false}};
+      return {"wide_64_32", 32, 1, {false, true, true, false}};
     case Form::wide_64_64:
       return {"wide_64_64", 64, 4, {false, true, true, false}};
     case Form::wide_128_64:
@@ -51,11 +51,11 @@ Known known(Form form) {
     case Form::wide_192_64:
       return {"wide_192_64", 64, 2, {false, true, true, true}};
     case Form::wide_192_96:
-      return {"wide_192_96", 96, 1, {}};
+      return {"wide_192_96", 96, 1, {false, true, true, true}};
     case Form::wide_128_128:
       return {"wide_128_128", 128, 2, {false, true, true, false}};
     case Form::wide_192_128:
-      return {"wide_192_128", 128, 1, {}};
+      return {"wide_192_128", 128, 1, {false, true, false, false}};
     case Form::wide_256_128:
       return {"wide_256_128", 128, 1, {}};
   }
@@ -81,7 +81,9 @@ void check(const char* rule, const Choice& choice, std::int64_t channels, std::i
   bool ok = also && choice.parts >= 1 && choice.turns >= 1 && form.tokens % choice.parts == 0 &&
             choice.parts * choice.turns <= steps;
   if (choice.turns > 1) {
-    ok = ok && choice.parts == 1 && form.turns[gates];
+    const bool two_each = gates == 1 && choice.form == Form::wide_64_64 && choice.turns == 2 &&
+                          (choice.parts == 2 || choice.parts == 4);
+    ok = ok && form.turns[gates] && (choice.parts == 1 || two_each);
   } else {
     ok = ok && choice.parts <= form.most_parts;
   }

@@ -66,10 +66,12 @@ def test_every_kernel_takes_every_form(driver: Path) -> None:
     _, every = _run(driver)
     usual = _kinds_of(driver, every_kernel.MAPS)
     assert _of("usual", usual) == _of("usual", every)
-    turns = _kinds_of(driver, every_kernel.TURNS)
-    in_turn = {kind for kind in _of("fixed", every) if kind.endswith("in turn")}
-    assert in_turn - turns == set()
-    assert len(in_turn) == 11
+    fixed = _kinds_of(driver, every_kernel.FIXED)
+    of_fixed_alone = {
+        kind for kind in _of("fixed", every) if kind.replace("fixed", "usual") not in every
+    }
+    assert of_fixed_alone - fixed == set()
+    assert len(of_fixed_alone) == 19
 
 
 def _kinds_of(driver: Path, maps: Sequence[tuple[int, int, Sequence[int]]]) -> set[str]:

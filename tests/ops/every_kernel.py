@@ -26,7 +26,7 @@ from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
-from engine.ops.normed import normed_gelu_, normed_step_
+from engine.ops.normed import normed_gelu_, normed_step_, rms_norm
 from engine.serving import PlainModel
 from tests.ops.draws import PARAMETERS, rows_of
 
@@ -64,16 +64,17 @@ MAPS = (
     (11328, 72, (130,)),
     (16904, 64, (1, 9, 31, 64, 65)),
 )
-# Likewise with sums in a fixed order, where one block takes parts of the inputs in turn.
-TURNS = (
-    (496, 384, (33,)),
+# Likewise what sums in a fixed order alone take: parts in turn, small tiles with all inputs.
+FIXED = (
     (768, 384, (33,)),
+    (1088, 384, (2041,)),
+    (1088, 1032, (65,)),
     (1088, 1536, (33,)),
-    (1408, 384, (1038,)),
+    (1152, 768, (65,)),
+    (1408, 384, (1038, 2041)),
     (1472, 384, (166, 367, 733)),
     (2176, 512, (33,)),
-    (2880, 512, (68, 131)),
-    (3200, 512, (194,)),
+    (6200, 72, (31,)),
 )
 EPS = 1e-6
 TAIL = 5
@@ -195,6 +196,7 @@ def normed(width: int, channels: int, gates: int) -> None:
     rows = 5
     x, ahead = random(rows, width), random(width)
     y, bias = random(rows, channels), random(channels)
+    rms_norm(x, EPS, ahead)
     normed_gelu_(x, EPS, y, bias, ahead)
     pre = random(rows, gates * channels)
     state = torch.zeros(rows, channels, device="cuda")
@@ -269,7 +271,7 @@ def main() -> None:
     ):
         normed(width, channels, gates)
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
-        for shapes, fixed in ((MAPS, False), (TURNS, True)):
+        for shapes, fixed in ((MAPS, False), (FIXED, True)):
             for channels, inputs, counts in shapes:
                 for tokens in counts:
                     maps(channels, inputs, tokens, fixed)
