@@ -42,6 +42,7 @@ TOLERANCES = {"float32": 2e-3, "float16": 0.02, "bfloat16": 0.1, "int8": 0.3, "f
 MIN_LM_TOKENS = 16_384
 NO_TIME = "no time left"
 _AGREEMENT_STEPS = 6
+_SAMPLES_OF_STEPS = 3
 _PEER_STEPS = 8  # between two waits of the host
 _CONTEXT_STEPS = 16
 
@@ -161,11 +162,13 @@ def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -
 def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingParams) -> float:
     with decoding(runner, row.batch, sampling) as running:
         running.run(1)
-        step = running.run(1)
+        step = min(running.run(1) for _ in range(_SAMPLES_OF_STEPS))
         if step > asked.seconds:
             return step
         steps = round_steps(step, asked.steps)
-        step = running.run(2, steps)  # by now everything is loaded
+        # By now everything is loaded. One sample may be a moment in which the host had other work,
+        # and all rounds would have few steps.
+        step = min(running.run(2, steps) for _ in range(_SAMPLES_OF_STEPS))
         steps = round_steps(step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
         row.steps = steps if row.steps == 1 else row.steps

@@ -31,7 +31,6 @@ class Chooser {
       if (shared > 1 && form.parts == 1 && more_blocks) return {Form::tokens_64, shared};
       return {form.form, form.parts};
     }
-    if (gates_ == 1 && tiles(64) >= kTwoWaves) return {Form::pairs_64, 1};
     if (shared > 1 && tokens_ > 64) return {Form::tokens_64, shared};
     return some();
   }
@@ -47,8 +46,9 @@ class Chooser {
   Choice few() const {
     const int size = tokens_ <= 8 ? 0 : tokens_ <= 16 ? 1 : 2;
     constexpr Form kSingle[] = {Form::tokens_8, Form::tokens_16, Form::tokens_32};
-    constexpr Form kPairs[] = {Form::pairs_8, Form::pairs_16, Form::pairs_32};
-    if (gates_ == 1 && tiles(64) >= kTwoWaves) return {kPairs[size], 1};
+    // Blocks that stay on their multiprocessors: the weights of a tile come while the one before is
+    // finished.
+    if (gates_ == 1 && tiles(64) >= kTwoWaves) return {Form::wide_64_32, 1};
     const std::int64_t tile_bytes = 64 * gates_ * inputs_ * 2, least = tokens_ <= 8 ? 96 : 192;
     int parts = 1;
     while (parts < 8 && inputs_ / (2 * parts) >= least && tiles(64) * parts * 2 <= kTwoWaves &&
@@ -78,7 +78,6 @@ class Chooser {
     const int shared = parts(tokens);
     if (tokens == 16) return {Form::tokens_16, shared};
     if (tokens == 32) return {Form::tokens_32, shared};
-    if (gates_ == 1 && blocks() * shared > kTwoWaves) return {Form::pairs_64, 1};
     return {Form::tokens_64, shared};
   }
 

@@ -52,29 +52,15 @@ void launch_linear(LinearArgs args, const void* weight, const void* input, int d
   };
   switch (choice.form) {
     case Form::tokens_8:
-      return launch(LinearShape<kGates, kGates, 8>());
+      return launch(LinearShape<kGates, 8>());
     case Form::tokens_16:
-      return launch(LinearShape<kGates, kGates, 16>());
+      return launch(LinearShape<kGates, 16>());
     case Form::tokens_32:
-      return launch(LinearShape<kGates, kGates, 32>());
+      return launch(LinearShape<kGates, 32>());
     case Form::tokens_64:
-      return launch(LinearShape<kGates, kGates, 64, true>());
+      return launch(LinearShape<kGates, 64, true>());
     default:
       break;
-  }
-  if constexpr (kGates == 1) {  // pairs of blocks of rows, which gates never are
-    switch (choice.form) {
-      case Form::pairs_8:
-        return launch(LinearShape<1, 2, 8>());
-      case Form::pairs_16:
-        return launch(LinearShape<1, 2, 16>());
-      case Form::pairs_32:
-        return launch(LinearShape<1, 2, 32>());
-      case Form::pairs_64:
-        return launch(LinearShape<1, 2, 64>());
-      default:
-        break;
-    }
   }
   args.turns = choice.turns;
   linear_wide(choice, args, weight, input, kGates, device, stream);

@@ -36,9 +36,7 @@ class FixedChooser {
     using Inputs = WideChooser::Inputs;
     const int parts = this->parts();
     if (parts == 1) {
-      const bool small = gates_ == 2 || (gates_ == 1 && tokens_ > 8);
-      if (tokens_ <= 32 && small && small_tiles() >= kMany && small_tiles() < 2 * kMultiprocessors)
-        return {Form::wide_64_32, 1};
+      if (tokens_ <= 32 && gates_ < 3 && small_tiles() >= kMany) return {Form::wide_64_32, 1};
       return {Chooser(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form, 1};
     }
     // A block for each part pays while all of them run at once. Gates, whose wide forms never share

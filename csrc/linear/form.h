@@ -7,12 +7,8 @@ enum class Form {
   tokens_8,  // 64 rows of weights (or of channels, with all gates) by so many tokens
   tokens_16,
   tokens_32,
-  tokens_64,  // one block to a multiprocessor, with a longer ring
-  pairs_8,    // 128 rows by so many tokens
-  pairs_16,
-  pairs_32,
-  pairs_64,
-  wide_64_32,  // wide.cuh: rows of weights by tokens; this one in fixed orders only
+  tokens_64,   // one block to a multiprocessor, with a longer ring
+  wide_64_32,  // wide.cuh: rows of weights by tokens
   wide_64_64,
   wide_128_64,
   wide_192_64,

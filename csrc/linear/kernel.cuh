@@ -16,18 +16,16 @@
 namespace minserve {
 namespace cuda {
 
-// kGates: rows of W for each channel, 1 where no recurrence follows. The block has kBlocks blocks
-// of 64 rows: neighbouring ones, or all gates of 64 channels.
-template <int kGates_, int kBlocks_, int kTokens_, bool kDeep = false>
+// kGates: rows of W for each channel, 1 where no recurrence follows. The block has a block of 64
+// rows for each gate, of 64 channels.
+template <int kGates_, int kTokens_, bool kDeep = false>
 struct LinearShape {
-  static constexpr int kGates = kGates_, kBlocks = kBlocks_, kTokens = kTokens_;
+  static constexpr int kGates = kGates_, kTokens = kTokens_;
   static constexpr bool kStepping = kGates > 1;
-  static_assert(!kStepping || kBlocks == kGates, "a block of rows for each gate");
   static constexpr int kComputing = kGroupThreads;
   // One warp copies, one prepares; with two more, all finish sums.
   static constexpr int kThreads = kComputing + 128;
-  static constexpr int kRows = kBlocks * kBlockRows;
-  static constexpr int kChannels = kRows / kGates;
+  static constexpr int kRows = kGates * kBlockRows, kChannels = kBlockRows;
   static constexpr int kTileBytes = kBlockRows * kStep * 2;
   static constexpr int kWeightBytes = kRows * kStep * 2;
   static constexpr int kStageBytes = kWeightBytes + kTokens * kStep * 2;
@@ -84,7 +82,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
   const int begin = part * steps / parts, count = (part + 1) * steps / parts - begin;
 
-  float sums[S::kBlocks][S::kTokens / 2];
+  float sums[S::kGates][S::kTokens / 2];
   if (warp == S::kComputing / 32) {
     if (lane == 0) {
       prefetch_map(weight_map);
@@ -95,11 +93,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       const std::uint32_t stage = stages.stage(slot), barrier = stages.full(slot);
       arrive_expecting(barrier, S::kStageBytes);
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) {
-        const std::int64_t row =
-            first_channel + block * (S::kStepping ? args.channels : kBlockRows);
-        copy_box(stage + block * S::kTileBytes, weight_map, (begin + n) * kStep,
-                 static_cast<int>(row), barrier);
+      for (int gate = 0; gate < S::kGates; ++gate) {
+        copy_box(stage + gate * S::kTileBytes, weight_map, (begin + n) * kStep,
+                 static_cast<int>(first_channel + gate * args.channels), barrier);
       }
     };
     const auto copy_inputs = [&](int slot, int n) {
@@ -158,11 +154,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
       begin_products();
 #pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block) {
-        const std::uint64_t weights = describe_tile(stage + block * S::kTileBytes);
+      for (int gate = 0; gate < S::kGates; ++gate) {
+        const std::uint64_t weights = describe_tile(stage + gate * S::kTileBytes);
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
-          Product<S::kTokens>::add(sums[block], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
+          Product<S::kTokens>::add(sums[gate], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
         }
       }
       commit_products();
@@ -205,9 +201,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
         const bool own = static_cast<unsigned>(token - part * own_share) < own_share;
         float* to = staged + (own ? S::kRing / 4 : 0) + token * S::kSumRows + row;
 #pragma unroll
-        for (int block = 0; block < S::kBlocks; ++block) {
-          to[block * kBlockRows] = sums[block][4 * j + odd];
-          to[block * kBlockRows + 8] = sums[block][4 * j + 2 + odd];
+        for (int gate = 0; gate < S::kGates; ++gate) {
+          to[gate * kBlockRows] = sums[gate][4 * j + odd];
+          to[gate * kBlockRows + 8] = sums[gate][4 * j + 2 + odd];
         }
       }
     }
@@ -234,10 +230,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       coming.load(args, next, S::kStepping ? slots[next.own_token] : 0);
     }
     if (!at.inside(args)) continue;
-    const int row = S::kStepping ? at.own_channel / kBlockRows * S::kGates * kBlockRows +
-                                       at.own_channel % kBlockRows
-                                 : at.own_channel;
-    const float* sums_of_part = parts_sums + at.own_token * S::kSumRows + row;
+    const float* sums_of_part = parts_sums + at.own_token * S::kSumRows + at.own_channel;
     float y[S::kGates][kQuad] = {};
 #pragma unroll 2
     for (int from = 0; from < parts; ++from, sums_of_part += stride) {

@@ -47,7 +47,6 @@ class WideChooser {
 
   // Whether there are tiles for enough multiprocessors, small ones in parts where sums are long.
   bool pays() const {
-    if (gates_ == 1 && tokens_ <= 64 && up(rows_, 64) >= 2 * kMultiprocessors) return false;
     std::int64_t blocks = up(rows_, 64) * up(tokens_, 64);
     if (gates_ > 1) return blocks >= 24;
     for (int parts = 2; !whole_ && parts <= 4 && inputs_ >= 256 + 128 * parts; parts *= 2) {
@@ -93,8 +92,9 @@ class WideChooser {
            (!whole_ && blocks(form) <= at_once(form.parts) && inputs_ >= 64 * form.parts);
   }
 
-  // A multiprocessor's: products, or copies where the L2 cache gives less than they take, or all
-  // weights where memory does; then what parts send each other, and finishing.
+  // A multiprocessor's: products, or copies where the L2 cache gives less than they take, what
+  // parts send each other, and finishing; or all weights where memory gives less, and finishing the
+  // last tile.
   double clocks(const WideForm& form) const {
     const double area = static_cast<double>(form.rows) * form.tokens;
     const double bytes = 128.0 * (form.rows + form.tokens);
@@ -106,7 +106,7 @@ class WideChooser {
     const double finish = own / (gates_ > 1 ? kStepsPerClock : kFinishedPerClock) + exchange;
     const double waves = static_cast<double>(up(blocks(form), at_once(form.parts)));
     const double weights = 2.0 * rows_ * inputs_ / kWeightBytesPerClock;
-    return std::max(waves * product, weights) + waves * finish;
+    return std::max(waves * product + (waves - 1) * finish, weights) + finish;
   }
 
   std::int64_t rows_, inputs_, gates_, tokens_;

@@ -34,14 +34,6 @@ Known known(Form form) {
       return {"tokens_32", 32, 8, {}};
     case Form::tokens_64:
       return {"tokens_64", 64, 8, {}};
-    case Form::pairs_8:
-      return {"pairs_8", 8, 1, {}};
-    case Form::pairs_16:
-      return {"pairs_16", 16, 1, {}};
-    case Form::pairs_32:
-      return {"pairs_32", 32, 1, {}};
-    case Form::pairs_64:
-      return {"pairs_64", 64, 1, {}};
     case Form::wide_64_32:
       return {"wide_64_32", 32, 1, {false, true, true, false}};
     case Form::wide_64_64:
@@ -76,7 +68,7 @@ void check(const char* rule, const Choice& choice, std::int64_t channels, std::i
   reach(rule, choice, gates);
   const Known form = known(choice.form);
   const std::string name = form.name;
-  const bool pairs = name.rfind("pairs", 0) == 0, wide = name.rfind("wide", 0) == 0;
+  const bool wide = name.rfind("wide", 0) == 0;
   const std::int64_t steps = (inputs + 63) / 64;
   bool ok = also && choice.parts >= 1 && choice.turns >= 1 && form.tokens % choice.parts == 0 &&
             choice.parts * choice.turns <= steps;
@@ -87,7 +79,6 @@ void check(const char* rule, const Choice& choice, std::int64_t channels, std::i
   } else {
     ok = ok && choice.parts <= form.most_parts;
   }
-  if (pairs) ok = ok && gates == 1;
   if (wide) {  // three gates have a warpgroup each; steps have all inputs
     ok = ok && (gates < 3 || name.rfind("wide_192", 0) == 0) && (gates == 1 || choice.parts == 1);
   }

@@ -37,7 +37,7 @@ LENGTHS = {
     "short": [7 * n % 23 for n in range(45)],
 }
 # Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
-# gates (tests/csrc/test_choice.py proves it): alone and in parts; pairs; wide ones.
+# gates (tests/csrc/test_choice.py proves it): alone and in parts; wide ones.
 MAPS = (
     (72, 200, (1, 9, 31)),
     (72, 1536, (7, 16, 20, 65)),

@@ -7,6 +7,7 @@ tests/csrc/test_choice.py proves that, tests/ops/test_wide_maps.py runs them on 
 # have a tile each, or several; some stages of the ring are used once, some many times. Of one gate
 # the channels are a multiple of 64, as a residual stream's are.
 SHAPES = [
+    (17024, 72, 1, 30),
     (1984, 1096, 1, 66),
     (2112, 72, 1, 450),
     (960, 648, 1, 66),
