@@ -4,9 +4,9 @@
 // is cutting the inputs into parts, each summed from zero. So here the number of parts follows from
 // the weight's shape alone, and the number of tokens decides who sums them: few tokens have a block
 // for each part, or for two of them, and many have one block that takes them in turn. All add the
-// parts up in order. So
-// does the kernel of a whole step, where a warp has a part (whole_step/in_order.cuh): it cuts the
-// inputs where the forms do, part * blocks / parts of their blocks of kStep.
+// parts up in order. So does the kernel of a whole step, where a warp has a part
+// (whole_step/in_order.cuh): it cuts the inputs where the forms do, part * blocks / parts of their
+// blocks of kStep.
 #pragma once
 
 #include "choice.h"

@@ -20,8 +20,8 @@ enum class Form {
 
 struct Choice {
   Form form;
-  int parts;      // blocks that take a part of the inputs each
-  int turns = 1;  // parts that one block takes in turn (fixed_choice.h)
+  int parts;      // blocks that share the inputs
+  int turns = 1;  // parts of them that each block takes in turn (fixed_choice.h)
 };
 
 }  // namespace minserve

@@ -17,7 +17,7 @@ bool linear_supported(int device);
 void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
             void* stream);
 
-// The same in a wide form, which WideChooser has chosen.
+// The same in a wide form, as `choice` says.
 void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
                  const void* input, int gates, int device, void* stream);
 

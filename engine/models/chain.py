@@ -34,7 +34,7 @@ class Stream(NamedTuple):
 
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
-_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x times the norm's weight, squares
+_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x, its sums of squares
 
 
 class Chain:
@@ -118,10 +118,9 @@ class Chain:
         """All layers."""
         first = self._layers[0]
         norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
-        table, ones = self._model.embedding.weight, self._is_of_ones(norm)
-        x, scaled, squares = linear_embed(tokens, table, None if ones else norm, ones)
-        if ones:
-            scaled = x
+        table = self._model.embedding.weight
+        x, _, squares = linear_embed(tokens, table, None, squares=norm is not None)
+        scaled = x
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
                 mix = cast("nn.Linear", layer.conv.pointwise)

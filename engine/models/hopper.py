@@ -62,8 +62,8 @@ _Read = Callable[[Tensor, ModelState, Tensor, Way], Tensor]
 
 def supports(model: LM) -> bool:
     """Whether the kernels run this model: bfloat16 weights on a Hopper GPU that the library was
-    built for, widths they can cut. (In float16 the residual stream times a norm's weight, which is
-    not divided by its magnitude yet, could overflow.)"""
+    built for, widths they can cut. (In float16 products with the residual stream itself, which is
+    not divided yet, could overflow.)"""
     config = model.config
     return runs_kernels(model) and config.quantization is None and supports_widths(config)
 
@@ -96,7 +96,8 @@ class HopperLM:
         self._fixed_order = deterministic
         self._eps = model.config.norm_eps
         self._head, self._vocabulary = Head.of(model), model.config.vocab_size
-        move_norm_weights(model)
+        if deterministic:
+            move_norm_weights(model)  # as ProductsLM does
         self._products = None if deterministic else ProductsLM(model, self._head)
         self._chain = Chain(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.

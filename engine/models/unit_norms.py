@@ -20,9 +20,11 @@ def move_norm_weights(model: LM) -> None:
         _move(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
         if layer.mlp is not None:
             _move(layer.mlp.norm, cast("nn.Linear", layer.mlp.up))
-    # Kernels may read weights before the one ahead on the stream has ended.
-    torch.cuda.synchronize(model.norm.weight.device)
-    torch.cuda.empty_cache()  # of the matrices that were replaced
+    device = model.norm.weight.device
+    if device.type == "cuda":
+        # Kernels may read weights before the one ahead on the stream has ended.
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # of the matrices that were replaced
 
 
 def _move(norm: nn.RMSNorm, reader: nn.Linear) -> None:

@@ -1,6 +1,6 @@
-// Runs csrc/normed/kernel.cuh in the emulator: a GELU and, overlapping with it, a step that reads
-// the stream which the GELU has added to; compared with doubles, and every schedule must give the
-// same bits. The GELU's curve by itself before.
+// Runs csrc/normed/kernel.cuh in the emulator: a GELU and, overlapping with it, a step and a norm
+// that read the stream which the GELU has added to; compared with doubles, and every schedule must
+// give the same bits. The GELU's curve by itself before.
 #include "cases.h"
 
 #include "minlstm/cell.h"
@@ -28,7 +28,7 @@ std::vector<bf16> numbers(long count, unsigned seed, float scale = 1.0f) {
 
 struct Tensors {
   Tensor<bf16> x{"x"}, ahead{"ahead"}, y{"y"}, bias{"bias"}, pre{"pre"}, gate_bias{"gate_bias"},
-      out{"out"};
+      out{"out"}, weight{"weight"}, normed{"normed"};
   Tensor<float> state{"state"};
   Tensor<std::int32_t> slots{"slots"};
 
@@ -39,6 +39,8 @@ struct Tensors {
     bias.values = numbers(given.channels, 4);
     pre.values = numbers(given.rows * given.gates * given.channels, 5, 5.0f);
     gate_bias.values = numbers(given.gates * given.channels, 6);
+    weight.values = numbers(given.width, 7);
+    normed.values.assign(static_cast<std::size_t>(given.rows * given.width), bf16{0});
     out.values.assign(static_cast<std::size_t>(given.rows * given.channels), bf16{0});
     for (long i = 0; i < given.rows * given.channels; ++i) {
       state.values.push_back(static_cast<float>(i % 17) / 8.0f - 1.0f);
@@ -46,8 +48,9 @@ struct Tensors {
     for (long r = 0; r < given.rows; ++r) {  // the second row is padding, the third names none
       slots.values.push_back(static_cast<std::int32_t>(r == 1 ? -1 : r == 2 ? given.rows : r));
     }
-    for (auto* read : {&ahead, &bias, &pre, &gate_bias}) read->to_device(emulator::Use::read);
-    for (auto* written : {&x, &y, &out}) written->to_device(emulator::Use::write);
+    for (auto* read : {&ahead, &bias, &pre, &gate_bias, &weight})
+      read->to_device(emulator::Use::read);
+    for (auto* written : {&x, &y, &out, &normed}) written->to_device(emulator::Use::write);
     state.to_device(emulator::Use::write);
     slots.to_device(emulator::Use::read);
   }
@@ -59,7 +62,7 @@ double gelu_of(double y) {
 
 template <template <class> class CellOf>
 void check(const Case& given) {
-  std::vector<bf16> first_y, first_out;
+  std::vector<bf16> first_y, first_out, first_normed;
   for (const int seed : given.seeds) {
     emulator::free_all();
     Tensors tensors(given);
@@ -74,6 +77,10 @@ void check(const Case& given) {
     step.out = tensors.out.device, step.state = tensors.state.device;
     step.state_stride = given.channels, step.num_slots = given.rows;
     step.slots = tensors.slots.device;
+    NormedArgs norm;
+    norm.rows = given.rows, norm.width = norm.channels = given.width, norm.eps = kEps;
+    norm.x = tensors.x.device, norm.y = tensors.normed.device;
+    norm.weight = tensors.weight.device;
     const unsigned rows = static_cast<unsigned>(given.rows);
     const std::size_t shared = sizeof(cuda::Block::Shared);
     emulator::launch({"gelu", rows, cuda::gelu_threads(args, given.processors), shared, true,
@@ -82,9 +89,11 @@ void check(const Case& given) {
                         cuda::normed_step_kernel<CellOf, cuda::UsualOptions>(step,
                                                                              cuda::UsualOptions{});
                       }});
+    emulator::launch({"norm", rows, cuda::normed_threads(norm, 1), shared, true,
+                      [=] { cuda::rms_norm_kernel(norm); }});
     emulator::run(static_cast<unsigned>(seed));
     const std::vector<bf16> x = tensors.x.from_device(), y = tensors.y.from_device(),
-                            out = tensors.out.from_device();
+                            out = tensors.out.from_device(), normed = tensors.normed.from_device();
     const std::vector<float> state = tensors.state.from_device();
     const auto at = [](const auto& all, long i) {
       return value_of(all[static_cast<std::size_t>(i)]);
@@ -100,6 +109,12 @@ void check(const Case& given) {
       const double width = static_cast<double>(given.width);
       const double divided = 1 / std::sqrt(before / width + kEps);
       const double divided_later = 1 / std::sqrt(after / width + kEps);
+      for (long i = 0; i < given.width; ++i) {
+        const long place = r * given.width + i;
+        check_value<bf16>(at(normed, place),
+                          at(x, place) * divided_later * at(tensors.weight.values, i), "normed", r,
+                          i);
+      }
       const bool real = r != 1 && r != 2;
       for (long c = 0; c < given.channels; ++c) {
         const long place = r * given.channels + c;
@@ -119,9 +134,10 @@ void check(const Case& given) {
         check_value<bf16>(at(out, place), real ? h : 0, "h", r, c);
       }
     }
-    if (first_y.empty()) first_y = y, first_out = out;
+    if (first_y.empty()) first_y = y, first_out = out, first_normed = normed;
     same_bits(y, first_y, " with seed " + std::to_string(seed));
     same_bits(out, first_out, " with seed " + std::to_string(seed));
+    same_bits(normed, first_normed, " with seed " + std::to_string(seed));
   }
 }
 

@@ -1,8 +1,8 @@
 """With `fixed_order`, a row of a linear map has the same bits in every form of the kernel.
 
-The forms have tiles of 8 to 256 tokens and one or more blocks of rows; parts of the inputs belong
-to a block each or are taken in turn. That a product unit adds up in the same order whatever the
-tile is nowhere written, so all of them are compared here.
+The forms have tiles of 8 to 128 tokens and one or more blocks of rows; parts of the inputs belong
+to a block each, or to one that has two or all of them. That a product unit adds up in the same
+order whatever the tile is nowhere written, so all of them are compared here.
 """
 
 from __future__ import annotations
@@ -116,7 +116,11 @@ def test_linear_residual(shape: tuple[int, int]) -> None:
         scaled, squares = linear_residual.linear_residual_(
             y[rows].contiguous(), weight, None, x, norm, fixed_order=True
         )
-        return [x, scaled, squares.t()]
+        unscaled = before[rows].clone()  # as within the layers of a model
+        _, of_unscaled = linear_residual.linear_residual_(
+            y[rows].contiguous(), weight, None, unscaled, None, fixed_order=True, squares=True
+        )
+        return [x, scaled, squares.t(), unscaled, of_unscaled.t()]
 
     same_at_every_size(read)
 
