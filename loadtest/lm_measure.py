@@ -162,14 +162,15 @@ def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -
 def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingParams) -> float:
     with decoding(runner, row.batch, sampling) as running:
         running.run(1)
-        step = min(running.run(1) for _ in range(_SAMPLES_OF_STEPS))
+        step = running.run(1)
         if step > asked.seconds:
             return step
         steps = round_steps(step, asked.steps)
-        # By now everything is loaded. One sample may be a moment in which the host had other work,
-        # and all rounds would have few steps.
-        step = min(running.run(2, steps) for _ in range(_SAMPLES_OF_STEPS))
-        steps = round_steps(step, asked.steps)
+        # By now everything is loaded. The least of several, for one may be a moment in which the
+        # host had other work, and all rounds would have few steps.
+        for _ in range(_SAMPLES_OF_STEPS):
+            step = min(step, running.run(2, steps))
+            steps = round_steps(step, asked.steps)
         rounds = max(1, min(50, int(asked.seconds / 10 / (step * steps))))
         row.steps = steps if row.steps == 1 else row.steps
         return typical(lambda: running.run(rounds, steps), asked.seconds)

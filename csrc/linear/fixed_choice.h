@@ -40,7 +40,8 @@ class FixedChooser {
       return {Chooser(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form, 1};
     }
     // A block for each part pays while all of them run at once. Gates, whose wide forms never share
-    // inputs, take those in turn as soon as there are tiles for many multiprocessors.
+    // inputs, take those in turn as soon as there are tiles for many multiprocessors, two of them
+    // also in the smallest tiles.
     const WideChooser wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
     const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
     if (tokens_ <= (gates_ == 2 ? 16 : 32) || !in_turn) return among_blocks(parts);
