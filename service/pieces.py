@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Callable
+
+# Pieces that a text without a place to be cut at is kept for.
+MOST_PIECES = 16
 
 
 class NotUtf8(ValueError):
@@ -15,12 +19,15 @@ class NotUtf8(ValueError):
 
 
 class Pieces:
-    """Cuts text between a line's end and a character that is no space, where byte-level tokenizers
-    never join tokens; what has no such place within twice a piece, between characters."""
+    """Cuts text where its parts have the tokens that they have together; what has no such place
+    within MOST_PIECES pieces, between characters."""
 
-    def __init__(self, least: int) -> None:
-        """`least`: characters of a piece, but for the last one."""
+    def __init__(self, least: int, last_cut: Callable[[str], int]) -> None:
+        """`least`: characters of a piece, but for the last one. `last_cut` gives the last place
+        where a text may be cut, 0 for none (`Tokenizer.last_cut`)."""
         self._least = least
+        self._wanted = least  # characters that are needed before a cut is looked for
+        self._last_cut = last_cut
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._rest = ""
         self._offset = 0  # of what comes next, in bytes
@@ -28,12 +35,16 @@ class Pieces:
     def feed(self, data: bytes) -> str:
         """The next piece; empty while more is needed. Raises NotUtf8."""
         self._decode(data, final=False)
-        rest, least = self._rest, self._least
-        if len(rest) < least:
+        rest = self._rest
+        if len(rest) < self._wanted:
             return ""
-        cut = last_cut(rest)
-        if cut == 0 and len(rest) >= 2 * least:
+        cut = self._last_cut(rest)
+        if cut == 0:
+            if len(rest) < MOST_PIECES * self._least:
+                self._wanted = len(rest) + self._least
+                return ""
             cut = len(rest)
+        self._wanted = self._least
         self._rest = rest[cut:]
         return rest[:cut]
 
@@ -50,11 +61,3 @@ class Pieces:
         except UnicodeDecodeError as error:
             raise NotUtf8(error.reason, self._offset - pending + error.start) from error
         self._offset += len(data)
-
-
-def last_cut(text: str) -> int:
-    """The last index between a newline and a character that is no white space; 0 = none."""
-    at = text.rfind("\n", 0, len(text) - 1)
-    while at >= 0 and text[at + 1].isspace():
-        at = text.rfind("\n", 0, at)
-    return at + 1

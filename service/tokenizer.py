@@ -1,50 +1,41 @@
-"""Tokenizer: text to token ids, and token ids to text that is never cut inside a character.
+"""Tokenizer: text to token ids, and back.
 
-A wrapper of the `tokenizers` library. Two fast paths give what the library gives (tests compare):
-a byte-level vocabulary decodes through a table of each token's bytes, and one without merges
-encodes as the UTF-8 bytes themselves, in a fraction of the library's time and memory.
+A wrapper of the `tokenizers` library, for whatever it can load. Two fast paths give what the
+library gives (tests compare): a byte-level vocabulary decodes through a table of each token's
+bytes, and one without merges encodes as the UTF-8 bytes themselves, in a fraction of the library's
+time and memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from engine.errors import CheckpointError, InvalidRequest
+from service.detokenizer import (
+    PRIMING_TOKENS,
+    ByteDecoder,
+    Decoder,
+    LibraryDecoder,
+    Vocabulary,
+)
+from service.tokenizer_layout import hide_special_names, mid_sentence
 
 # Longer texts are encoded on a thread, so that the event loop keeps turning.
 THREAD_CHARACTERS = 32_768
-# Tokens of the prompt that prime a decoder: enough to hold one character's first bytes, and for
-# decoders that treat the first token of a text in their own way.
-PRIMING_TOKENS = 8
-MOST_HELD = 3  # bytes of a character that lacks its last
+# Characters on each side of a place that decide whether a text may be cut there.
+CUT_CHARACTERS = 256
+MOST_CUTS = 64  # places of each kind that are tried
 
-
-class Decoder(Protocol):
-    """Token ids in, text out; bytes that do not end a character are held back."""
-
-    def feed(self, token: int) -> str: ...
-
-    def feed_all(self, tokens: Sequence[int]) -> str: ...
-
-    @property
-    def holds(self) -> bool:
-        """Something is held back."""
-        ...
-
-    def flush(self) -> str:
-        """The end of the text: held bytes that can no longer become a character give U+FFFD."""
-        ...
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class PlainTexts(dict[int, str | None]):
@@ -97,25 +88,40 @@ class Names(dict[int, str]):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json."""
+    """A checkpoint's tokenizer.json.
+
+    A text that spells a special token out is text, unless it is said to be more: only an id ends a
+    text.
+    """
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library = library
-        library.no_truncation()
-        library.no_padding()
-        # "<|endoftext|>" in a client's text is text: only an id ends a text.
-        library.encode_special_tokens = True
+        layout = json.loads(library.to_str())
+        layout["truncation"] = layout["padding"] = None
+        self._hidden = hide_special_names(layout)
+        self._library = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        on_going = mid_sentence(layout)
+        self._mid_library = (
+            self._library
+            if on_going is None
+            else tokenizers.Tokenizer.from_str(json.dumps(on_going))
+        )
         self.vocab_size = library.get_vocab_size()
         added = library.get_added_tokens_decoder()
         self._special = {id for id, token in added.items() if token.special}
-        layout = json.loads(library.to_str())
+        self._special_names = {id: added[id].content for id in self._special}
+        self.special_ids = {name: id for id, name in self._special_names.items()}
+        # Of two that begin alike the longer one is meant.
+        names = sorted(self.special_ids, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, names))) if names else None
         self._bytes = self._byte_table(layout)
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
-        # A text's beginning or end has tokens of its own, which a text that goes on must not have.
-        self.marks_texts = library.num_special_tokens_to_add(False) > 0
+        self._begin, self._end = self._marks()
+        # A text that begins has other tokens than one that goes on.
+        self.marks_beginnings = bool(self._begin) or on_going is not None
         self.names = Names(self.bytes_of)
         # None where a token's text depends on its neighbours.
         self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
+        self._vocabulary = self._read_vocabulary(layout) if self._bytes is None else None
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
@@ -136,83 +142,129 @@ class Tokenizer:
             )
         return tokenizer
 
-    def encode(self, text: str, *, special: bool = True) -> array[int]:
-        """The text's token ids; `special` adds what the tokenizer puts around a text (such as a
-        beginning-of-text token). Raises InvalidRequest for text that UTF-8 cannot hold."""
-        data = _check_unicode(text)
-        if self._byte_ids is not None:
-            return array("i", map(self._byte_ids.__getitem__, data))
-        return array("i", self._library.encode(text, add_special_tokens=special).ids)
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a text, such as a beginning-of-text token."""
+        return self._begin
 
-    def encode_with_special(self, parts: Iterable[str]) -> array[int]:
-        """The token ids of a text whose special tokens are meant as such, and that is cut into
-        parts where none may be seen; nothing is put around it. Raises as `encode`."""
-        ids = array("i")
-        for text in parts:
-            _check_unicode(text)
-            ids.extend(self._with_special.encode(text, add_special_tokens=False).ids)
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """What it puts behind one."""
+        return self._end
+
+    def encode(
+        self,
+        text: str,
+        *,
+        begins: bool = True,
+        ends: bool = False,
+        marks: bool = True,
+        parse_special: bool = False,
+    ) -> array[int]:
+        """The text's token ids.
+
+        `begins`: it is the beginning of a text, before which some tokenizers put a space; else it
+        goes on in mid-sentence. `ends`: nothing follows it. With `marks` the ids that stand at a
+        text's beginning and end are put there. With `parse_special` special tokens that the text
+        spells out are these tokens, and the mark of its beginning is not put there twice.
+        Raises InvalidRequest for text that UTF-8 cannot hold.
+        """
+        data = _check_unicode(text)
+        if self._byte_ids is not None and not (parse_special and self._spelled):
+            return array("i", map(self._byte_ids.__getitem__, data))
+        if parse_special and self._spelled:
+            text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
+        library = self._library if begins else self._mid_library
+        ids = array("i", library.encode(text, add_special_tokens=False).ids)
+        if (
+            marks
+            and begins
+            and not (parse_special and tuple(ids[: len(self._begin)]) == self._begin)
+        ):
+            ids = array("i", self._begin) + ids
+        if marks and ends:
+            ids.extend(self._end)
         return ids
 
-    @cached_property
-    def _with_special(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer, as it is where nothing is kept from it."""
-        return tokenizers.Tokenizer.from_str(self._library.to_str())
+    def encode_template(self, text: str, mark: str = "") -> array[int]:
+        """The token ids of what a chat template has written: its special tokens are meant as such,
+        but for those that `mark`, a character of no other use, cuts in two. Nothing is put around
+        it. Raises as `encode`."""
+        _check_unicode(text)
+        if self._spelled:
+            text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
+        if mark:
+            text = text.replace(mark, "")
+        return array("i", self._library.encode(text, add_special_tokens=False).ids)
 
-    @cached_property
-    def special_names(self) -> list[str]:
-        """The special tokens' texts."""
-        return [name for id in self._special if (name := self._library.id_to_token(id))]
+    async def encode_async(self, text: str, **how: bool) -> array[int]:
+        """`encode`, beside the event loop where the text is long."""
+        if len(text) <= THREAD_CHARACTERS:
+            return self.encode(text, **how)
+        return await asyncio.to_thread(self.encode, text, **how)
+
+    @property
+    def joins_nothing(self) -> bool:
+        """The ids of two texts one after the other are those of both, wherever a text is cut."""
+        return self._byte_ids is not None
+
+    def last_cut(self, text: str, *, parse_special: bool = False) -> int:
+        """The last index at which a text, which goes on, may be cut so that its parts have the ids
+        that they have together; the second is then one in mid-sentence. 0 = none was found.
+
+        Places before a line and between words are tried: there the ids on both sides, so many
+        characters of each, have to be those of both sides together."""
+        if self._byte_ids is not None and not (parse_special and self._spelled):
+            return len(text)
+        for place in _places(text, len(text) - CUT_CHARACTERS):
+            left = text[max(place - CUT_CHARACTERS, 0) : place]
+            right = text[place : place + CUT_CHARACTERS]
+            ids = [
+                self.encode(part, begins=False, parse_special=parse_special)
+                for part in (left, right, left + right)
+            ]
+            if ids[0] + ids[1] == ids[2]:
+                return place
+        return 0
 
     def id_of(self, name: str) -> int | None:
         """The token of this name."""
-        token: int | None = self._library.token_to_id(name)
+        special = self.special_ids.get(name)
+        token: int | None = self._library.token_to_id(name) if special is None else special
         return token
 
-    async def encode_async(self, text: str, *, special: bool = True) -> array[int]:
-        """`encode`, beside the event loop where the text is long."""
-        if len(text) <= THREAD_CHARACTERS:
-            return self.encode(text, special=special)
-        return await asyncio.to_thread(self.encode, text, special=special)
-
-    def decoder(self, after: Sequence[int] = ()) -> Decoder:
-        """A decoder of what follows the tokens `after`, whose own text it does not repeat."""
+    def decoder(self, after: Sequence[int] = (), *, begins: bool = True) -> Decoder:
+        """A decoder of what follows the tokens `after`, whose own text it does not repeat.
+        `begins`: where they have no text, a text begins with what follows; else it goes on."""
         if self._bytes is None:
-            return self._library_decoder(after)
-        decoder = _ByteDecoder(self._bytes)
+            assert self._vocabulary is not None
+            return LibraryDecoder(self._vocabulary, after, begins=begins)
+        decoder = ByteDecoder(self._bytes)
         for token in after[-PRIMING_TOKENS:]:
             decoder.feed(token)
-        return decoder
-
-    def _library_decoder(self, after: Sequence[int]) -> _LibraryDecoder:
-        for first in range(-PRIMING_TOKENS, -PRIMING_TOKENS + MOST_HELD + 1):
-            decoder = _LibraryDecoder(self._library)
-            for token in after[first:]:
-                decoder.feed(token)
-            # More are held where the first of them are the end of a character: the library then
-            # makes nothing of all the bytes that follow.
-            if len(decoder.held) <= MOST_HELD:
-                break
+        decoder.late = 0
         return decoder
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, special tokens left out."""
         if self._bytes is not None:
             return b"".join(map(self._token_bytes, tokens)).decode(errors="replace")
-        return self._library.decode(list(tokens), skip_special_tokens=True)
+        decoder = self.decoder()
+        return decoder.feed_all(list(tokens)) + decoder.flush()
 
     def decode_open(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, which goes on: without the bytes at its end that do not make a
         character yet. `decoder(after=tokens)` begins with these."""
         if self._bytes is not None:
             return self.decode(tokens).removesuffix(self.decoder(after=tokens).flush())
-        held = len(self._library_decoder(tokens).held)
-        return self.decode(tokens[: len(tokens) - held])
+        return self.decoder().feed_all(tokens)
 
-    def count_bytes(self, tokens: Iterable[int]) -> int:
-        """UTF-8 bytes of the tokens' text."""
+    def count_bytes(self, tokens: Sequence[int], after: Sequence[int] = ()) -> int:
+        """UTF-8 bytes of the text of tokens that follow the tokens `after`."""
         if self._bytes is not None:
             return sum(len(self._token_bytes(token)) for token in tokens)
-        return len(self.decode(tokens).encode())
+        decoder = self.decoder(after)
+        return len((decoder.feed_all(tokens) + decoder.flush()).encode())
 
     def name(self, token: int) -> str:
         """A token as a string (Names)."""
@@ -220,15 +272,16 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """A token's bytes; a special token's are its name's."""
-        if self._bytes is not None and token not in self._special:
+        if token in self._special:
+            return self._special_names[token].encode()
+        if self._bytes is not None:
             return self._token_bytes(token)
-        name = self._library.id_to_token(token)
+        name: str | None = self._library.id_to_token(token)
         if name is None:  # the model's vocabulary may be padded beyond the tokenizer's
             return b""
-        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
+        if match := _BYTE_NAME.fullmatch(name):
             return bytes.fromhex(match[1])
-        text: str = name if token in self._special else name.replace("\u2581", " ")
-        return text.encode()
+        return name.replace("\u2581", " ").encode()
 
     def _token_bytes(self, token: int) -> bytes:
         assert self._bytes is not None
@@ -249,6 +302,32 @@ class Tokenizer:
             else:  # an added token
                 table[token] = name.encode()
         return table
+
+    def _read_vocabulary(self, layout: dict[str, Any]) -> Vocabulary:
+        """What decoding needs to know where the decoder is not byte-level."""
+        kinds = set(_decoder_kinds(layout["decoder"]))
+        named = self._library.get_vocab().items()
+        single = {}
+        if "ByteFallback" in kinds:
+            single = {
+                token: int(match[1], 16)
+                for name, token in named
+                if (match := _BYTE_NAME.fullmatch(name)) and token not in self._special
+            }
+        plain = (id for name, id in named if name.isascii() and name.isalnum())
+        others = (id for id in plain if id not in self._special)
+        anchor = next((id for id in others if self._library.decode([id])), None)
+        return Vocabulary(
+            self._library, frozenset(self._special), single, "ByteLevel" in kinds, anchor
+        )
+
+    def _marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What is put before each text and behind it."""
+        around = self._library.encode("a", add_special_tokens=True)
+        mask = list(around.special_tokens_mask)
+        begin = mask.index(0) if 0 in mask else len(mask)
+        end = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+        return tuple(around.ids[:begin]), tuple(around.ids[end:])
 
     def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:
         """The token of each byte where encoding is nothing else, else None."""
@@ -289,48 +368,28 @@ def _check_unicode(text: str) -> bytes:
         ) from error
 
 
-class _ByteDecoder:
-    def __init__(self, table: list[bytes]) -> None:
-        self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, token: int) -> str:
-        return self._utf8.decode(self._table[token]) if token < len(self._table) else ""
-
-    def feed_all(self, tokens: Sequence[int]) -> str:
-        table = self._table
-        return self._utf8.decode(b"".join([table[t] for t in tokens if t < len(table)]))
-
-    @property
-    def holds(self) -> bool:
-        return bool(self._utf8.getstate()[0])
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
+    """The types of a decoder and of all its parts."""
+    if decoder is not None:
+        yield decoder["type"]
+        for part in decoder.get("decoders", ()):
+            yield from _decoder_kinds(part)
 
 
-class _LibraryDecoder:
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library = library
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self.held: list[int] = []  # tokens whose text has not come yet
+def _places(text: str, end: int) -> Iterator[int]:
+    """Where a text may be worth cutting before index `end`, the last first: between a line's end
+    and a character that is no white space, then between two words."""
+    yield from islice(_line_begins(text, end), MOST_CUTS)
+    yield from islice(_word_ends(text, end), MOST_CUTS)
 
-    def feed(self, token: int) -> str:
-        self.held.append(token)
-        text: str | None = self._stream.step(self._library, token)
-        if text is None:
-            return ""
-        self.held.clear()
-        return text
 
-    def feed_all(self, tokens: Sequence[int]) -> str:
-        return "".join(map(self.feed, tokens))
+def _line_begins(text: str, end: int) -> Iterator[int]:
+    while (end := text.rfind("\n", 0, max(end, 0))) >= 0:
+        if not text[end + 1 : end + 2].isspace():
+            yield end + 1
 
-    @property
-    def holds(self) -> bool:
-        return bool(self.held)
 
-    def flush(self) -> str:
-        text = self._library.decode(self.held, skip_special_tokens=True)
-        self.held.clear()
-        return text
+def _word_ends(text: str, end: int) -> Iterator[int]:
+    while (end := text.rfind(" ", 0, max(end, 0))) > 0:
+        if not text[end - 1].isspace():
+            yield end

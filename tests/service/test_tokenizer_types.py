@@ -1,0 +1,229 @@
+"""What holds for the tokenizers of all types that published models have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.detokenizer import LibraryDecoder
+from service.pieces import Pieces
+from service.tokenizer import Tokenizer
+from tests.tokenizer_types import TEXT, TYPES
+
+libraries = {name: make() for name, make in TYPES.items()}
+tokenizers = {name: Tokenizer(library) for name, library in libraries.items()}
+every_type = pytest.mark.parametrize("name", TYPES)
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+WORDS = st.lists(
+    st.sampled_from(
+        "The quick brown fox quickly ly y to be , . ! \n \n\n don't naïve 日本 🙂 {' <think>".split(
+            " "
+        )
+        + [" ", "  ", "\n", "x\ny"]
+    ),
+    max_size=30,
+)
+
+
+def text_of(words: list[str]) -> str:
+    return " ".join(words)
+
+
+def ids_of(data: st.DataObject, name: str) -> list[int]:
+    """Any ids, and every other time runs of bytes where they have tokens of their own."""
+    tokenizer = tokenizers[name]
+    some = st.integers(0, tokenizer.vocab_size - 1)
+    library = libraries[name]
+    single = [id for byte in range(256) if (id := library.token_to_id(f"<0x{byte:02X}>"))]
+    if single and data.draw(st.booleans()):
+        some = st.one_of(some, st.sampled_from(single))
+    return data.draw(st.lists(some, max_size=40))
+
+
+@every_type
+@given(text=st.one_of(UNICODE, WORDS.map(text_of)))
+def test_a_whole_text_has_the_librarys_ids(name: str, text: str) -> None:
+    tokenizer, library = tokenizers[name], libraries[name]
+    assert list(tokenizer.encode(text, ends=True)) == library.encode(text).ids
+    bare = library.encode(text, add_special_tokens=False).ids
+    assert list(tokenizer.encode(text, marks=False)) == bare
+
+
+@every_type
+def test_marks_stand_where_a_text_begins_and_ends(name: str) -> None:
+    tokenizer = tokenizers[name]
+    bare = tokenizer.encode("The fox", marks=False)
+    assert tokenizer.encode("The fox")[len(tokenizer.begin_ids) :] == bare
+    assert tuple(tokenizer.encode("", ends=True)) == tokenizer.begin_ids + tokenizer.end_ids
+    assert not set(tokenizer.encode("The fox", begins=False)) & set(tokenizer.begin_ids)
+    expected = {
+        "with_bos": ((0,), ()),
+        "with_bos_and_end": ((0,), (1,)),
+        "wordpiece": ((1,), (2,)),
+        "sentencepiece": ((1,), ()),
+    }
+    assert (tokenizer.begin_ids, tokenizer.end_ids) == expected.get(name, ((), ()))
+
+
+@every_type
+def test_a_spelled_special_token_is_text_unless_it_is_said_to_be_more(name: str) -> None:
+    tokenizer, library = tokenizers[name], libraries[name]
+    for special, id in tokenizer.special_ids.items():
+        text = f"The fox{special} quick"
+        if special not in ("<unk>", "[UNK]"):
+            assert id not in tokenizer.encode(text, marks=False), special
+        told = tokenizer.encode(text, parse_special=True, ends=True)
+        assert id in told and list(told) == library.encode(text).ids
+        # A text that brings its beginning with it has it once.
+        twice = tokenizer.encode(special + "The fox", parse_special=True)
+        assert list(twice).count(id) == 1
+        assert tokenizer.encode_template(text) == tokenizer.encode(
+            text, parse_special=True, marks=False
+        )
+        # Cut by a mark it is text, and the text around it is what it is without the mark.
+        cut = text.replace(special, special[0] + "\ufdd0" + special[1:])
+        assert tokenizer.encode_template(cut, "\ufdd0") == tokenizer.encode(text, marks=False)
+
+
+@every_type
+@given(data=st.data())
+def test_pieces_joined_are_the_whole_whatever_the_ids(name: str, data: st.DataObject) -> None:
+    tokenizer, ids = tokenizers[name], ids_of(data, name)
+    whole = tokenizer.decode(ids)
+    decoder = tokenizer.decoder()
+    assert "".join(map(decoder.feed, ids)) + decoder.flush() == whole
+    at_once, cut = tokenizer.decoder(), data.draw(st.integers(0, len(ids)))
+    text = at_once.feed_all(ids[:cut]) + at_once.feed_all(ids[cut:])
+    assert text + at_once.flush() == whole
+    follows = tokenizer.decoder(after=ids[:cut])
+    rest = "".join(map(follows.feed, ids[cut:])) + follows.flush()
+    assert tokenizer.decode_open(ids[:cut]) + rest == whole
+
+
+@every_type
+@given(text=st.one_of(UNICODE, WORDS.map(text_of)))
+def test_a_texts_ids_decode_as_the_library_does(name: str, text: str) -> None:
+    ids = list(tokenizers[name].encode(text))
+    assert tokenizers[name].decode(ids) == libraries[name].decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\xe5", "\ufffd"),
+        (b"\xe2\x82", "\ufffd\ufffd"),
+        (b"\xe2\x82\xac", "€"),
+        (b"a\xe2\x82b", "a\ufffd\ufffdb"),
+        (b"\xe2\x82\xac\xff\xe2\x82\xac", "€\ufffd€"),
+        (b"\xf0\x9f\x99\x82\xf0\x9f\x99", "🙂\ufffd\ufffd\ufffd"),
+        (b"\xef\xbf\xbd\x80", "\ufffd\ufffd"),
+    ],
+)
+def test_bytes_that_are_no_character_are_replaced_one_by_one(data: bytes, text: str) -> None:
+    """And those around them are what they are."""
+    tokenizer, library = tokenizers["sentencepiece"], libraries["sentencepiece"]
+    ids = [library.token_to_id(f"<0x{byte:02X}>") for byte in data]
+    word = library.token_to_id("▁The")
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([word, *ids, word]) == f"The{text} The"
+
+
+class Counting:
+    """A library that counts the ids that it decodes."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.decoded = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decoded += len(ids)
+        text: str = self._library.decode(ids)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in tokenizers.items() if one.plain_texts is None]
+)
+def test_a_token_costs_the_same_whatever_came_before(name: str) -> None:
+    tokenizer = Tokenizer(libraries[name])
+    counting = Counting(tokenizer._library)
+    object.__setattr__(tokenizer._vocabulary, "library", counting)
+    single = libraries[name].token_to_id("<0x80>")
+    for token in filter(None, (single, *range(0, tokenizer.vocab_size, 17))):
+        decoder = tokenizer.decoder()
+        assert isinstance(decoder, LibraryDecoder)
+        counting.decoded = 0
+        for _ in range(300):
+            decoder.feed(token)
+        decoder.flush()
+        assert counting.decoded <= 300 * 16, token
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sentencepiece", "ly"),
+        ("metaspace_first", "ly"),
+        ("metaspace_always", "ly"),
+        ("unigram", "ly"),
+        ("byte_level_prefix_space", "ly"),
+    ],
+)
+def test_text_in_mid_sentence_has_no_space_before_it(name: str, text: str) -> None:
+    tokenizer = tokenizers[name]
+    assert tokenizer.marks_beginnings
+    before = tokenizer.encode("The quick")
+    decoder = tokenizer.decoder(after=before)
+    ids = tokenizer.encode(text, begins=False)
+    assert decoder.feed_all(ids) + decoder.flush() == text
+    spaced = tokenizer.encode(" " + text, begins=False)
+    decoder = tokenizer.decoder(after=before)
+    assert decoder.feed_all(spaced) == " " + text
+
+
+@every_type
+def test_a_text_is_cut_where_its_parts_have_the_ids_of_the_whole(name: str) -> None:
+    tokenizer = tokenizers[name]
+    for text in (
+        "\n".join(TEXT),
+        " ".join(TEXT).replace("\n", " "),
+        "naïve 🙂 " * 300,
+        "a  b\n\n  c\n" * 200,
+        "日本語\n" * 400,
+    ):
+        pieces, ids = Pieces(600, tokenizer.last_cut), tokenizer.encode("")
+        cut = 0
+        for start in range(0, len(text), 100):
+            piece = pieces.feed(text[start : start + 100].encode())
+            ids += tokenizer.encode(piece, begins=cut == 0, marks=False)
+            cut += len(piece)
+        assert cut, text[:20]
+        ids += tokenizer.encode(pieces.finish(), begins=False)
+        assert ids == tokenizer.encode(text)
+
+
+def test_no_cut_is_found_where_tokens_join() -> None:
+    """A vocabulary whose tokens reach over ends of lines and words."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, trainers
+
+    library = Library(models.BPE())
+    library.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(vocab_size=40, show_progress=False)
+    library.train_from_iterator(["ab\nab ab\nab ab\n"] * 40, trainer)
+    tokenizer = Tokenizer(library)
+    text = "ab\nab ab\nab ab\n" * 200
+    cut = tokenizer.last_cut(text)
+    whole = tokenizer.encode(text)
+    if cut:
+        assert tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:]) == whole
+    assert tokenizer.encode("ab\n") + tokenizer.encode("ab ab\nab ab\n") != tokenizer.encode(
+        "ab\nab ab\nab ab\n"
+    )
