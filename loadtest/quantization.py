@@ -87,7 +87,7 @@ def _weight_errors(folder: Path, model: LM, kind: Quantization) -> tuple[float, 
 def _test_ids(data: Path, folder: Path) -> Tensor:
     """The test part of the text's token ids, as the trainer splits them."""
     vocab = load_config(folder).vocab_size
-    ids = load_tokenizer(folder, vocab).encode(data.read_text(encoding="utf-8"), special=False)
+    ids = load_tokenizer(folder, vocab).encode(data.read_text(encoding="utf-8"), marks=False)
     whole = torch.frombuffer(ids, dtype=torch.int32)
     return split(whole, window=Recipe.window, vocab_size=vocab).test
 

@@ -5,7 +5,7 @@ Each token becomes one `Piece`: its share of the text, after decoding, after sto
 
 from __future__ import annotations
 
-from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -16,8 +16,9 @@ import msgspec
 from engine.client import Update
 from engine.messages import Finished, FinishReason
 from engine.reports import Reports, TokenLogprobs
+from service.detokenizer import Decoder
 from service.stop import StopMatcher, StopStrings
-from service.tokenizer import Decoder, Tokenizer
+from service.tokenizer import Tokenizer
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -74,14 +75,17 @@ class Answer:
         ends: frozenset[int] = frozenset(),
         *,
         before: Sequence[int] = (),
+        begins: bool = True,
         keeps: bool = False,
         rule: EndRule | None = None,
     ) -> None:
         """`ends`: tokens that end the text although the engine takes them for others. They belong
         to the answer, have no text, and make its finish_reason "stop"; they come last, for the
         engine is asked for one token only. `before`: the last tokens of the state that the prompt
-        is read after. With `keeps` a state is kept of what the answer says, and its end waits for
-        that; so that the state has read no more, an answer with stop strings has a `rule`."""
+        is read after. `begins`: where none of these tokens has a text, one begins with the answer,
+        before which tokenizers may take a space off. With `keeps` a state is kept of what the
+        answer says, and its end waits for that; so that the state has read no more, an answer with
+        stop strings has a `rule`."""
         self._ends = ends
         self._ended = False  # by one of them
         self._tokenizer = tokenizer
@@ -92,18 +96,23 @@ class Answer:
         self._decoder: Decoder | None = None
         clear = self._plain is not None and prompt and self._plain[prompt[-1]]
         if tokenizer is not None and not clear:
-            self._decoder = tokenizer.decoder(after=self._context)
+            self._decoder = tokenizer.decoder(after=self._context, begins=begins)
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
-        self._emitted = 0  # characters: those without what a stop string cut off
-        # All tokens that came, where a part of them may have to be kept.
-        self._given = array("i") if keeps and stop else None
+        self._fed = 0  # characters that the stop strings have seen
+        # Where a part of the tokens may have to be kept: how many stand before all that a stop
+        # string may cut off, and ends of the others, by their counts and characters.
+        self._in_part = keeps and stop is not None
+        self._kept = 0
+        self._ends_after: deque[tuple[int, int]] = deque()
         self._rule = rule
         self._over: FinishReason | None = None  # by the rule or a stop string
         self._awaits_state = False  # the answer is at its end, but for what is kept of it
         self._keeps = keeps
         # What may have to be kept in part is counted in `take`.
-        in_part = bool(ends) or rule is not None or self._given is not None
+        in_part = bool(ends) or rule is not None or self._in_part
+        if stop is not None and stop.marks:  # special tokens mean something
+            in_part = True
         self._takes_plain = None if in_part else self._plain
         self.finished: Finished | None = None  # the engine's last word
         self.prompt_tokens = len(prompt)
@@ -171,16 +180,13 @@ class Answer:
                 break
             logprobs = update.logprobs[i] if update.logprobs else None
             self._ended = token in self._ends
-            if self._given is not None:
-                self._given.append(token)
-            text = "" if self._ended else self._text_of((token,))
+            text, late = ("", 0) if self._ended else self._text_of_one(token)
             self.completion_tokens += 1
-            piece = Piece(text, self._decoded, self.completion_tokens, token, logprobs)
+            piece = Piece(text, self._decoded + late, self.completion_tokens, token, logprobs)
             self._decoded += len(text)
             pieces.append(piece)
             if self._stop is not None:
-                piece.text = self._stop.feed(text)
-                self._emitted += len(piece.text)
+                piece.text = self._pass_on(token, text)
                 if self._stop.stopped:
                     self._over = "stop"
                     break
@@ -188,6 +194,20 @@ class Answer:
                 self._over = "length"
                 break
         return pieces
+
+    def _pass_on(self, token: int, text: str) -> str:
+        """What stop strings let through once a token's text has come."""
+        assert self._stop is not None
+        if self._stop.strings.marks:
+            text += self._stop.strings.marks.get(token, "")
+        passed = self._stop.feed(text)
+        if self._in_part:
+            self._fed += len(text)
+            if not self._holds:
+                self._ends_after.append((self.completion_tokens, self._fed))
+            while self._ends_after and self._ends_after[0][1] <= self._stop.passed:
+                self._kept, _ = self._ends_after.popleft()
+        return passed
 
     @property
     def _cut(self) -> bool:
@@ -206,13 +226,17 @@ class Answer:
         self.finished, self.finish_reason = finished, finished.reason
         self.completion_tokens = len(tokens)
         texts: list[str] | None = None
+        late: list[int] = []
         if not self._holds:
             known = [plain[token] for token in tokens]
             texts = None if None in known else cast(list[str], known)
         if texts is None:
-            texts = [self._text_of((token,)) for token in tokens]
+            pairs = [self._text_of_one(token) for token in tokens]
+            texts, late = [text for text, _ in pairs], [late for _, late in pairs]
         offsets = list(accumulate(map(len, texts), initial=0))
         self._decoded = offsets.pop()
+        if any(late):
+            offsets = [offset + some for offset, some in zip(offsets, late, strict=True)]
         texts[-1] += self._end()
         return Whole(tokens, texts, offsets, finished.reports)
 
@@ -266,6 +290,12 @@ class Answer:
         """A part of a character has come."""
         return self._decoder is not None and self._decoder.holds
 
+    def _text_of_one(self, token: int) -> tuple[str, int]:
+        """The text that a token adds, and how many of its characters belong to tokens before it."""
+        held = self._holds
+        text = self._text_of((token,))
+        return text, self._decoder.late if held and self._decoder is not None else 0
+
     def _text_of(self, tokens: Sequence[int]) -> str:
         """The text that tokens add."""
         if self._tokenizer is None:
@@ -276,7 +306,7 @@ class Answer:
                 return text
         if self._decoder is None:
             self._decoder = self._tokenizer.decoder()
-        return self._decoder.feed_all(tokens)
+        return self._decoder.feed(tokens[0]) if len(tokens) == 1 else self._decoder.feed_all(tokens)
 
     def _end_kept(self, update: Update) -> list[Piece]:
         """The last piece of an answer that is over, once its state is kept."""
@@ -291,20 +321,9 @@ class Answer:
         """How many of the answer's tokens stand in the state that is kept, where it is over: those
         that are whole before the stop string, or all that belong to it. None where no state is
         kept."""
-        if self._given is None:
+        if not self._in_part:
             return None
-        if not self._cut:
-            return len(self._given)
-        assert self._tokenizer is not None  # there are stop strings
-        decoder = self._tokenizer.decoder(after=self._context)
-        characters, kept = 0, 0
-        for count, token in enumerate(self._given, 1):
-            characters += len(decoder.feed(token))
-            if characters > self._emitted:
-                break
-            if not decoder.holds:
-                kept = count
-        return kept
+        return self._kept if self._cut else self.completion_tokens
 
     def _end(self) -> str:
         tail = "" if self._decoder is None else self._decoder.flush()

@@ -52,7 +52,7 @@ class ChatTemplate:
         self._template = template
         self._names = dict(names or {})
         self._refusal = NO_TOKENIZER if tokenizer is None else refusal
-        self._special = tokenizer.special_names if tokenizer else []
+        self._special = list(tokenizer.special_ids) if tokenizer else []
         self._short = [name for name in self._special if len(name) == 1]  # cannot be cut in two
         # The first character of each place where a special token begins.
         some = "|".join(map(re.escape, self._special))
@@ -94,7 +94,7 @@ class ChatTemplate:
         if self._tokenizer is None or self._template is None:
             raise InvalidRequest(self._refusal)
         text, mark = self._render(self._template, messages)
-        return self._tokenizer.encode_with_special(text.split(mark) if mark else [text])
+        return self._tokenizer.encode_template(text, mark)
 
     def _render(self, template: Template, messages: Sequence[Message]) -> tuple[str, str]:
         """The template's text, and the mark at which it is to be cut ("" for none)."""

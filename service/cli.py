@@ -140,15 +140,19 @@ def score(
     carried = CarriedLoss(serving_model(lm, place, deterministic=asked.deterministic), state)
     read = unscored = 0  # bytes
     with terminal.progress("scoring", total) as progress:
-        for piece in terminal_text.text_pieces(file):
-            ids = tokenizer.encode(piece, special=read == 0)
-            if read == 0:
+        begins = True  # until a token has been read
+        for piece in terminal_text.text_pieces(file, tokenizer.last_cut):
+            ids = tokenizer.encode(piece, begins=begins)
+            if begins:
                 unscored = tokenizer.count_bytes(ids[:1])
             read += len(piece.encode())
             if ids:
+                begins = False
                 carried.feed(torch.frombuffer(ids, dtype=torch.int32))
             so_far = carried.loss
             progress.to(read, f"{so_far.per_token:.4f} nats per token" if so_far.tokens else None)
+        if tokenizer.end_ids:
+            carried.feed(torch.tensor(tokenizer.end_ids, dtype=torch.int32))
     loss = carried.finish()
     if loss.tokens == 0:
         raise ConfigError(f"{file}: nothing to score: the text has less than two tokens")

@@ -200,6 +200,12 @@ class Flight:
             reason: FinishReason = "stop"
             self._backend.abort([request], reason, [] if kept is None else [kept])
 
+    def drop(self, which: int) -> None:
+        """Ends the request at this position, whose answer cannot be told."""
+        request = self._deliveries[which].id
+        if request in self._open:
+            self._backend.abort([request], "abort")
+
     def end_if_behind(self, most: int) -> None:
         """Ends a stream of which more than `most` tokens and alternatives wait for its reader; what
         waits is still sent, and then an error."""
@@ -307,7 +313,10 @@ class _Tap:
             tokens = delivery.tokens
             events = None
             if tokens and delivery.only_tokens:
-                events = renders[delivery.which](tokens)
+                try:
+                    events = renders[delivery.which](tokens)
+                except Exception:  # it ends this answer alone, where it is raised again
+                    events = None
             if events is None:
                 left.append(delivery)
                 continue

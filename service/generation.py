@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from service.stop import StopStrings
 from service.streaming import Chunks, ends_all
 from service.template import Template
 from service.wire import TOKENS_AT_ONCE
+
+logger = logging.getLogger(__name__)
 
 RUN_ON = 2**16  # tokens that an answer may have until its end is found here
 MOST_TOKENS = 2**31 - 1  # that a request may ask for
@@ -49,6 +52,8 @@ class Task(msgspec.Struct, frozen=True):
             self.stop,
             self.ends,
             before=self.use.recent,
+            # A grammar has every space of the text: none is taken off.
+            begins=self.params.grammar is None and not self.use.goes_on,
             keeps=self.use.keep is not None,
             rule=self._rule(runtime.info.eos_token_id) if self._runs_on else None,
         )
@@ -111,7 +116,7 @@ class Outcome:
 
     def __init__(self, answer: Answer, wants_pieces: bool) -> None:
         self.answer = answer
-        self.error: EngineError | None = None
+        self.error: Exception | None = None
         self.tokens: list[int] = []
         self.told: Whole | list[Piece] = []  # its pieces, where log-probabilities are asked for
         self._texts: list[str] = []
@@ -146,25 +151,40 @@ class Outcome:
 
 
 async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Outcome]:
-    """The outcome of every task. Raises EngineError where no task was served."""
+    """The outcome of every task. Raises the error where no task was served."""
     outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
     _submit(flight, tasks, stream=False)
     while batch := await flight.next_arrivals():
         for which, came in batch:
             outcome = outcomes[which]
+            if outcome.error is not None:
+                continue
             if isinstance(came, EngineError):
                 outcome.error = came
-                failed += 1
-                if failed == len(tasks) or ends_all(came):
-                    raise came
             else:
-                if len(came.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
-                    await asyncio.to_thread(outcome.take, came)
+                await _take(outcome, came)
+                if outcome.error is None:
+                    _stop(flight, which, outcome.answer, came)
                 else:
-                    outcome.take(came)
-                _stop(flight, which, outcome.answer, came)
+                    flight.drop(which)
+            if outcome.error is not None:
+                failed += 1
+                if failed == len(tasks) or ends_all(outcome.error):
+                    raise outcome.error
     return outcomes
+
+
+async def _take(outcome: Outcome, update: Update) -> None:
+    """Adds what has come to an outcome; what goes wrong with it is its own error."""
+    try:
+        if len(update.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
+            await asyncio.to_thread(outcome.take, update)
+        else:
+            outcome.take(update)
+    except Exception as error:
+        logger.exception("an answer could not be read")
+        outcome.error = error
 
 
 # Gives the events of a task's new pieces; a coroutine where they are many.
@@ -238,7 +258,7 @@ def stream(
     flight: Flight,
     tasks: list[Task],
     render_pieces: RenderPieces,
-    render_error: Callable[[int, EngineError], bytes],
+    render_error: Callable[[int, Exception], bytes],
     last: Callable[[list[Answer]], bytes],
     template_of: Callable[[int], Template | None],
 ) -> Chunks:

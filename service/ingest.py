@@ -24,6 +24,7 @@ from service.runtime import Runtime
 from service.schemas.states import TextQuery
 from service.states import NO_STATES, StateUse, read_use
 from service.streaming import ClientGone
+from service.tokenizer import Tokenizer
 
 PIECE = 2**16  # characters, at least
 PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
@@ -54,14 +55,19 @@ async def read_text(
     use = NO_STATES
     if query.state is not None:
         use = await read_use({"state": query.state}, runtime, flight, timeout, "text")
-    pieces = text_pieces(request, runtime.settings.receive_timeout)
+    if runtime.tokenizer is None:
+        raise invalid("text", "cannot be read, because the model has no tokenizer.json")
+    tokenizer = runtime.tokenizer
+    pieces = text_pieces(request, tokenizer, runtime.settings.receive_timeout)
     info: StateInfo | None = None
     tokens = cached = 0
     async with aclosing(pieces):
         async for piece in pieces:
             ids = await read_prompt(
-                piece, "text", runtime.tokenizer, runtime.info, special=use.begins
+                piece, "text", tokenizer, runtime.info, begins=use.begins, may_be_empty=True
             )
+            if not ids:  # white space, say, of which the tokenizer makes nothing
+                continue
             finished = await _read_piece(runtime, flight, pack_ids(ids), use, timeout, priority)
             assert finished.state is not None
             if info is None:
@@ -94,11 +100,13 @@ async def _read_piece(
         return await read_whole(part)
 
 
-async def text_pieces(request: Request, patience: float) -> AsyncGenerator[str, None]:
+async def text_pieces(
+    request: Request, tokenizer: Tokenizer, patience: float
+) -> AsyncGenerator[str, None]:
     """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
     Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds (408);
     ClientGone."""
-    pieces = Pieces(PIECE)
+    pieces = Pieces(PIECE, tokenizer.last_cut)
     body = request.stream()
     try:
         while (data := await _next(body, patience)) is not None:

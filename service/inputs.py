@@ -19,6 +19,7 @@ from service.chat_template import ChatTemplate
 from service.errors import ApiError, invalid
 from service.schemas.chat import ChatMessage
 from service.settings import Settings
+from service.states import StateUse
 from service.stop import StopStrings
 from service.tokenizer import THREAD_CHARACTERS, Tokenizer
 
@@ -42,17 +43,24 @@ def check_model(asked: str | None, served: str, info: ModelInfo) -> None:
         )
 
 
+def check_same_most(most: int | None, completion: int | None) -> None:
+    """Raises ApiError 400 where max_tokens and max_completion_tokens, which is another name of it,
+    contradict each other."""
+    if None not in (most, completion) and most != completion:
+        raise invalid("max_tokens", f"allowed: null or max_completion_tokens ({completion})")
+
+
 async def read_prompt(
     prompt: str | list[int],
     param: str,
     tokenizer: Tokenizer | None,
     info: ModelInfo,
     *,
-    special: bool = True,
     may_be_empty: bool = False,
+    **how: bool,
 ) -> array[int]:
-    """The prompt's token ids, at least one unless it `may_be_empty`. `special`: as
-    `Tokenizer.encode`. Raises ApiError 400 that names `param`."""
+    """The prompt's token ids, at least one unless it `may_be_empty`; a text is encoded as `how`
+    says (Tokenizer.encode). Raises ApiError 400 that names `param`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise invalid(
@@ -60,7 +68,7 @@ async def read_prompt(
                 "text cannot be read, because the model has no tokenizer.json; give token ids",
             )
         try:
-            ids = await tokenizer.encode_async(prompt, special=special)
+            ids = await tokenizer.encode_async(prompt, **how)
         except InvalidRequest as error:
             raise invalid(param, error.message) from error
     else:
@@ -99,6 +107,33 @@ def _plain_message(message: ChatMessage) -> dict[str, str]:
     role = "system" if message.role == "developer" else message.role
     plain = {"role": role, "content": content}
     return plain if message.name is None else {**plain, "name": message.name}
+
+
+async def read_beginning(
+    prompt: str | list[int],
+    param: str,
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    *,
+    use: StateUse,
+    parse_special: bool | None,
+) -> array[int]:
+    """`read_prompt`, of one that is to be continued. An empty text after nothing stands for the
+    end-of-text token, unless the tokenizer puts a token before each text; a session does not begin
+    with one."""
+    after_nothing = not use.source
+    ids = await read_prompt(
+        prompt,
+        param,
+        tokenizer,
+        info,
+        may_be_empty=use.goes_on or (after_nothing and prompt == ""),
+        begins=use.begins,
+        parse_special=bool(parse_special),
+    )
+    if after_nothing and not ids:
+        return array("i", end_of_text(param, info))
+    return ids
 
 
 def end_of_text(param: str, info: ModelInfo) -> list[int]:
@@ -174,19 +209,26 @@ async def read_stops(
             "the model has no tokenizer.json, so there is no text to stop; use stop_token_ids",
         )
     size = sum(len(text) for texts in distinct for text in texts)
-    make = _stop_strings if size <= KEPT_CHARACTERS else StopStrings
+    special = {} if tokenizer is None else tokenizer.special_ids
 
     def build() -> dict[tuple[str, ...], StopStrings]:
-        return {texts: make(texts) for texts in distinct}
+        if size <= KEPT_CHARACTERS:
+            return {texts: _stop_strings(texts, _named(texts, special)) for texts in distinct}
+        return {texts: StopStrings(texts, special) for texts in distinct}
 
     tables = await asyncio.to_thread(build) if size > THREAD_CHARACTERS else build()
     return [tables.get(texts) for texts in lists]
 
 
+def _named(texts: tuple[str, ...], special: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The special tokens that texts name."""
+    return tuple(one for one in special.items() if any(one[0] in text for text in texts))
+
+
 @lru_cache(maxsize=64)
-def _stop_strings(texts: tuple[str, ...]) -> StopStrings:
+def _stop_strings(texts: tuple[str, ...], special: tuple[tuple[str, int], ...]) -> StopStrings:
     """Requests of one client mostly have the same few."""
-    return StopStrings(texts)
+    return StopStrings(texts, dict(special))
 
 
 def check_top(param: str, top: int, settings: Settings, info: ModelInfo) -> None:

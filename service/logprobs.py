@@ -65,8 +65,9 @@ class LogprobArrays:
         decoder = self._tokenizer.decoder() if self._tokenizer else None
         offset = 0
         for token, logprobs in zip_longest(prompt, [*[None] * first_scored, *scores]):
-            self.add(token, offset, logprobs)
-            offset += len(decoder.feed(token)) if decoder else 0
+            text = decoder.feed(token) if decoder else ""
+            self.add(token, offset + (decoder.late if decoder else 0), logprobs)
+            offset += len(text)
 
     def add_told(self, told: Whole | Sequence[Piece], shift: int = 0) -> None:
         """What is told of an answer whose text begins `shift` characters after the start."""

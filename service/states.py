@@ -149,8 +149,8 @@ async def _look(
     tokenizer = runtime.tokenizer
     # Text begins with a whole character, whatever came before it.
     unfinished = not prompt or (not isinstance(prompt, str) and len(prompt) < UNFINISHED)
-    marked = tokenizer is not None and tokenizer.marks_texts and isinstance(prompt, str)
-    if not (unfinished or (use.optional and marked)):
+    matters = tokenizer is not None and tokenizer.marks_beginnings and isinstance(prompt, str)
+    if not (unfinished or (use.optional and matters)):
         return use
     try:
         reply = await flight.ask_state("get", id=use.source)

@@ -98,23 +98,38 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+def contained(
+    render: Callable[[], T], failed: Callable[[Exception], T], *, alone: bool = False
+) -> T:
+    """What `render` gives, of one answer of several; where it raises, what `failed` makes of that,
+    so that the others are given. An answer `alone` raises."""
+    try:
+        return render()
+    except Exception as error:
+        if alone:
+            raise
+        logger.exception("an answer could not be rendered")
+        return failed(error)
+
+
 class Chunks:
     """The events of a flight of several requests, those that came together in one chunk.
 
-    A request that fails gets an event of its own (`render_error`) where others are served; where
-    none is left to serve, its error ends the stream. `last` is rendered before [DONE].
+    A request that fails, or whose answer cannot be rendered, gets an event of its own
+    (`render_error`) where others are served; where none is left to serve, its error ends the
+    stream. `last` is rendered before [DONE].
     """
 
     __slots__ = (
-        "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_served", "_voices",
-        "over",
+        "_broken", "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_served",
+        "_voices", "over",
     )  # fmt: skip
 
     def __init__(
         self,
         flight: Flight,
         voices: Sequence[Voice],
-        render_error: Callable[[int, EngineError], bytes],
+        render_error: Callable[[int, Exception], bytes],
         last: Callable[[], bytes],
     ) -> None:
         """`voices`: of each of its requests."""
@@ -123,31 +138,43 @@ class Chunks:
         self._render_error = render_error
         self._last = last
         self._failed = 0
+        self._broken: set[int] = set()  # of which nothing more is told
         self._served = False  # some request has been
         self._held = b""  # what is not given yet: errors that came before anything else
-        self._error: EngineError | None = None  # that ends the stream, after what came before it
+        self._error: Exception | None = None  # that ends the stream, after what came before it
         self.over = False  # the last one has been given
 
     async def next(self) -> bytes:
-        """The next one. Raises the EngineError that ends the stream."""
+        """The next one. Raises the error that ends the stream."""
         if self._error is not None:
             raise self._error
         flight, voices = self._flight, self._voices
         while batch := await flight.next_arrivals():
             chunk, begun = b"", self._served
             for which, came in batch:
-                if not isinstance(came, EngineError):
-                    rendered = voices[which].render(came)
-                    chunk += rendered if isinstance(rendered, bytes) else await rendered
-                    self._served = True
+                if which in self._broken:
                     continue
+                error: Exception
+                if isinstance(came, EngineError):
+                    error = came
+                else:
+                    try:
+                        rendered = voices[which].render(came)
+                        chunk += rendered if isinstance(rendered, bytes) else await rendered
+                        self._served = True
+                        continue
+                    except Exception as raised:
+                        logger.exception("an answer could not be rendered")
+                        self._broken.add(which)
+                        flight.drop(which)
+                        error = raised
                 self._failed += 1
-                if self._failed == len(voices) or ends_all(came):
-                    if self._served and (begun or not isinstance(came, QueueFull)):
-                        self._error = came
+                if self._failed == len(voices) or ends_all(error):
+                    if self._served and (begun or not isinstance(error, QueueFull)):
+                        self._error = error
                         return self._held + chunk
-                    raise came
-                chunk += self._render_error(which, came)
+                    raise error
+                chunk += self._render_error(which, error)
             self._held += chunk
             if flight.is_over:
                 break
@@ -234,7 +261,7 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error", type="server_error")
 
 
-def ends_all(error: EngineError) -> bool:
+def ends_all(error: Exception) -> bool:
     """The error concerns the engine or the whole stream, or says that the engine does not take all
     of what was asked (which it may find out for a part of it only, where several API processes fill
     one queue)."""

@@ -29,9 +29,11 @@ async def generate_text(
         if not ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
         request = Request(id=client.new_id(), prompt=pack_ids(ids), sampling=sampling)
-        decoder, matcher = tokenizer.decoder(after=ids), StopMatcher(StopStrings(stops))
+        strings = StopStrings(stops, tokenizer.special_ids)
+        decoder, matcher = tokenizer.decoder(after=ids), StopMatcher(strings)
         async for update in client.submit(request):
-            write(matcher.feed("".join(map(decoder.feed, update.tokens))))
+            texts = (decoder.feed(token) + strings.marks.get(token, "") for token in update.tokens)
+            write(matcher.feed("".join(texts)))
             if matcher.stopped:
                 client.abort([request.id], "stop")
         if not matcher.stopped:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,12 +26,14 @@ class TextError(ValueError):
     """A file that is no UTF-8 text."""
 
 
-def text_pieces(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
-    """The text of a file, "-" for stdin, as Pieces of about `piece_bytes`. Raises OSError, and
-    TextError where the text is not UTF-8."""
+def text_pieces(
+    path: Path, last_cut: Callable[[str], int] = len, piece_bytes: int = PIECE_BYTES
+) -> Iterator[str]:
+    """The text of a file, "-" for stdin, as Pieces of about `piece_bytes`, which are cut where
+    `last_cut` says. Raises OSError, and TextError where the text is not UTF-8."""
     file: BinaryIO
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
-        pieces = Pieces(piece_bytes)
+        pieces = Pieces(piece_bytes, last_cut)
         try:
             while data := file.read(piece_bytes):
                 if piece := pieces.feed(data):
@@ -41,14 +44,19 @@ def text_pieces(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
             raise TextError(f"{path}: not UTF-8 text: {error}") from error
 
 
-def encode_file(path: Path, tokenizer: tokenizers.Tokenizer) -> array[int]:
-    """The token ids of a whole text; special tokens that it spells out are read as such.
+def encode_file(path: Path, library: tokenizers.Tokenizer) -> array[int]:
+    """The token ids of a whole text; special tokens that it spells out are read as such, and none
+    are put around it.
 
     Raises OSError, TextError, ConfigError where it is empty.
     """
-    ids = array("i")
-    for piece in text_pieces(path):
-        ids.extend(tokenizer.encode(piece, add_special_tokens=False).ids)
+    from service.tokenizer import Tokenizer
+
+    tokenizer, ids = Tokenizer(library), array("i")
+    begins = True
+    for piece in text_pieces(path, partial(tokenizer.last_cut, parse_special=True)):
+        ids.extend(tokenizer.encode(piece, begins=begins, marks=False, parse_special=True))
+        begins = False
     if not ids:
         raise ConfigError(f"{path}: the text is empty", param="data")
     return ids

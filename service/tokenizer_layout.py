@@ -58,6 +58,8 @@ def mid_sentence(layout: Layout) -> Layout | None:
 def _go_on(part: Layout | None) -> Layout | None:
     """A normalizer or pre-tokenizer without its rules for the beginning of a text; None for one
     that has no other rules."""
+    if part is None:
+        return None
     match part:
         case {"type": "Sequence"}:
             name = "normalizers" if "normalizers" in part else "pretokenizers"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from engine.reports import TokenLogprobs
 from service.admission import InferenceRoute, get_flight
@@ -20,6 +20,7 @@ from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
+    check_same_most,
     check_top,
     read_messages,
     read_priority,
@@ -36,7 +37,7 @@ from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
 from service.states import check_points, read_use
-from service.streaming import EventStream, error_body, unless_client_leaves
+from service.streaming import EventStream, contained, error_body, unless_client_leaves
 from service.structured import constrained, field_of, read_grammar
 from service.wire import JSONResponse, event, render
 
@@ -79,12 +80,7 @@ def _check(body: ChatRequest) -> None:
         raise invalid("top_logprobs", "allowed with logprobs: true only")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "allowed with stream: true only")
-    if None not in (body.max_tokens, body.max_completion_tokens) and (
-        body.max_tokens != body.max_completion_tokens
-    ):
-        raise invalid(
-            "max_tokens", f"allowed: null or max_completion_tokens ({body.max_completion_tokens})"
-        )
+    check_same_most(body.max_tokens, body.max_completion_tokens)
 
 
 async def _tasks(
@@ -160,23 +156,33 @@ class _View(OpenAIView):
         answers = [outcome.answer for outcome in outcomes]
         return {
             **self._head,
-            "choices": [self._whole(i, outcome) for i, outcome in enumerate(outcomes)],
+            "choices": [
+                contained(
+                    partial(self._whole, i, outcome),
+                    partial(self._failed, i),
+                    alone=len(outcomes) == 1,
+                )
+                for i, outcome in enumerate(outcomes)
+            ],
             "usage": total_usage(answers, self._draws),
         }
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        if outcome.error is not None:
+            return self._failed(index, outcome.error, outcome.text)
         message = {"role": "assistant", "content": outcome.text, "refusal": None}
         choice: dict[str, Any] = {"index": index, "message": message}
-        if outcome.error is not None:
-            return {
-                **choice, "logprobs": None, "finish_reason": "error", **error_body(outcome.error),
-            }  # fmt: skip
         choice["logprobs"] = self._logprobs(outcome.pieces)
         choice["finish_reason"] = outcome.answer.finish_reason
         if self._ids:
             choice["prompt_token_ids"] = list(self._tasks[index].prompt)
             choice["token_ids"] = outcome.tokens
         return choice
+
+    def _failed(self, index: int, error: Exception, text: str = "") -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": "error"}
+        return {**choice, **error_body(error)}
 
     def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
         """Events for one choice's new pieces."""
@@ -207,7 +213,7 @@ class _View(OpenAIView):
             content["usage"] = usage(answer.prompt_tokens, group[-1].count)
         return event(content)
 
-    def render_error(self, index: int, error: EngineError) -> bytes:
+    def render_error(self, index: int, error: Exception) -> bytes:
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": "error"}
         return event({**self._head, "choices": [{**choice, **error_body(error)}]})
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.errors import EngineError
 from engine.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, Piece, Whole, grouped, total_usage, usage
@@ -22,9 +22,10 @@ from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
+    check_same_most,
     end_of_text,
+    read_beginning,
     read_priority,
-    read_prompt,
     read_stops,
     read_timeout,
     sampling_params,
@@ -42,7 +43,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import check_points, kept_state, read_use
-from service.streaming import EventStream, error_body, unless_client_leaves
+from service.streaming import EventStream, contained, error_body, unless_client_leaves
 from service.structured import constrained, field_of, read_grammar
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
@@ -99,6 +100,7 @@ def _check(body: CompletionRequest, n: int, draws: int) -> None:
         raise invalid("suffix", "is not supported; allowed: null or an empty string")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "allowed with stream: true only")
+    check_same_most(body.max_tokens, body.max_completion_tokens)
     if body.session_id is not None:
         if draws > 1 or _is_many(body.prompt):
             raise invalid("session_id", "allowed with one prompt and n and best_of 1 only")
@@ -134,6 +136,8 @@ async def _tasks(
     timeout = read_timeout(body.timeout, settings)
     priority = read_priority(body.priority, flight.least_priority)
     values = {name: getattr(body, name) for name in SAMPLING}
+    if body.max_tokens is None:
+        values["max_tokens"] = body.max_completion_tokens
     if draws > n and body.logprobs is None:
         values["logprobs"] = 0  # to choose by
     grammar = await read_grammar(body, runtime, check, timeout, len(prompts) * draws)
@@ -147,8 +151,8 @@ async def _tasks(
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed % 2**63
         use = await read_use(states, runtime, flight, timeout, prompt)
-        ids = await read_prompt(
-            prompt, name, tokenizer, info, special=use.begins, may_be_empty=use.goes_on
+        ids = await read_beginning(
+            prompt, name, tokenizer, info, use=use, parse_special=body.parse_special
         )
         check_points(use, len(ids))
         size.add_prompt(len(ids), draws)
@@ -205,7 +209,14 @@ class _View(OpenAIView):
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed, but for its usage."""
-        choices = [self._whole(i, outcome) for i, outcome in enumerate(outcomes)]
+        choices = [
+            contained(
+                partial(self._whole, i, outcome),
+                partial(self._failed, i),
+                alone=len(outcomes) == 1,
+            )
+            for i, outcome in enumerate(outcomes)
+        ]
         return {**self._head, "choices": choices}
 
     def render(
@@ -234,7 +245,7 @@ class _View(OpenAIView):
     def _plain_choice(self, index: int, text: str) -> dict[str, Any]:
         return self._choice(index, text, None, None)
 
-    def render_error(self, index: int, error: EngineError) -> bytes:
+    def render_error(self, index: int, error: Exception) -> bytes:
         return event({**self._head, "choices": [self._failed(index, error)]})
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
@@ -284,7 +295,7 @@ class _View(OpenAIView):
             "finish_reason": finish_reason,
         }
 
-    def _failed(self, index: int, error: EngineError) -> dict[str, Any]:
+    def _failed(self, index: int, error: Exception) -> dict[str, Any]:
         return {**self._choice(index, "", None, "error"), **error_body(error)}
 
     def _echo(self, index: int) -> str:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.errors import EngineError
 from engine.messages import SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, Piece, Whole, grouped, total_usage
@@ -18,8 +17,8 @@ from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
+    read_beginning,
     read_priority,
-    read_prompt,
     read_stops,
     read_timeout,
     sampling_params,
@@ -33,14 +32,15 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, check_points, kept_state, read_use
 from service.stop import StopStrings
-from service.streaming import EventStream, error_body, unless_client_leaves
+from service.streaming import EventStream, contained, error_body, unless_client_leaves
 from service.structured import FIELDS, Wanted, constrained, field_of, read_grammars
 from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
-PER_PROMPT = GenerateRequest.model_fields.keys() - {"prompts", "model", "stream", "stream_interval"}
+ONE_FOR_ALL = {"prompts", "model", "parse_special", "stream", "stream_interval"}
+PER_PROMPT = GenerateRequest.model_fields.keys() - ONE_FOR_ALL
 STRUCTURED = PER_PROMPT.intersection(FIELDS)
 LISTS = ("stop", "stop_token_ids", "cache_points")  # parameters that are lists: see PerPromptList
 SAMPLING = PER_PROMPT - {"stop", "timeout", "priority", *STRUCTURED, *STATES}
@@ -73,10 +73,18 @@ def _answer(
     runtime: Runtime, tasks: list[Task], outcomes: list[Outcome], answer_id: str
 ) -> JSONResponse:
     total = total_usage([outcome.answer for outcome in outcomes])
+
+    def failed(i: int, error: Exception) -> dict[str, Any]:
+        return {"index": i, **error_body(error)}
+
     results = [
-        _result(i, outcome, tasks[i], runtime)
+        contained(
+            partial(_result, i, outcome, tasks[i], runtime),
+            partial(failed, i),
+            alone=len(outcomes) == 1,
+        )
         if outcome.error is None
-        else {"index": i, **error_body(outcome.error)}
+        else failed(i, outcome.error)
         for i, outcome in enumerate(outcomes)
     ]
     return JSONResponse(
@@ -135,8 +143,8 @@ async def _tasks(
             wanted = {name: columns[name][i] for name in states}
             path = partial(_path, body, i=i)
             use = await read_use(wanted, runtime, flight, timeout, prompt, path)
-        ids = await read_prompt(
-            prompt, f"prompts[{i}]", tokenizer, info, special=use.begins, may_be_empty=use.goes_on
+        ids = await read_beginning(
+            prompt, f"prompts[{i}]", tokenizer, info, use=use, parse_special=body.parse_special
         )
         if states:
             check_points(use, len(ids), path)
@@ -224,7 +232,7 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
                 content["state"] = kept_state(answer.finished)
         return event(content)
 
-    def render_error(index: int, error: EngineError) -> bytes:
+    def render_error(index: int, error: Exception) -> bytes:
         return event({"id": answer_id, "index": index, **error_body(error)})
 
     parts = parts_of(runtime.tokenizer, ids=True)

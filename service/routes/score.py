@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
@@ -15,12 +16,12 @@ from engine.reports import TokenLogprobs
 from service.admission import InferenceRoute, get_flight
 from service.answer import usage
 from service.beginnings import Points, junctions_of
+from service.continuations import Context
 from service.errors import invalid
 from service.flight import Flight
 from service.inputs import (
     check_count,
     check_model,
-    end_of_text,
     read_priority,
     read_prompt,
     read_timeout,
@@ -33,7 +34,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, StateUse, check_points, kept_state, read_use
-from service.streaming import ends_all, error_body, unless_client_leaves
+from service.streaming import contained, ends_all, error_body, unless_client_leaves
 from service.wire import JSONResponse, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -66,9 +67,10 @@ async def score(
     flight: Annotated[Flight, Depends(get_flight)],
 ) -> Response:
     """Scores `texts` from their second token on (after a `state` from the first), or, for `items`,
-    every token of each continuation after its context. Texts of an item are tokenised apart. An
-    empty context stands for the end-of-text token, where the model has one and there is no
-    `state`."""
+    every token of each continuation after its context: its tokens are those that both have
+    together, and white space at the context's end is the continuation's. An empty context stands
+    for what the tokenizer puts before a text, or else for the end-of-text token, where the model
+    has one and there is no `state`."""
     check_model(body.model, runtime.model_name, runtime.info)
     timeout = read_timeout(body.timeout, runtime.settings)
     priority = read_priority(body.priority, flight.least_priority)
@@ -83,7 +85,14 @@ async def score(
 
     def answer() -> JSONResponse:
         results = (
-            [_text_result(i, tasks[i], scored[i], runtime) for i in range(len(tasks))]
+            [
+                contained(
+                    partial(_text_result, i, tasks[i], scored[i], runtime),
+                    partial(_failed_text, i),
+                    alone=len(tasks) == 1,
+                )
+                for i in range(len(tasks))
+            ]
             if body.texts is not None
             else _item_results(body.items or [], scored)
         )
@@ -113,7 +122,12 @@ async def _text_tasks(
     for i, text in enumerate(texts):
         use = await _use(body, runtime, flight, timeout, text)
         tokens = await read_prompt(
-            text, f"texts[{i}]", runtime.tokenizer, runtime.info, special=use.begins
+            text,
+            f"texts[{i}]",
+            runtime.tokenizer,
+            runtime.info,
+            begins=use.begins,
+            ends=use.keep is None,  # else something may follow it
         )
         check_points(use, len(tokens))
         size.add_prompt(len(tokens))
@@ -138,27 +152,25 @@ async def _item_tasks(
     total = sum(len(item.continuations) for item in items)
     check_count("items", total, runtime.settings.max_prompts, "continuations")
     flight.reserve(total)
-    tokenizer, info = runtime.tokenizer, runtime.info
     size = RequestSize("items", runtime.settings)
     tasks = []
     for i, item in enumerate(items):
         use = await _use(body, runtime, flight, timeout, item.context)
-        if item.context:
-            context = await read_prompt(
-                item.context, f"items[{i}].context", tokenizer, info, special=use.begins
-            )
-        elif use.goes_on:
-            context = array("i")
-        else:
-            context = array("i", end_of_text(f"items[{i}].context", info))
-        check_points(use, len(context))
+        context = Context(
+            item.context,
+            f"items[{i}].context",
+            runtime.tokenizer,
+            runtime.info,
+            begins=use.begins,
+            goes_on=use.goes_on,
+        )
+        check_points(use, len(await context.ids()))
         for j, continuation in enumerate(item.continuations):
             name = f"items[{i}].continuations[{j}]"
-            tokens = await read_prompt(continuation, name, tokenizer, info, special=False)
-            size.add_prompt(len(context) + len(tokens))
-            size.add_reports(len(tokens))
-            shared = len(item.continuations) > 1
-            tasks.append(Task(context + tokens, len(context), shared, use))
+            tokens, start = await context.followed_by(continuation, name)
+            size.add_prompt(len(tokens))
+            size.add_reports(len(tokens) - start)
+            tasks.append(Task(tokens, start, len(item.continuations) > 1, use))
     return tasks
 
 
@@ -226,13 +238,19 @@ def _shortfall(finished: Finished, scored: int, task: Task) -> EngineError | Non
     return Draining(f"the server is shutting down; {progress}")
 
 
+def _failed_text(index: int, error: Exception) -> dict[str, Any]:
+    return {"index": index, **error_body(error)}
+
+
 def _text_result(index: int, task: Task, one: Scored, runtime: Runtime) -> dict[str, Any]:
     if one.error is not None:
-        return {"index": index, **error_body(one.error)}
+        return _failed_text(index, one.error)
     logprobs = [max(score.logprob, LEAST_LOGPROB) for score in one.scores]
     total = math.fsum(logprobs)
-    scored = task.tokens[task.start :]
-    size = runtime.tokenizer.count_bytes(scored) if runtime.tokenizer else 0
+    size = 0
+    if runtime.tokenizer:
+        before, scored = task.tokens[: task.start], task.tokens[task.start :]
+        size = runtime.tokenizer.count_bytes(scored, before)
     result = {
         "index": index,
         "token_ids": list(task.tokens),

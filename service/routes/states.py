@@ -70,7 +70,7 @@ async def create(
         "prompt",
         runtime.tokenizer,
         runtime.info,
-        special=use.begins,
+        begins=use.begins,
         may_be_empty=use.goes_on,
     )
     check_points(use, len(ids))

@@ -45,7 +45,7 @@ async def tokenize(
     else:
         special = body.add_special_tokens is not False
         try:
-            ids = await tokenizer.encode_async(body.prompt, special=special)
+            ids = await tokenizer.encode_async(body.prompt, marks=special, ends=True)
         except InvalidRequest as error:
             raise invalid(param, error.message) from error
     check_count(param, len(ids), runtime.settings.max_reports, "tokens")

@@ -85,7 +85,7 @@ MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
 MinTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Temperature = Annotated[float, Field(ge=0, le=100, description="0 = greedy")]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX, description="0 or -1 = off")]
-TopP = Annotated[float, Field(gt=0, le=1, description="1 = off")]
+TopP = Annotated[float, Field(ge=0, le=1, description="1 = off; 0 takes the best token")]
 MinP = Annotated[float, Field(ge=0, le=1, description="0 = off")]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=100, description="1 = off")]
 Penalty = Annotated[float, Field(ge=-2, le=2, description="0 = off")]
@@ -149,6 +149,16 @@ StreamInterval = Annotated[
         le=MOST_INTERVAL,
         description="with stream: tokens of one event. The first are sent at once, the last with "
         "the end, and none is held for more than 50 ms. Default: the server's",
+    ),
+]
+
+
+ParseSpecial = Annotated[
+    bool,
+    Field(
+        description="special tokens that a prompt's text spells out are these tokens, for clients "
+        "that render templates themselves: never where the text holds what others have written, "
+        "who could then end a turn or begin one. Default: they are text",
     ),
 ]
 

@@ -10,6 +10,7 @@ from service.schemas.common import (
     INT32_MAX,
     Logprobs,
     Many,
+    ParseSpecial,
     Prompt,
     TopLogprobs,
     Usage,
@@ -27,6 +28,7 @@ def _one_or_many(value: Any) -> str | None:
     return None
 
 
+MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Prompts = Annotated[
     Annotated[Prompt, Tag("<one>")] | Annotated[Many[Prompt], Tag("<many>"), Field(min_length=1)],
     Discriminator(
@@ -42,12 +44,17 @@ class CompletionRequest(OpenAIRequest):
     """null means the default, everywhere. `suffix` is accepted at its neutral value only."""
 
     prompt: Prompts | None = Field(
-        description="null stands for the end-of-text token; with state or session_id for nothing"
+        description="null, or an empty text where the tokenizer puts nothing before one, stands "
+        "for the end-of-text token; with state or session_id for nothing"
     )
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+    max_tokens: MaxTokens | None = Field(
         default=None, description="default 16; 0 reads the prompt only (with echo: scores it)"
     )
+    max_completion_tokens: MaxTokens | None = Field(
+        default=None, description="chat's name of max_tokens"
+    )
     logprobs: TopLogprobs | None = None
+    parse_special: ParseSpecial | None = None
     echo: bool | None = Field(
         default=None,
         description="the prompt before the answer. With logprobs and max_tokens 1 a token that "

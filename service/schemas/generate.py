@@ -15,6 +15,7 @@ from service.schemas.common import (
     MaxTokens,
     MinP,
     MinTokens,
+    ParseSpecial,
     Penalty,
     PerPrompt,
     PerPromptList,
@@ -76,6 +77,7 @@ class GenerateRequest(RequestModel):
     state_ttl: PerPrompt[Ttl] = None
     cache_salt: PerPrompt[CacheSalt] = None
     cache_points: PerPromptList[CachePoints] = None
+    parse_special: ParseSpecial | None = None
     stream: bool | None = None
     stream_interval: StreamInterval | None = None
 

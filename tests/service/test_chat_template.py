@@ -122,7 +122,7 @@ async def test_what_clients_write_is_text(tmp_path: Path) -> None:
 async def test_special_tokens_of_one_character(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_chat_tokenizer(tmp_path), VOCABULARY)
     assert tokenizer is not None
-    tokenizer.special_names.append("§")
+    tokenizer.special_ids["§"] = START
     template = ChatTemplate.load(tmp_path, tokenizer)
     with pytest.raises(InvalidRequest, match="§"):
         await template.encode([{"role": "user", "content": "see § 5"}])

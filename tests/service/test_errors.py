@@ -25,7 +25,7 @@ GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
     [
         ({}, "prompts", "required"),
         ({"prompts": []}, "prompts", "at least 1"),
-        ({"prompts": [""]}, "prompts[0]", "empty"),
+        ({"prompts": [[]]}, "prompts[0]", "empty"),
         ({"prompts": ["a", []]}, "prompts[1]", "empty"),
         ({"prompts": "a"}, "prompts", "list"),
         ({"prompts": [1]}, "prompts[0]", "string or a list of token ids"),
@@ -44,7 +44,7 @@ GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
         ({"prompts": ["a"], "min_tokens": 20}, "min_tokens", "max_tokens (16)"),
         ({"prompts": ["a"], "temperature": -0.1}, "temperature", "greater than or equal to 0"),
         ({"prompts": ["a"], "temperature": True}, "temperature", "number"),
-        ({"prompts": ["a"], "top_p": 0}, "top_p", "greater than 0"),
+        ({"prompts": ["a"], "top_p": -0.1}, "top_p", "greater than or equal to 0"),
         ({"prompts": ["a"], "top_p": 1.1}, "top_p", "less than or equal to 1"),
         ({"prompts": ["a"], "min_p": 2}, "min_p", "less than or equal to 1"),
         ({"prompts": ["a"], "top_k": -2}, "top_k", "greater than or equal to -1"),
@@ -81,9 +81,8 @@ async def test_generate(service: Service, body: Any, param: str | None, words: s
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "empty"),
-        ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
+        ({"prompt": ["a", []]}, "prompt[1]", "empty"),
         ({"prompt": [[1], [300]]}, "prompt[1][0]", "0 to 256"),
         ({"prompt": {"a": 1}}, "prompt", "must be a string"),
         ({"prompt": [1, "a"]}, "prompt[1]", "integer"),

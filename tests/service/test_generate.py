@@ -136,7 +136,7 @@ async def test_a_character_is_never_split(service: Service) -> None:
     (result,) = (await service.post(PATH, {**request, **bias}))["results"]
     assert result["text"] == "\ufffd\ufffd"
     assert result["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xc3"]
-    assert result["logprobs"]["text_offset"] == [0, 0]
+    assert result["logprobs"]["text_offset"] == [0, 1]
 
 
 async def test_seeds_decide_the_draws(service: Service) -> None:

@@ -163,9 +163,9 @@ async def test_places_are_spoken_for_while_prompts_are_tokenised(
 ) -> None:
     encode_async = Tokenizer.encode_async
 
-    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+    async def slowly(self: Tokenizer, text: str, **how: bool) -> Any:
         await asyncio.sleep(0.05)
-        return await encode_async(self, text, special=special)
+        return await encode_async(self, text, **how)
 
     monkeypatch.setattr(Tokenizer, "encode_async", slowly)
     async with running(fake_runner(byte_folder, slots=2, max_waiting=1)) as service:
@@ -225,9 +225,9 @@ async def test_a_drain_waits_for_what_is_still_being_read(
     ready = asyncio.Event()
     encode_async = Tokenizer.encode_async
 
-    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+    async def slowly(self: Tokenizer, text: str, **how: bool) -> Any:
         await ready.wait()
-        return await encode_async(self, text, special=special)
+        return await encode_async(self, text, **how)
 
     async with running(fake_runner(byte_folder)) as service:
         connection = Connection(GENERATE, {"prompts": ["abc"], "max_tokens": 2, "temperature": 0})

@@ -91,9 +91,9 @@ async def test_the_time_to_the_first_token_begins_with_the_request(
     """Not when its prompt has been tokenised."""
     encode_async = Tokenizer.encode_async
 
-    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+    async def slowly(self: Tokenizer, text: str, **how: bool) -> Any:
         await asyncio.sleep(0.2)
-        return await encode_async(self, text, special=special)
+        return await encode_async(self, text, **how)
 
     monkeypatch.setattr(Tokenizer, "encode_async", slowly)
     request = {"prompts": ["abc"], "max_tokens": 4, "temperature": 0}
