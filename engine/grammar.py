@@ -20,6 +20,7 @@ from engine import json_schema
 from engine.errors import InvalidRequest
 from engine.messages import Grammar
 from engine.spelling import can_spell, dead_end, has_all_bytes
+from engine.tokenizer_layout import mid_sentence
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,6 +64,8 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
             "the model has no tokenizer.json, so there is no text to match a grammar"
         ) from error
     try:
+        # The text that has to match goes on from the prompt: no space is put before it.
+        layout = mid_sentence(layout) or layout
         end = _add_end(layout)
         layout["decoder"] = _spelled_out(layout["decoder"])
         library = LLTokenizer(json.dumps(layout), n_vocab=max(vocab_size, end + 1), eos_token=end)

@@ -27,11 +27,12 @@ class TextError(ValueError):
 
 
 def text_pieces(
-    path: Path, last_cut: Callable[[str], int] = len, piece_bytes: int = PIECE_BYTES
+    path: Path, last_cut: Callable[[str], int] = len, piece_bytes: int | None = None
 ) -> Iterator[str]:
-    """The text of a file, "-" for stdin, as Pieces of about `piece_bytes`, which are cut where
-    `last_cut` says. Raises OSError, and TextError where the text is not UTF-8."""
+    """The text of a file, "-" for stdin, as Pieces of about `piece_bytes` (PIECE_BYTES), which are
+    cut where `last_cut` says. Raises OSError, and TextError where the text is not UTF-8."""
     file: BinaryIO
+    piece_bytes = piece_bytes or PIECE_BYTES
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
         pieces = Pieces(piece_bytes, last_cut)
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.tokenizer_layout import hide_special_names, mid_sentence
 from service.detokenizer import (
     PRIMING_TOKENS,
     ByteDecoder,
@@ -27,7 +28,6 @@ from service.detokenizer import (
     LibraryDecoder,
     Vocabulary,
 )
-from service.tokenizer_layout import hide_special_names, mid_sentence
 
 # Longer texts are encoded on a thread, so that the event loop keeps turning.
 THREAD_CHARACTERS = 32_768
@@ -113,6 +113,12 @@ class Tokenizer:
         # Of two that begin alike the longer one is meant.
         names = sorted(self.special_ids, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names))) if names else None
+        # Those that a text is split at, as far as it can hold them, with the spaces that they take.
+        others = [
+            (r"\s*" if token["lstrip"] else "") + re.escape(token["content"])
+            for token in layout["added_tokens"]
+        ]
+        self._added = re.compile("|".join(others)) if others else None
         self._bytes = self._byte_table(layout)
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
         self._begin, self._end = self._marks()
@@ -174,8 +180,7 @@ class Tokenizer:
             return array("i", map(self._byte_ids.__getitem__, data))
         if parse_special and self._spelled:
             text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
-        library = self._library if begins else self._mid_library
-        ids = array("i", library.encode(text, add_special_tokens=False).ids)
+        ids = self._ids(text) if begins else self._ids_in_mid_sentence(text)
         if (
             marks
             and begins
@@ -195,7 +200,20 @@ class Tokenizer:
             text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
         if mark:
             text = text.replace(mark, "")
+        return self._ids(text)
+
+    def _ids(self, text: str) -> array[int]:
         return array("i", self._library.encode(text, add_special_tokens=False).ids)
+
+    def _ids_in_mid_sentence(self, text: str) -> array[int]:
+        """The rules for a text's beginning are left out up to the first added token, behind which
+        some tokenizers let a text begin anew."""
+        if self._mid_library is self._library:
+            return self._ids(text)
+        found = self._added.search(text) if self._added else None
+        goes_on = text if found is None else text[: found.start()]
+        ids = array("i", self._mid_library.encode(goes_on, add_special_tokens=False).ids)
+        return ids if found is None else ids + self._ids(text[found.start() :])
 
     async def encode_async(self, text: str, **how: bool) -> array[int]:
         """`encode`, beside the event loop where the text is long."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from service.detokenizer import LibraryDecoder
 from service.pieces import Pieces
@@ -227,3 +228,23 @@ def test_no_cut_is_found_where_tokens_join() -> None:
     assert tokenizer.encode("ab\n") + tokenizer.encode("ab ab\nab ab\n") != tokenizer.encode(
         "ab\nab ab\nab ab\n"
     )
+
+
+@every_type
+@pytest.mark.parametrize("normalized", [False, True])
+def test_added_tokens_in_a_text_that_is_cut(name: str, normalized: bool) -> None:
+    """Behind one some tokenizers let a text begin anew, wherever the text is cut."""
+    if normalized and name == "sentencepiece":
+        return  # the library itself finds such a token behind a space alone
+    library = TYPES[name]()
+    library.add_tokens([AddedToken("<think>", normalized=normalized)])
+    tokenizer = Tokenizer(library)
+    text = "The quick<think>brown fox <think> jumps\n<think>over the lazy dog\nTo be " * 40
+    pieces, ids, begins = Pieces(300, tokenizer.last_cut), tokenizer.encode(""), True
+    for start in range(0, len(text), 100):
+        piece = pieces.feed(text[start : start + 100].encode())
+        ids += tokenizer.encode(piece, begins=begins, marks=False)
+        begins = begins and not piece
+    assert not begins
+    ids += tokenizer.encode(pieces.finish(), begins=False)
+    assert list(ids) == [*tokenizer.begin_ids, *library.encode(text, add_special_tokens=False).ids]

@@ -50,8 +50,8 @@ def mid_sentence(layout: Layout) -> Layout | None:
     """The tokenizer.json that encodes a text which other text stands before: without what is put
     before, or cut off, the beginning of a text. None where nothing of the kind is done."""
     changed = copy.copy(layout)
-    changed["normalizer"] = _go_on(layout["normalizer"])
-    changed["pre_tokenizer"] = _go_on(layout["pre_tokenizer"])
+    changed["normalizer"] = _go_on(layout.get("normalizer"))
+    changed["pre_tokenizer"] = _go_on(layout.get("pre_tokenizer"))
     return None if changed == layout else changed
 
 
@@ -72,7 +72,8 @@ def _go_on(part: Layout | None) -> Layout | None:
         case {"type": "Strip"}:
             return {**part, "strip_left": False}
         case {"type": "Metaspace"}:
-            return {**part, "prepend_scheme": "never"}
+            former = {"add_prefix_space": False} if "add_prefix_space" in part else {}
+            return {**part, **former, "prepend_scheme": "never"}
         case {"type": "ByteLevel", "add_prefix_space": True}:
             return {**part, "add_prefix_space": False}
     return part
