@@ -37,7 +37,10 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-CHAT = ("tokenizer_config.json", "chat_template.jinja")  # a chat template, where there is one
+# A chat template and what it knows, where there is one.
+CHAT = (
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,

@@ -15,9 +15,9 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.messages import MOST_PRIORITY, ModelInfo, SamplingParams
-from service.chat_template import ChatTemplate
+from service.chat_template import Asked, ChatTemplate
 from service.errors import ApiError, invalid
-from service.schemas.chat import ChatMessage
+from service.schemas.chat import ChatMessage, TemplateFields
 from service.settings import Settings
 from service.states import StateUse
 from service.stop import StopStrings
@@ -85,12 +85,27 @@ async def read_prompt(
 
 
 async def read_messages(
-    messages: Sequence[ChatMessage], template: ChatTemplate, info: ModelInfo
+    body: TemplateFields, messages: Sequence[ChatMessage], template: ChatTemplate, info: ModelInfo
 ) -> array[int]:
-    """A conversation's token ids, at least one. Raises ApiError 400."""
+    """A conversation's token ids, at least one; `body` says how the template makes them. Raises
+    ApiError 400."""
+    add = body.add_generation_prompt is not False
+    if add and body.continue_final_message:
+        raise invalid(
+            "continue_final_message",
+            "not allowed with add_generation_prompt, which is true unless it is given as false",
+        )
+    variables = body.chat_template_kwargs or {}
+    reserved = template.reserved
+    wrong = next((name for name in variables if name in reserved), None)
+    if wrong is not None:
+        raise invalid(
+            f"chat_template_kwargs.{wrong}", "is given to the template by the server; not allowed"
+        )
+    asked = Asked(add, bool(body.continue_final_message), variables)
     plain = [_plain_message(message) for message in messages]
     try:
-        ids = await template.encode(plain)
+        ids = await template.encode(plain, asked)
     except InvalidRequest as error:
         raise invalid("messages", error.message) from error
     if not ids:
@@ -99,13 +114,10 @@ async def read_messages(
     return ids
 
 
-def _plain_message(message: ChatMessage) -> dict[str, str]:
+def _plain_message(message: ChatMessage) -> dict[str, Any]:
     """A message as templates know it. Instructions of developers are the system's there."""
-    content = message.content or ""
-    if not isinstance(content, str):
-        content = "\n".join([part["text"] for part in content])
     role = "system" if message.role == "developer" else message.role
-    plain = {"role": role, "content": content}
+    plain = {"role": role, "content": message.content}
     return plain if message.name is None else {**plain, "name": message.name}
 
 

@@ -97,7 +97,7 @@ async def _tasks(
     grammar = await read_grammar(body, runtime, check, timeout, n)
     params = constrained(params, grammar)
     [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
-    ids = await read_messages(body.messages, runtime.chat, info)
+    ids = await read_messages(body, body.messages, runtime.chat, info)
     salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
     use = await read_use(salt, runtime, flight, timeout, "")
     check_points(use, len(ids))

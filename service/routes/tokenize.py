@@ -41,7 +41,7 @@ async def tokenize(
     tokenizer = _tokenizer(runtime, param)
     if body.prompt is None:
         assert body.messages is not None
-        ids = await read_messages(body.messages, runtime.chat, runtime.info)
+        ids = await read_messages(body, body.messages, runtime.chat, runtime.info)
     else:
         special = body.add_special_tokens is not False
         try:

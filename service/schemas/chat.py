@@ -78,7 +78,9 @@ class ChatMessage(RequestModel):
 
     role: Literal["developer", "system", "user", "assistant"]
     content: Content | None = Field(
-        default=None, description="text parts are joined by newlines; null for assistants only"
+        default=None,
+        description="text parts are joined by newlines for a chat template that takes texts; "
+        "null for assistants only",
     )
     name: str | None = None
     refusal: Annotated[Any, _Only(None)] = None
@@ -98,7 +100,23 @@ class ChatMessage(RequestModel):
 Messages = Annotated[Many[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
-class ChatRequest(OpenAIRequest):
+class TemplateFields(RequestModel):
+    """How the chat template makes a text of messages; vLLM's fields."""
+
+    add_generation_prompt: bool | None = Field(
+        default=None, description="the text ends where an answer begins; default true"
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="the text ends with the last message's content, which the model continues; "
+        "needs add_generation_prompt: false. Default false",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="further names that the chat template knows, with their values"
+    )
+
+
+class ChatRequest(TemplateFields, OpenAIRequest):
     """null means the default, everywhere."""
 
     messages: Messages
@@ -115,6 +133,7 @@ class ChatRequest(OpenAIRequest):
     parallel_tool_calls: bool | None = None
     # Not supported
     audio: Annotated[Any, _Only(None)] = None
+    documents: Annotated[Any, _Only(None)] = None
     function_call: Annotated[Any, _Only(None, "none", "auto")] = None
     functions: Annotated[Any, _Only(None, [])] = None
     modalities: Annotated[Any, _Only(None, ["text"])] = None

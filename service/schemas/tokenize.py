@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.schemas.chat import Messages
+from service.schemas.chat import Messages, TemplateFields
 from service.schemas.common import Many, RequestModel, TokenId
 
 
-class TokenizeRequest(RequestModel):
-    """Exactly one of `prompt` and `messages`."""
+class TokenizeRequest(TemplateFields):
+    """Exactly one of `prompt` and `messages`; the chat template's fields with the latter only."""
 
     model: str | None = None
     prompt: str | None = None
@@ -30,6 +30,12 @@ class TokenizeRequest(RequestModel):
             raise PydanticCustomError(
                 "one_of", "exactly one of the fields prompt and messages must be given"
             )
+        if self.messages is None:
+            for field in TemplateFields.model_fields:
+                if getattr(self, field) is not None:
+                    raise PydanticCustomError(
+                        "with_messages", "{field} is allowed with messages only", {"field": field}
+                    )
         return self
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from service.chat_template import MARKS, ChatTemplate
+from service.chat_template import ChatTemplate
+from service.client_text import MARKS
 from service.tokenizer import THREAD_CHARACTERS, Tokenizer
 from tests.service.chat import END, START, TEMPLATE, VOCABULARY, prompt_ids, save_chat_tokenizer
 
