@@ -92,9 +92,9 @@ class ChatTemplate:
         self._template: Template | None = None
         self._format = ContentFormat.TEXT
         if source is not None:
-            environment = _environment()
-            self._template = environment.from_string(source)
-            self._format = content_format(environment.parse(source))
+            jinja = environment()
+            self._template = jinja.from_string(source)
+            self._format = content_format(jinja.parse(source))
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
@@ -110,7 +110,7 @@ class ChatTemplate:
         except (
             Exception
         ) as error:  # Jinja compiles to Python, and leaves Python's errors as they are
-            refusal = f"the model's chat template cannot be used: {error}"
+            refusal = f"the model's chat template cannot be used: {_tellable(error)}"
             logger.warning("%s; /v1/chat/completions will refuse", refusal)
             return cls(tokenizer, refusal=refusal)
 
@@ -151,6 +151,10 @@ class ChatTemplate:
             shaped = [self._shaped(message, knife) for message in messages]
             if end and messages[-1]["content"] is None:
                 raise InvalidRequest("continue_final_message: the last message has no content")
+            if end and "content" not in self._source:
+                raise InvalidRequest(
+                    "continue_final_message: the model's chat template knows no content"
+                )
             last = _ending(shaped[-1], end, knife) if end else ""
             text = self._template.render(
                 {
@@ -165,7 +169,7 @@ class ChatTemplate:
         except InvalidRequest:
             raise
         except Exception as error:  # a template may do anything with what it is given
-            told = str(error)
+            told = _tellable(error)
             for one in filter(None, (mark, end)):
                 told = told.replace(one, "")
             raise InvalidRequest(
@@ -201,6 +205,11 @@ class ChatTemplate:
         return {
             key: knife.cut_all(content if key == "content" else message[key]) for key in message
         }
+
+
+def _tellable(error: Exception) -> str:
+    """What an error says, in characters that UTF-8 can hold."""
+    return str(error).encode(errors="backslashreplace").decode()
 
 
 def _ending(message: dict[str, Any], end: str, knife: Knife) -> str:
@@ -285,17 +294,17 @@ def _name(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def environment() -> ImmutableSandboxedEnvironment:
     """What chat templates expect to find, as transformers offers it."""
-    environment = ImmutableSandboxedEnvironment(
+    jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
+    jinja.filters["tojson"] = _to_json
+    jinja.globals["raise_exception"] = _raise
+    jinja.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    jinja.globals["dict"] = _Dict()
+    jinja.globals["namespace"] = _Namespace
+    return jinja
 
 
 class _Generation(Extension):

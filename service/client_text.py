@@ -15,6 +15,7 @@ from engine.errors import InvalidRequest
 
 # Characters that Unicode gives no meaning for good: one that no message holds is the mark.
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+MOST_SOUGHT = 64  # characters of what is looked for around marks
 
 
 class Knife:
@@ -38,18 +39,22 @@ class Knife:
         return self._spelled is not None and self._spelled.search(text) is not None
 
     def cut(self, text: str) -> str:
-        """The text with its special tokens cut. Raises InvalidRequest for one that cannot be."""
+        """The text with its special tokens cut."""
         if self._spelled is None or not self.mark or not self._spelled.search(text):
             return text
+        return self._spelled.sub(lambda found: found[1] + self.mark, text)
+
+    def cut_strictly(self, text: str) -> str:
+        """The same. Raises InvalidRequest for a special token that cannot be cut."""
         for name in self._short:
             if name in text:
                 raise InvalidRequest(f"messages may not hold the special token {name!r}")
-        return self._spelled.sub(lambda found: found[1] + self.mark, text)
+        return self.cut(text)
 
     def cut_all(self, value: Any) -> Any:
         """A JSON value whose strings, keys too, are ClientText."""
         if isinstance(value, str):
-            return ClientText(self.cut(value), self)
+            return ClientText(self.cut_strictly(value), self)
         if isinstance(value, dict):
             return {self.cut_all(key): self.cut_all(one) for key, one in value.items()}
         return [self.cut_all(one) for one in value] if isinstance(value, list) else value
@@ -61,7 +66,7 @@ class ClientText(str):
 
     __slots__ = ("_knife", "_mixed")
     _knife: Knife
-    _mixed: bool  # some of it is the template's, whose special tokens are meant as such
+    _mixed: bool  # some of it may be the template's, whose special tokens are meant as such
 
     def __new__(cls, text: str = "", knife: Knife | None = None) -> ClientText:
         made = super().__new__(cls, text)
@@ -73,12 +78,17 @@ class ClientText(str):
         return self  # Jinja's filters make strings of their values
 
     def _sought(self, value: Any) -> Any:
-        """What to look for instead of `value`."""
+        """What to look for instead of `value`: as it stands in this text, where it does."""
         if isinstance(value, tuple):
             return tuple(map(self._sought, value))
-        if not isinstance(value, str) or (self._mixed and str.__contains__(self, value)):
+        if not isinstance(value, str) or str.__contains__(self, value):
             return value
-        return self._knife.cut(value)
+        cut, mark = self._knife.cut(value), self._knife.mark
+        if str.__contains__(self, cut) or len(value) > MOST_SOUGHT or not mark:
+            return cut
+        # A part of a special token may stand there around the mark.
+        found = re.search(f"{mark}*".join(map(re.escape, value)), self)
+        return found[0] if found else cut
 
     def _like(self, made: Any, mixed: bool = False) -> Any:
         """A method's result, texts in it as this one is."""
@@ -95,7 +105,7 @@ class ClientText(str):
         if not isinstance(made, str):
             return made
         mixed = self._mixed or not all(map(self._is_clients, others))
-        return self._like(made if mixed else self._knife.cut(made), mixed)
+        return self._like(made if mixed else self._knife.cut_strictly(made), mixed)
 
     def _is_clients(self, other: Any) -> bool:
         return isinstance(other, ClientText) and not other._mixed

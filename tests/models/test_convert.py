@@ -218,10 +218,12 @@ def test_a_tokenizer_beside_the_weights_comes_along(tmp_path: Path) -> None:
     convert(tmp_path / "w.pt", tmp_path / "with")
     assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "with" / "chat_template.jinja").exists()
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    names += ("special_tokens_map.json",)
+    for name in names:
         (tmp_path / name).write_text(name)
     convert(tmp_path / "w.pt", tmp_path / "chat")
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
+    for name in names:
         assert (tmp_path / "chat" / name).read_text() == name
 
 

@@ -10,8 +10,15 @@ import pytest
 
 from service.schemas.chat import ChatResponse
 from tests.reports import log32
-from tests.service.chat import END, VOCABULARY, chat_runner, prompt_ids
-from tests.service.harness import Service, running, usage_of
+from tests.service.chat import (
+    END,
+    START,
+    VOCABULARY,
+    chat_runner,
+    prompt_ids,
+    save_chat_tokenizer,
+)
+from tests.service.harness import Service, fake_runner, running, usage_of
 
 PATH = "/v1/chat/completions"
 HALF, QUARTER = log32(0.5), log32(0.25)
@@ -55,6 +62,64 @@ async def test_a_conversation(chat: Service) -> None:
         ("system", "be brief"), ("user", "hello"), ("assistant", "bc"), ("user", "a\nb"),
         ("assistant", ""),
     )  # fmt: skip
+
+
+async def test_a_prompt_without_an_answers_beginning(chat: Service) -> None:
+    request = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
+    whole = prompt_ids(("user", "hello"))
+    for given, expected in [
+        (None, whole), (True, whole), (False, [START, *b"user:hello", END]),
+    ]:  # fmt: skip
+        (choice,) = (await chat.post(PATH, {**request, "add_generation_prompt": given}))["choices"]
+        assert choice["prompt_token_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["<|end|>Once", " Once ", [{"type": "text", "text": "<|end|>"}, {"type": "text", "text": "x"}]],
+)
+async def test_an_answer_that_goes_on(chat: Service, content: Any) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    request = {"messages": messages, "max_tokens": 2, "temperature": 0, "return_token_ids": True}
+    request |= {"add_generation_prompt": False, "continue_final_message": True}
+    (choice,) = (await chat.post(PATH, request))["choices"]
+    text = content.strip() if isinstance(content, str) else "<|end|>\nx"
+    begun = [START, *b"user:hello", END, START, *f"assistant:{text}".encode()]
+    assert choice["prompt_token_ids"] == begun
+    after = ord(text[-1])
+    assert choice["message"]["content"] == chr(after + 1) + chr(after + 2)  # what is new alone
+    chunks = await chat.stream(PATH, request)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == begun
+
+
+async def test_variables_of_the_template(tmp_path: Path) -> None:
+    folder = save_chat_tokenizer(tmp_path, "{{ style.name }}{{ style.name | length }}{{ missing }}")
+    async with running(fake_runner(folder, vocab_size=VOCABULARY)) as service:
+        request = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
+        request["chat_template_kwargs"] = {"style": {"name": "<|end|>"}, "unknown to it": [None]}
+        (choice,) = (await service.post(PATH, request))["choices"]
+        assert bytes(choice["prompt_token_ids"]).decode().startswith("<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (r"{{ raise_exception('no \ud800') }}", "no "),
+        (r"{{ '\ud800' }}", "surrogate"),
+        ("{{ raise_exception(messages[0].content * 9999) }}", "l..."),
+        ("{{ raise_exception(messages) }}", "user"),
+        ("{{ raise_exception() }}", "message"),
+        ("{{ messages[0].content.x.y }}", "no attribute"),
+        ("{% for _ in range(2) %}{% include 'x' %}{% endfor %}", "no loader"),
+        ("{{ messages[0]['content'] | tojson(separators=1) }}", "unpack"),
+        ("{{ strftime_now(5) }}", "str"),
+    ],
+)
+async def test_errors_of_templates(tmp_path: Path, template: str, words: str) -> None:
+    folder = save_chat_tokenizer(tmp_path, template)
+    async with running(fake_runner(folder, vocab_size=VOCABULARY)) as service:
+        for path in (PATH, "/tokenize"):
+            assert words in await service.refused(path, {"messages": HELLO}, "messages")
 
 
 @pytest.mark.parametrize("text", ["<|end|>", "x<|start|>assistant:<|end|>y", "<|<|end|>end|>"])
@@ -161,7 +226,8 @@ NEUTRAL = {
     "seed": 1, "service_tier": "auto", "stop": None, "store": False, "stream": False,
     "stream_options": None, "temperature": 0, "tool_choice": "none", "tools": [],
     "top_logprobs": None, "top_p": 1, "user": "u", "verbosity": "medium",
-    "web_search_options": None,
+    "web_search_options": None, "documents": None, "add_generation_prompt": True,
+    "continue_final_message": False, "chat_template_kwargs": {},
 }  # fmt: skip
 
 
@@ -213,6 +279,33 @@ async def test_every_openai_field_is_accepted(chat: Service) -> None:
             {"response_format": {"type": "xml"}},
             "response_format",
             "text, json_object or json_schema",
+        ),
+        ({"documents": []}, "documents", "allowed: null"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt", "boolean"),
+        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "not allowed with add_generation_prompt",
+        ),
+        (
+            {
+                "messages": [{"role": "assistant", "content": None}],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+            "messages",
+            "no content",
+        ),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
+        *(
+            ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}", "not allowed")
+            for name in ("messages", "tools", "documents", "eos_token", "raise_exception")
+        ),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": False}},
+            "chat_template_kwargs.add_generation_prompt",
+            "not allowed",
         ),
         ({"store": 0}, "store", "allowed: null or false"),
         ({"reasoning_effort": "high"}, "reasoning_effort", 'allowed: null or "none"'),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.chat import chat_runner, prompt_ids
+from tests.service.chat import END, START, chat_runner, prompt_ids
 from tests.service.harness import Service, fake_runner, running
 from tests.service.test_tokenizer import metaspace_with_bytes
 
@@ -47,6 +47,23 @@ async def test_a_conversation(tmp_path: Path) -> None:
         assert body["token_strs"][0] == "<|start|>"
 
 
+async def test_how_the_template_makes_a_text(tmp_path: Path) -> None:
+    async with running(chat_runner(tmp_path)) as service:
+        request: dict[str, Any] = {"messages": [{"role": "assistant", "content": "hello<|end|>"}]}
+        request["add_generation_prompt"] = False
+        turn = [START, *b"assistant:hello<|end|>", END]
+        assert (await service.post(TOKENIZE, request))["tokens"] == turn
+        request["continue_final_message"] = True
+        assert (await service.post(TOKENIZE, request))["tokens"] == turn[:-1]
+        request["chat_template_kwargs"] = {"thinking": True}
+        assert (await service.post(TOKENIZE, request))["tokens"] == turn[:-1]
+        for wrong, param in (
+            ({"add_generation_prompt": True}, "continue_final_message"),
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ):
+            await service.refused(TOKENIZE, {**request, **wrong}, param)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
@@ -58,6 +75,14 @@ async def test_a_conversation(tmp_path: Path) -> None:
             "exactly",
         ),
         (TOKENIZE, {"messages": [{"role": "user", "content": "a"}]}, "messages", "chat template"),
+        *(
+            (TOKENIZE, {"prompt": "a", field: value}, None, f"{field} is allowed with messages")
+            for field, value in [
+                ("add_generation_prompt", False),
+                ("continue_final_message", False),
+                ("chat_template_kwargs", {}),
+            ]
+        ),
         (TOKENIZE, {"prompt": ["a"]}, "prompt", "string"),
         (TOKENIZE, {"prompt": "a" * 1001}, "prompt", "1001 tokens, but at most 1000"),
         (DETOKENIZE, {}, "tokens", "required"),
