@@ -128,11 +128,12 @@ class ChatTemplate:
     async def encode(self, messages: Sequence[Message], asked: Asked = PLAINLY) -> array[int]:
         """The token ids of a conversation, up to where the model's answer begins; on a thread
         where it is long. Raises InvalidRequest."""
-        given = [*messages, asked.variables]
-        size = sum(len(text) + 1 for text in texts_in(given))  # parts without text take time too
-        if size <= THREAD_CHARACTERS:
-            return self._encode(messages, asked)
-        return await asyncio.to_thread(self._encode, messages, asked)
+        size = 0
+        for text in texts_in([*messages, asked.variables]):
+            size += len(text) + 1  # parts without text take time too
+            if size > THREAD_CHARACTERS:
+                return await asyncio.to_thread(self._encode, messages, asked)
+        return self._encode(messages, asked)
 
     def _encode(self, messages: Sequence[Message], asked: Asked) -> array[int]:
         text, mark = self.render(messages, asked)
@@ -180,11 +181,12 @@ class ChatTemplate:
         return (_cut_behind(text, last, end) if end else text), mark
 
     def _marks(self, messages: Sequence[Message], asked: Asked) -> list[str]:
-        """Marks that are free, of which two are needed at most; "" where none is needed."""
+        """A mark that is free, and a second one for a message that goes on; "" where none is free
+        and none needed. Raises InvalidRequest."""
         needed = 2 if asked.continue_final_message else 1
         given = list(texts_in([*messages, asked.variables]))
-        marks = unused_marks([*given, self._source])
-        if len(marks) >= needed:
+        marks = unused_marks([*given, self._source], needed)
+        if len(marks) == needed:
             return marks
         if asked.continue_final_message or any(map(self._knife.finds, given)):
             raise InvalidRequest(NO_MARKS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from itertools import islice
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -162,11 +163,12 @@ def texts_in(value: Any) -> Iterator[str]:
             rest += one
 
 
-def unused_marks(texts: Iterable[str]) -> list[str]:
-    """Those of MARKS that none of the texts holds, neither as such nor as JSON and Python escape
-    them: a template may write what it was given in either way."""
+def unused_marks(texts: Iterable[str], count: int) -> list[str]:
+    """So many of MARKS, or fewer, that none of the texts holds, neither as such nor as JSON and
+    Python escape them: a template may write what it was given in either way."""
     text = "\n".join(texts)
-    return [mark for mark in MARKS if mark not in text and escaped(mark) not in text]
+    free = (mark for mark in MARKS if mark not in text and escaped(mark) not in text)
+    return list(islice(free, count))
 
 
 def escaped(mark: str) -> str:

@@ -51,8 +51,12 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(st.sampled_from(["1", "258", "300"]), st.integers(-100, 100)),
     "stop_token_ids": st.lists(st.integers(0, 299), max_size=2),
     "min_tokens": st.integers(0, 3),
+    "chat_template_kwargs": st.dictionaries(TEXT | st.sampled_from(["messages", "self"]), VALUES),
 }
-FLAGS = ("echo", "ignore_eos", "return_token_ids", "return_token_strs", "add_special_tokens")
+FLAGS = (
+    "echo", "ignore_eos", "return_token_ids", "return_token_strs", "add_special_tokens",
+    "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
 GOOD |= dict.fromkeys(FLAGS, st.booleans())
 KINDS = {
     "/v1/completions": (CompletionRequest, "prompt"),
