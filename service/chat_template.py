@@ -107,9 +107,7 @@ class ChatTemplate:
                 return cls(tokenizer)
             names = _names(config, _object(folder / "special_tokens_map.json"))
             return cls(tokenizer, source, names)
-        except (
-            Exception
-        ) as error:  # Jinja compiles to Python, and leaves Python's errors as they are
+        except Exception as error:  # Jinja leaves those of Python's compiler as they are
             refusal = f"the model's chat template cannot be used: {_tellable(error)}"
             logger.warning("%s; /v1/chat/completions will refuse", refusal)
             return cls(tokenizer, refusal=refusal)
