@@ -87,7 +87,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._names = dict(names or {})
         self._refusal = NO_TOKENIZER if tokenizer is None else refusal
-        self._knife = Knife(tokenizer.special_ids if tokenizer else [])
+        self._knife = Knife(list(tokenizer.special_ids) if tokenizer else [])
         self._source = source or ""
         self._template: Template | None = None
         self._format = ContentFormat.TEXT
