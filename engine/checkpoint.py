@@ -2,7 +2,8 @@
 
 Weights may be split over several files with a model.safetensors.index.json, as Hugging Face does.
 Nothing of a checkpoint is trusted: names, shapes and dtypes are compared with what config.json
-describes before any weight is read, and nothing is ever unpickled.
+describes before any weight is read, and nothing is ever unpickled. What cannot be read is a
+CheckpointError that says which file it is and why, never an OSError.
 
 The matrices of a quantised checkpoint (`quantization` in config.json) are int8 or fp8 tensors, each
 with an fp32 `scale` beside its `weight`. It is what quantising at load makes, bit for bit.
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
+from engine.model_files import has_file, has_folder, mode_of, read_through, unreadable
 from engine.models.lm import LM
 from engine.models.quantized import quantize_weights, quantized_matrices
 from engine.quantization import NotFiniteError, all_finite
@@ -67,14 +69,16 @@ def resolve(model: str) -> Path:
     """The folder of a bundled name, of an existing folder, or of a Hugging Face repo id.
 
     In this order. A repo id is fetched into (or found in) the hub's own cache. Raises
-    CheckpointError when it is none of these, with the bundled names, or cannot be fetched.
+    CheckpointError when it is none of these, with the bundled names, or cannot be read or fetched.
     """
     if model in bundled_names():
         return BUNDLED / model
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if "\0" in model:
+        raise CheckpointError(f"no model {model!r}: no folder has a null character in its name")
+    folder = Path(os.path.expanduser(model))
+    if has_folder(folder):
         return folder
-    if folder.exists():
+    if mode_of(folder) is not None:
         raise CheckpointError(f"{model}: is a file; a checkpoint is a folder with {CONFIG}")
     if _HUB_ID.fullmatch(model) and not model.startswith((".", "~")):
         return _fetch(model)
@@ -103,12 +107,12 @@ def _fetch(repo: str) -> Path:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The folder's config.json. Raises CheckpointError when it is missing, ConfigError when it
-    is invalid."""
-    if not folder.is_dir():
+    """The folder's config.json. Raises CheckpointError when it is missing or the folder cannot be
+    read, ConfigError when it is invalid or cannot be read itself."""
+    if not has_folder(folder):
         raise CheckpointError(f"{folder}: no such folder")
     path = folder / CONFIG
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointError(f"{folder}: {CONFIG} is missing")
     return ModelConfig.load(path)
 
@@ -118,15 +122,18 @@ def load_model(
     device: torch.device | str,
     dtype: DtypeName | None = None,
     quantize: Quantization | None = None,
+    *,
+    known_readable: bool = False,
 ) -> tuple[LM, ModelConfig]:
     """The folder's model in evaluation mode, on `device`, in `dtype` (None: as it is stored).
 
     `quantize` quantises the stored weights, whatever `dtype` is; the config that is returned says
-    so. None leaves the model as it is, quantised or not.
+    so. None leaves the model as it is, quantised or not. `known_readable`: every byte of the files
+    has just been read (`fingerprint`), so that this need not be tried.
 
-    Raises CheckpointError when a file is missing or damaged, or when the weights are not those
-    that config.json describes; ConfigError when config.json is invalid, or when the checkpoint is
-    quantised in another way than `quantize` says.
+    Raises CheckpointError when a file is missing, unreadable or damaged, or when the weights are
+    not those that config.json describes; ConfigError when config.json is invalid, or when the
+    checkpoint is quantised in another way than `quantize` says.
     """
     config = load_config(folder)
     expected = _expected(config)
@@ -135,7 +142,7 @@ def load_model(
         model = LM(target)
     dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
     with ExitStack() as stack:
-        stored = _open_weights(folder, stack)
+        stored = _open_weights(folder, stack, known_readable)
         _check_weights(folder, expected, stored)
         # One tensor after the other, so that the unquantised ones are never held together.
         tensors: Iterator[tuple[str, Tensor]] = (
@@ -219,19 +226,23 @@ def fingerprint(folder: Path) -> str:
     """SHA-256, in hex, over the bytes of config.json and of every weights file.
 
     It says which model a state belongs to. Every byte is read: a few seconds for the largest
-    models, once per start, and no two models that differ anywhere share it.
+    models, once per start, and no two models that differ anywhere share it. Raises CheckpointError
+    for files that are missing or cannot be read.
     """
     total = hashlib.sha256()
     for path in [folder / CONFIG, *_weight_files(folder)]:
-        with path.open("rb") as file:
-            part = hashlib.file_digest(file, "sha256")
+        try:
+            with path.open("rb") as file:
+                part = hashlib.file_digest(file, "sha256")
+        except OSError as error:
+            raise unreadable(path, error) from error
         total.update(f"{path.name} {part.hexdigest()}\n".encode())
     return total.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / WEIGHTS_INDEX
-    if not index.is_file():
+    if not has_file(index):
         names = [WEIGHTS]
     else:
         try:
@@ -239,23 +250,29 @@ def _weight_files(folder: Path) -> list[Path]:
             names = sorted(set(values["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index}: has no readable weight_map") from error
+        except OSError as error:
+            raise unreadable(index, error) from error
         for name in names:
             # A name with a folder in it could point anywhere on this machine.
             if not isinstance(name, str) or Path(name).name != name:
                 raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
     for name in names:
-        if not (folder / name).is_file():
+        if not has_file(folder / name):
             raise CheckpointError(f"{folder}: {name} is missing")
     return [folder / name for name in names]
 
 
-def _open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
+def _open_weights(folder: Path, stack: ExitStack, known_readable: bool) -> dict[str, Any]:
     """Each tensor's name and the open file that holds it."""
     stored: dict[str, Any] = {}
     for path in _weight_files(folder):
+        if not known_readable:
+            read_through(path)
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except SafetensorError as error:
             raise CheckpointError(
                 f"{path}: damaged or incomplete, not a whole safetensors file ({error})"
             ) from error

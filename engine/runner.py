@@ -113,11 +113,13 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._marks = Marks(self._device)
+        fingerprint = checkpoint.fingerprint(folder)
         model, self.model_config = checkpoint.load_model(
             folder,
             self._device,
             cast(DtypeName, self.config.dtype),
             self.config.quantization,
+            known_readable=True,
         )
         parameters = sum(weight.numel() for weight in model.parameters())
         rows = self.config.max_slots + self.config.share_slots
@@ -173,19 +175,19 @@ class Runner:
             Constraints(self.grammars, eos_token_id, self.config.threads),
             self._device,
         )
-        self.info = self._describe(folder, parameters)
+        self.info = self._describe(folder, parameters, fingerprint)
 
     @property
     def overlaps(self) -> bool:
         """Whether a round may be started before the one before it is finished."""
         return self._device.type == "cuda"
 
-    def _describe(self, folder: Path, parameters: int) -> ModelInfo:
+    def _describe(self, folder: Path, parameters: int, fingerprint: str) -> ModelInfo:
         given = Path(self.config.model).expanduser()
         return ModelInfo(
             name=given.resolve().name if given.is_dir() else self.config.model,
             folder=str(folder),
-            fingerprint=checkpoint.fingerprint(folder),
+            fingerprint=fingerprint,
             cell=self.model_config.cell,
             vocab_size=self.model_config.vocab_size,
             eos_token_id=self.model_config.eos_token_id,

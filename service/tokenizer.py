@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.model_files import has_file, unreadable
 from engine.tokenizer_layout import hide_special_names, mid_sentence
 from service.detokenizer import (
     PRIMING_TOKENS,
@@ -131,13 +132,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
-        """Reads tokenizer.json; None without one. Raises CheckpointError for one that is broken or
-        has more tokens than the model's `vocab_size`."""
+        """Reads tokenizer.json; None without one. Raises CheckpointError for one that cannot be
+        read, is broken or has more tokens than the model's `vocab_size`."""
         path = folder / "tokenizer.json"
-        if not path.exists():
+        if not has_file(path):
             return None
         try:
-            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer = cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise unreadable(path, error) from error
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
         largest = max(tokenizer._library.get_vocab().values(), default=0)

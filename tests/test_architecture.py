@@ -18,6 +18,7 @@ TORCH_FREE = [
     "engine.messages",
     "engine.config",
     "engine.errors",
+    "engine.model_files",
     "engine.scheduler",
     "engine.plan",
 ]
@@ -36,6 +37,7 @@ SERVICE_MAY_IMPORT = {
     "engine.reports",
     "engine.config",
     "engine.errors",
+    "engine.model_files",
 }
 
 

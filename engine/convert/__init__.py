@@ -27,6 +27,7 @@ from engine.config import DtypeName, ModelConfig, Quantization
 from engine.convert.minlm import from_state_dict
 from engine.convert.reading import read_state_dict
 from engine.errors import CheckpointError, ConfigError
+from engine.model_files import has_file, has_folder, read_through
 from engine.models.lm import LM
 from engine.quantization import NotFiniteError
 
@@ -75,18 +76,20 @@ def convert(
             model, config = quantize_model(model, quantize), target
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
-    folder = source if source.is_dir() else source.parent
+    folder = source if has_folder(source) else source.parent
     _write(destination, model, config, folder)
     return config
 
 
 def _read(source: Path) -> tuple[LM, ModelConfig]:
-    if source.is_dir():
-        if not (source / CONFIG).is_file():
+    if has_folder(source):
+        if not has_file(source / CONFIG):
             raise CheckpointError(
                 f"{source}: a folder without {CONFIG}; give the file that holds the state dict"
             )
         return load_model(source, "cpu")
+    if has_file(source):
+        read_through(source)
     try:
         config, weights = from_state_dict(read_state_dict(source))
     except (CheckpointError, ConfigError) as error:
@@ -103,7 +106,7 @@ def _write(destination: Path, model: LM, config: ModelConfig, source: Path) -> N
         partial.mkdir(parents=True)
         save_model(partial, model, config, config.dtype)
         for name in (TOKENIZER, *CHAT):
-            if (source / name).is_file():
+            if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
         partial.rename(destination)
     except OSError as error:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from service import cli
 from service.settings import Settings
-from tests.cli.conftest import ROOT, TINY, environment
+from tests.cli.conftest import ROOT, TINY, Minserve, environment
+from tests.models.folders import FORBIDDEN, UNREADABLE, forbidden
 
 COMMANDS = ["serve", "generate", "score", "train", "convert", "bench"]
 
@@ -218,6 +221,68 @@ def test_text_needs_a_tokenizer(
     capsys.readouterr()
     for arguments in (["generate", "x"], ["score", str(text_file)]):
         assert "tokenizer.json" in refused(capsys, *arguments, "--model", tmp_path / "copy")
+
+
+def commands_that_read_a_model(folder: Path, text_file: Path, tmp_path: Path) -> list[list[str]]:
+    place = ["--model", str(folder), "--device", "cpu"]
+    return [
+        ["generate", "x", *place],
+        ["score", str(text_file), *place],
+        ["convert", str(folder), str(tmp_path / "converted")],
+    ]
+
+
+@pytest.mark.parametrize(("spoil", "says"), UNREADABLE.values(), ids=list(UNREADABLE))
+def test_a_model_that_cannot_be_read(
+    spoil: Callable[[Path], object],
+    says: str,
+    trained: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(trained, folder)
+    spoil(folder)
+    for arguments in commands_that_read_a_model(folder, text_file, tmp_path):
+        assert says in refused(capsys, *arguments)
+    assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize("name", [*FORBIDDEN, "tokenizer.json"])
+def test_a_model_that_may_not_be_read(
+    name: str, trained: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with forbidden(trained, name) as folder:
+        for arguments in commands_that_read_a_model(folder, text_file, folder.parent)[:2]:
+            says = refused(capsys, *arguments)
+            assert "Permission denied" in says
+            assert "damaged" not in says and "missing" not in says
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_serve_ends_where_the_model_cannot_be_read(
+    name: str, minserve: Minserve, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(trained, folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    done = minserve("serve", "--port", "0", "--model", folder, "--device", "cpu")
+    told = done.stderr + caplog.text  # a server logs it
+    assert done.returncode == 2
+    assert f"{name}: is a folder; allowed: a file" in told and "Traceback" not in told
+
+
+def test_a_tokenizer_that_leads_nowhere_is_not_taken_for_none(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(trained, folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("/nowhere")
+    told = refused(capsys, "generate", "x", "--model", folder, "--device", "cpu")
+    assert "tokenizer.json: is a link to /nowhere, which does not exist" in told
 
 
 def test_cuda_without_a_usable_gpu_says_the_mend(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,7 +20,14 @@ from engine import checkpoint
 from engine.checkpoint import fingerprint, load_config, load_model, resolve, save_model
 from engine.config import DtypeName, ModelConfig
 from engine.errors import CheckpointError, ConfigError
-from tests.models.folders import Weights, edit_config, edit_weights
+from tests.models.folders import (
+    FORBIDDEN,
+    UNREADABLE,
+    Weights,
+    edit_config,
+    edit_weights,
+    forbidden,
+)
 from tests.models.variants import VARIANTS, build, config_of
 
 OPTIONS: dict[str, object] = {"cell": "minlstm", "conv_kernel": 3, "eos_token_id": 7}
@@ -183,6 +194,49 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(("spoil", "says"), UNREADABLE.values(), ids=list(UNREADABLE))
+def test_what_cannot_be_read_is_told_in_words(
+    spoil: Callable[[Path], object], says: str, folder: Path
+) -> None:
+    spoil(folder)
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        load_model(resolve(str(folder)), "cpu")
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_may_not_be_read_is_not_called_damaged_or_missing(folder: Path, name: str) -> None:
+    with forbidden(folder, name) as copy:
+        with pytest.raises((CheckpointError, ConfigError)) as caught:
+            load_model(resolve(str(copy)), "cpu")
+        assert "cannot be read: Permission denied" in caught.value.message
+        assert str(copy / name) in caught.value.message
+        with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+            fingerprint(copy)
+
+
+@pytest.mark.parametrize("read", [lambda folder: load_model(folder, "cpu"), fingerprint])
+def test_a_disk_that_fails_is_told(
+    read: Callable[[Path], object], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the file is mapped into memory, where it would kill the process."""
+
+    class Failing(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    opened = Path.open
+
+    def open_failing(path: Path, *mode: Any, **options: Any) -> Any:
+        if path.name == "model.safetensors":
+            return Failing(path)
+        return opened(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_failing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: Input/output"):
+        read(folder)
+
+
 def test_an_interrupted_save_leaves_the_old_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +285,11 @@ class TestResolve:
     def test_a_file_is_no_folder(self, folder: Path) -> None:
         with pytest.raises(CheckpointError, match="is a file"):
             resolve(str(folder / "model.safetensors"))
+
+    def test_a_name_that_no_folder_can_have(self) -> None:
+        for name in ("a\0b", "x" * 5000):
+            with pytest.raises(CheckpointError, match="no model|cannot be read"):
+                resolve(name)
 
     def test_a_hub_id_is_fetched(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []

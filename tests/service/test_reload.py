@@ -16,8 +16,12 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from engine.checkpoint import save_model
+from engine.models.lm import LM
+from tests.models.folders import UNREADABLE
+from tests.models.variants import build
 from tests.service.harness import Service, fake_runner, running, save_byte_tokenizer
-from tests.service.process import Process, children
+from tests.service.process import Process, children, serving
 from tests.service.test_restart import (
     ENDLESS,
     SHORT,
@@ -131,6 +135,35 @@ def test_no_request_is_dropped(folders: tuple[Path, Path]) -> None:
         for asker in askers:
             asker.result()
     assert len(statuses) > 20 and set(statuses) == {200}
+
+
+def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    """With the engine's own loading."""
+    model = build({"cell": "mingru", "vocab_size": 257, "eos_token_id": 256})
+    good = save_byte_tokenizer_in(tmp_path / "good", model)
+    options = {"model": str(good), "device": "cpu", "threads": 1, "admin_key": KEY}
+    with serving(engine="engine.engine:Engine.load", **options) as process:
+        process.said("ready: ")
+        with httpx.Client(base_url=process.url, timeout=60) as client:
+            for number, (spoil, says) in enumerate(UNREADABLE.values()):
+                if "model.safetensors:" not in says and "is a link to /nowhere," not in says:
+                    continue
+                bad = save_byte_tokenizer_in(tmp_path / f"bad-{number}", model)
+                spoil(bad)
+                answer = reload(client, bad)
+                assert answer.status_code == 400, answer.text
+                error = answer.json()["error"]
+                assert (error["param"], error["code"]) == ("model", "checkpoint_error")
+                assert says in error["message"]
+                assert error["message"].endswith("; the model that was there goes on")
+            assert served(client) == "good"
+            assert client.post("/v1/generate", json=SHORT).json()["model"] == "good"
+        assert not any("Traceback" in line for line in process.lines)
+
+
+def save_byte_tokenizer_in(folder: Path, model: LM) -> Path:
+    save_model(folder, model, model.config, "float32")
+    return save_byte_tokenizer(folder)
 
 
 def test_a_model_that_cannot_be_loaded_changes_nothing(folders: tuple[Path, Path]) -> None:
