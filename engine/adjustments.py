@@ -37,10 +37,10 @@ class Adjustments:
     """Of `slots` slots."""
 
     def __init__(
-        self, slots: int, vocab_size: int, eos_token_id: int | None, device: torch.device
+        self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
     ) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
         self._device = device
         self._records = torch.zeros(slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self._asked: dict[int, _Asked] = {}  # by slot; other slots' records are empty
@@ -90,7 +90,7 @@ class Adjustments:
             (id, _bounded(value), _ALWAYS) for id, value in params.logit_bias.items()
         ]
         if params.min_tokens and params.grammar is None:  # else its masks see to that
-            ends = sorted(endings(params, self._eos_token_id))
+            ends = sorted(endings(params, self._eos_token_ids))
             entries += [(id, -torch.inf, params.min_tokens) for id in ends]
         there = self._upload(pack_entries(entries)) if entries else None
         counts = self._count(prompt) if has_penalties(params) else None

@@ -36,6 +36,7 @@ from engine.quantization import NotFiniteError, all_finite
 
 BUNDLED = Path(__file__).parent / "checkpoints"
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"  # of it, eos_token_id, which wins over config.json's
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
@@ -95,7 +96,15 @@ def _fetch(repo: str) -> Path:
         # Every error of the hub's client and of the connection below it is an OSError or a
         # ValueError (huggingface_hub.errors).
         path = snapshot_download(
-            repo, allow_patterns=[CONFIG, "*.safetensors", WEIGHTS_INDEX, TOKENIZER, *CHAT]
+            repo,
+            allow_patterns=[
+                CONFIG,
+                GENERATION_CONFIG,
+                "*.safetensors",
+                WEIGHTS_INDEX,
+                TOKENIZER,
+                *CHAT,
+            ],
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -107,14 +116,38 @@ def _fetch(repo: str) -> Path:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The folder's config.json. Raises CheckpointError when it is missing or the folder cannot be
-    read, ConfigError when it is invalid or cannot be read itself."""
+    """The folder's config.json, with the end-of-text tokens of its generation_config.json where
+    that names some. Raises CheckpointError when config.json is missing, the folder cannot be read
+    or the other file is wrong, ConfigError when config.json is invalid or cannot be read itself."""
     if not has_folder(folder):
         raise CheckpointError(f"{folder}: no such folder")
     path = folder / CONFIG
     if not has_file(path):
         raise CheckpointError(f"{folder}: {CONFIG} is missing")
-    return ModelConfig.load(path)
+    return with_generation_config(ModelConfig.load(path), folder)
+
+
+def with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The config with the end-of-text tokens that the folder's generation_config.json names: those
+    alone. Without the file, or where it names none, it stays as it is. Raises CheckpointError."""
+    path = folder / GENERATION_CONFIG
+    if not has_file(path):
+        return config
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    ids = values.get("eos_token_id")
+    if ids is None:
+        return config
+    try:
+        return dataclasses.replace(config, eos_token_id=ids)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error.message}") from error
 
 
 def load_model(
@@ -225,7 +258,8 @@ def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -
 def fingerprint(folder: Path) -> str:
     """SHA-256, in hex, over the bytes of config.json and of every weights file.
 
-    It says which model a state belongs to. Every byte is read: a few seconds for the largest
+    It says which model a state belongs to; where a text ends (generation_config.json) is no part of
+    that. Every byte is read: a few seconds for the largest
     models, once per start, and no two models that differ anywhere share it. Raises CheckpointError
     for files that are missing or cannot be read.
     """

@@ -27,6 +27,8 @@ SCAN_CHUNK = 128
 MOST_ENGINES = 256  # of one server
 MOST_TTL = 1e9  # seconds that a kept state may be asked to stay
 
+MOST_EOS_IDS = 128  # tokens that end a text of one model
+
 QUEUE_PART = 3
 
 
@@ -88,7 +90,8 @@ class ModelConfig:
     learned_initial_state: bool = False  # h_0 = g(parameter) instead of 0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
-    eos_token_id: int | None = None
+    # What ends a text, each by itself; the first one also begins it. A list in the file.
+    eos_token_id: int | tuple[int, ...] | None = None
     dtype: DtypeName = "bfloat16"  # of the stored weights, of those that are not quantised
     # Of the matrices, one scale per row (engine/quantization.py); a tied embedding is one of them.
     quantization: Quantization | None = None
@@ -147,13 +150,30 @@ class ModelConfig:
             self.out_projection,
             "true, unless expansion is 1",
         )
+        if isinstance(self.eos_token_id, list):  # as JSON has it
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
         _check(
             self.eos_token_id is None
-            or (_is_int(self.eos_token_id) and 0 <= self.eos_token_id < self.vocab_size),
+            or (1 <= len(ids) <= MOST_EOS_IDS and all(map(self._has, ids))),
             "eos_token_id",
-            self.eos_token_id,
-            f"null or an integer from 0 to {self.vocab_size - 1}",
+            list(ids) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
+            f"null, an integer from 0 to {self.vocab_size - 1},"
+            f" or a list of 1 to {MOST_EOS_IDS} such integers",
         )
+
+    def _has(self, token: object) -> bool:
+        """Whether it is a token's id."""
+        return _is_int(token) and 0 <= token < self.vocab_size  # type: ignore[operator]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All of them, each once; the first one stands for them where there can be only one."""
+        if self.eos_token_id is None:
+            return ()
+        if isinstance(self.eos_token_id, int):
+            return (self.eos_token_id,)
+        return tuple(dict.fromkeys(self.eos_token_id))
 
     @property
     def inner(self) -> int:

@@ -63,11 +63,13 @@ class _Ahead:
 
 
 class Constraints:
-    """Of one model, whose end-of-text token is `eos_token_id`; up to `threads` compute masks."""
+    """Of one model, whose texts each of `eos_token_ids` ends; up to `threads` compute masks."""
 
-    def __init__(self, grammars: Grammars, eos_token_id: int | None, threads: int = 1) -> None:
+    def __init__(
+        self, grammars: Grammars, eos_token_ids: tuple[int, ...], threads: int = 1
+    ) -> None:
         self._grammars = grammars
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
         self._most_originals = min(threads, MOST_THREADS)  # of a grammar: one for each thread
         self._threads = MaskThreads(self._most_originals)
         self._ahead: _Ahead | None = None
@@ -97,8 +99,8 @@ class Constraints:
         self._copies[original] += 1
         lasting = None
         if params.min_tokens:
-            lasting = _all_but(endings(params, self._eos_token_id), self.words)
-        ends = stop_ids(params, self._eos_token_id)
+            lasting = _all_but(endings(params, self._eos_token_ids), self.words)
+        ends = stop_ids(params, self._eos_token_ids)
         matcher = original.copy()
         self._texts[key] = _Text(
             params.grammar, original, matcher, ends, params.min_tokens, lasting
@@ -212,8 +214,8 @@ class Constraints:
     def _take_out_ends(self, bits: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """What is never text, of every row of [rows, words]; where the end was allowed, [rows]."""
         if self._textual is None:
-            ends = self._grammars.tokens.end, self._eos_token_id
-            self._textual = _all_but([end for end in ends if end is not None], self.words)
+            ends = self._grammars.tokens.end, *self._eos_token_ids
+            self._textual = _all_but(ends, self.words)
         word, bit = divmod(self._grammars.tokens.end, 32)
         may_end: NDArray[np.bool_] = bits[:, word] & np.uint32(1 << bit) != 0
         bits &= self._textual

@@ -120,7 +120,7 @@ class Engine:
         self._desk = StateDesk(keeper)
         self._scheduler = Scheduler(
             vocab_size=info.vocab_size,
-            eos_token_id=info.eos_token_id,
+            eos_token_ids=info.eos_token_ids,
             slots=config.max_slots,
             share_slots=config.share_slots,
             max_step_tokens=config.max_step_tokens,

@@ -259,7 +259,7 @@ class Keeper:
             owner=request.owner,
             priority=request.priority,
         )
-        heir = Sequence(key, sequence.client, again, None, now)
+        heir = Sequence(key, sequence.client, again, (), now)
         heir.keeping = keeping
         keeping.rebuilds, keeping.reason, keeping.answer = sequence, reason, answer
         sequence.keeping = None

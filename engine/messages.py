@@ -356,7 +356,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of the weights and the config
     cell: str
     vocab_size: int
-    eos_token_id: int | None
+    eos_token_ids: tuple[int, ...]  # each of them ends a text
     parameters: int
     state_bytes: int  # of one sequence: fp32, cell and conv
     slots: int
@@ -367,6 +367,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # a sequence's logits do not depend on its company
     cell_shape: tuple[int, int] = (0, 0)  # of a state: layers, inner
     conv_shape: tuple[int, int, int] | None = None  # layers, taps - 1, d_model; None without any
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of those that end a text; None where there is none."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

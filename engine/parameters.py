@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,10 @@ _MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long be
 class Parameters:
     """What requests ask for, by the slot of their sequence: columns on the host."""
 
-    def __init__(self, slots: int, vocab_size: int, eos_token_id: int | None) -> None:
+    def __init__(self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
+        self._usual_stops = _row_of(eos_token_ids)  # of those who name none
         self._plain = np.zeros(slots, np.bool_)
         self._streams = np.zeros(slots, np.int64)
         self._top_p = np.ones(slots, np.float64)
@@ -39,7 +40,7 @@ class Parameters:
             return
         slots = [one.slot for one in admissions]
         params = [one.request.sampling for one in admissions]
-        self._plain[slots] = [is_plain(one) for one in params]
+        self._plain[slots] = [is_plain(one, self._eos_token_ids) for one in params]
         self._put(slots, params)
 
     def all_plain(self, slots: Sequence[int]) -> bool:
@@ -93,16 +94,19 @@ class Parameters:
             self._min_p[slots] = [one.min_p for one in params]
         self._tops[slots] = [top_of(one) for one in params]
         self._max_tokens[slots] = [one.max_tokens for one in params]
-        self._stop_ids[slots] = -1
-        if self._eos_token_id is not None:
-            self._stop_ids[slots, 0] = [
-                -1 if one.ignore_eos else self._eos_token_id for one in params
-            ]
+        ignore = np.array([one.ignore_eos for one in params])
+        self._stop_ids[slots] = np.where(ignore[:, np.newaxis], -1, self._usual_stops)
         for slot, one in zip(slots, params, strict=True):
             if one.stop_token_ids:
-                # Of those who have more, the host sees to that.
-                ids = list(stop_ids(one, self._eos_token_id))[:MOST_STOP_IDS]
-                self._stop_ids[slot, : len(ids)] = ids
+                self._stop_ids[slot] = _row_of(stop_ids(one, self._eos_token_ids))
+
+
+def _row_of(ids: Iterable[int]) -> NDArray[np.int32]:
+    """Stop ids [MOST_STOP_IDS], padded with -1. Of those who have more, the host sees to that."""
+    row = np.full(MOST_STOP_IDS, -1, np.int32)
+    first = list(ids)[:MOST_STOP_IDS]
+    row[: len(first)] = first
+    return row
 
 
 def drawn_temperature(params: SamplingParams) -> float:

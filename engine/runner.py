@@ -145,10 +145,10 @@ class Runner:
             ),
             self.model_config.vocab_size,
         )
-        vocab_size, eos_token_id = self.model_config.vocab_size, self.model_config.eos_token_id
+        vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
         slots = self.config.max_slots
-        self._adjustments = Adjustments(slots, vocab_size, eos_token_id, self._device)
-        self._parameters = Parameters(slots, vocab_size, eos_token_id)
+        self._adjustments = Adjustments(slots, vocab_size, eos_token_ids, self._device)
+        self._parameters = Parameters(slots, vocab_size, eos_token_ids)
         self._decoding = DecodeState(
             self._model,
             self._pool.state,
@@ -172,7 +172,7 @@ class Runner:
                 self._device,
             ),
             Sampler(self._parameters, self._adjustments, self._device),
-            Constraints(self.grammars, eos_token_id, self.config.threads),
+            Constraints(self.grammars, eos_token_ids, self.config.threads),
             self._device,
         )
         self.info = self._describe(folder, parameters, fingerprint)
@@ -190,7 +190,7 @@ class Runner:
             fingerprint=fingerprint,
             cell=self.model_config.cell,
             vocab_size=self.model_config.vocab_size,
-            eos_token_id=self.model_config.eos_token_id,
+            eos_token_ids=self.model_config.eos_token_ids,
             parameters=parameters,
             state_bytes=self.model_config.state_bytes,
             slots=self.config.max_slots,
@@ -229,7 +229,8 @@ class Runner:
             SamplingParams(logprobs=0),
             SamplingParams(top_k=2, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=1),
         )
-        for sampling in (*plain, SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS)))):
+        hosted = SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS + 1)))
+        for sampling in (*plain, hosted):
             request = Request(id=0, prompt=pack_ids([0]), sampling=sampling, score=True)
             tokens, targets = array("i", [0]), array("i", [0])
             self.run(
@@ -240,7 +241,7 @@ class Runner:
             )
             row = DecodeRow(-1, 0, token=0, position=1)
             self.run(Plan(decode=[row]))
-            if is_plain(sampling):
+            if is_plain(sampling, self.model_config.eos_token_ids):
                 batch = Plan(decode=[row], at=[0], plain=True, adjusted=is_adjusted(sampling))
                 batch.top = -1 if sampling.logprobs is None else sampling.logprobs
                 self.run(batch)

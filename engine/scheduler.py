@@ -62,7 +62,7 @@ class Scheduler(Lives):
         self,
         *,
         vocab_size: int,
-        eos_token_id: int | None,
+        eos_token_ids: tuple[int, ...],
         slots: int,
         share_slots: int,
         max_step_tokens: int,
@@ -77,7 +77,7 @@ class Scheduler(Lives):
         on_loaded: Callable[[Kept], None] = lambda kept: None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_id = eos_token_id
+        self._eos_token_ids = eos_token_ids
         self._budgets = {hosted: PromptBudget(max_step_tokens) for hosted in (False, True)}
         self._state_bytes = state_bytes
         self._grammars = grammars or Grammars(None)
@@ -103,7 +103,7 @@ class Scheduler(Lives):
         if request.id in mine:
             log.warning("request id %d is in flight already; ignored", request.id)
             return
-        sequence = Sequence(self._next_key, client, request, self._eos_token_id, now)
+        sequence = Sequence(self._next_key, client, request, self._eos_token_ids, now)
         try:
             self._check(request, now)
             self._keeper.accept(sequence)
@@ -143,7 +143,7 @@ class Scheduler(Lives):
     def _check(self, request: Request, now: float) -> None:
         if self._refusal is not None:
             raise self._refusal
-        check_request(request, self._vocab_size, self._eos_token_id)
+        check_request(request, self._vocab_size, self._eos_token_ids)
         refusal = self._waiting.refusal(request.owner, request.prompt_tokens, self._slots.free, now)
         if refusal is not None:
             raise refusal

@@ -30,24 +30,24 @@ MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself
 
 
-def stop_ids(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
-    """The tokens that end an answer."""
-    if eos_token_id is None or params.ignore_eos:
+def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """The tokens that end an answer, where `eos_token_ids` end a text of the model."""
+    if params.ignore_eos:
         return frozenset(params.stop_token_ids)
-    return frozenset((*params.stop_token_ids, eos_token_id))
+    return frozenset((*params.stop_token_ids, *eos_token_ids))
 
 
-def endings(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
+def endings(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
     """The tokens that min_tokens rules out: end-of-text, where it is ignored, too."""
-    return stop_ids(params, eos_token_id).union([] if eos_token_id is None else [eos_token_id])
+    return frozenset((*params.stop_token_ids, *eos_token_ids))
 
 
-def is_plain(params: SamplingParams) -> bool:
+def is_plain(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> bool:
     """Whether the device can draw for the request, token after token, without the host."""
     return (
         params.grammar is None
         and top_of(params) <= MOST_TOP
-        and len(params.stop_token_ids) < MOST_STOP_IDS  # with end-of-text that makes as many
+        and len(params.stop_token_ids) + len(eos_token_ids) <= MOST_STOP_IDS
     )
 
 
@@ -123,7 +123,12 @@ class Sequence:
     )
 
     def __init__(
-        self, key: int, client: Hashable, request: Request, eos_token_id: int | None, now: float
+        self,
+        key: int,
+        client: Hashable,
+        request: Request,
+        eos_token_ids: tuple[int, ...],
+        now: float,
     ) -> None:
         sampling = request.sampling
         self.key = key
@@ -141,8 +146,8 @@ class Sequence:
         self.mask_cost: MaskCost | None = None  # of its grammar, once that is compiled
         self.max_tokens = sampling.max_tokens
         self.min_tokens = sampling.min_tokens
-        self.stop_ids = stop_ids(sampling, eos_token_id)
-        self.plain = is_plain(sampling)
+        self.stop_ids = stop_ids(sampling, eos_token_ids)
+        self.plain = is_plain(sampling, eos_token_ids)
         self.top = top_of(sampling)
         self.deadline = None if request.timeout is None else now + request.timeout
 

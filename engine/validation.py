@@ -32,7 +32,7 @@ MOST_SALT_BYTES = 64
 FEW_TOKENS = 64  # that are looked at one by one: an array takes a few microseconds to make
 
 
-def check_request(request: Request, vocab_size: int, eos_token_id: int | None) -> None:
+def check_request(request: Request, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
     """Raises InvalidRequest, which names the parameter and says what is allowed."""
     if len(request.prompt) % ID_BYTES:
         raise InvalidRequest(
@@ -74,7 +74,7 @@ def check_request(request: Request, vocab_size: int, eos_token_id: int | None) -
         _check_range("priority", request.priority, LEAST_PRIORITY, MOST_PRIORITY)
     if request.timeout is not None and not 0.0 < request.timeout < math.inf:
         _check_number("timeout", request.timeout, above=0.0)
-    _check_sampling(request.sampling, vocab_size, eos_token_id)
+    _check_sampling(request.sampling, vocab_size, eos_token_ids)
 
 
 def _check_keep(keep: Keep) -> None:
@@ -99,14 +99,16 @@ def check_ttl(param: str, seconds: float) -> None:
     _check_number(param, seconds, above=0.0, most=MOST_TTL)
 
 
-def _check_sampling(params: SamplingParams, vocab_size: int, eos_token_id: int | None) -> None:
+def _check_sampling(
+    params: SamplingParams, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> None:
     """What is as it is by default, which most is, is right. A check is a call only where it fails,
     or for what few requests name."""
     if not 0 <= params.max_tokens <= INT32_MAX:
         _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
     if params.min_tokens:
         _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
-        if len(endings(params, eos_token_id)) >= vocab_size:
+        if len(endings(params, eos_token_ids)) >= vocab_size:
             raise InvalidRequest(
                 "min_tokens cannot be met: each token of the model is a stop id",
                 param="min_tokens",

@@ -157,7 +157,7 @@ def _batch(
     the other."""
     grammars = Grammars(folder, vocab_size)
     grammars.ask(grammar)
-    constraints, seconds = Constraints(grammars, 0, threads), []
+    constraints, seconds = Constraints(grammars, (0,), threads), []
     for step in range(len(ids) + streams - 1):
         while grammars.busy:
             grammars.wait(1.0)

@@ -132,7 +132,7 @@ class MockRunner:
             fingerprint="",
             cell="mingru",
             vocab_size=VOCABULARY,
-            eos_token_id=VOCABULARY - 1,
+            eos_token_ids=(VOCABULARY - 1,),
             parameters=0,
             state_bytes=STATE_BYTES,
             slots=slots,

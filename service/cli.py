@@ -284,7 +284,7 @@ def convert(
         dtype=dtype,
         normalize_gates=normalize_gates,
         norm_eps=norm_eps,
-        eos_token_id=eos_token_id,
+        eos_token_id=eos_token_id or None,
         quantize=quantize,
     )
     if tokenizer is not None:

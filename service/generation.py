@@ -55,7 +55,7 @@ class Task(msgspec.Struct, frozen=True):
             # A grammar has every space of the text: none is taken off.
             begins=self.params.grammar is None and not self.use.goes_on,
             keeps=self.use.keep is not None,
-            rule=self._rule(runtime.info.eos_token_id) if self._runs_on else None,
+            rule=self._rule(runtime.info.eos_token_ids) if self._runs_on else None,
         )
 
     @property
@@ -67,10 +67,10 @@ class Task(msgspec.Struct, frozen=True):
         ruled = params.grammar is not None or params.min_tokens > 0
         return self.use.keep is not None and self.stop is not None and not ruled
 
-    def _rule(self, eos: int | None) -> EndRule:
+    def _rule(self, eos: tuple[int, ...]) -> EndRule:
         stops = set(self.params.stop_token_ids)
-        if eos is not None and not self.params.ignore_eos:
-            stops.add(eos)
+        if not self.params.ignore_eos:
+            stops.update(eos)
         return EndRule(self.params.max_tokens, frozenset(stops))
 
     @property

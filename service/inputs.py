@@ -149,8 +149,8 @@ async def read_beginning(
 
 
 def end_of_text(param: str, info: ModelInfo) -> list[int]:
-    """The end-of-text token, from which a model writes as at the beginning of a text. Raises
-    ApiError 400 where it has none."""
+    """The end-of-text token, the first of several, from which a model writes as at the beginning of
+    a text. Raises ApiError 400 where it has none."""
     if info.eos_token_id is None:
         raise invalid(param, "is empty, and the model has no end-of-text token instead")
     return [info.eos_token_id]

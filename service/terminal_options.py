@@ -180,7 +180,9 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in --out
 NormalizeGates = Annotated[bool | None, Option(help="Of a minLSTM: weights do not show it.")]
 NormEps = Annotated[float | None, Option(help="Of the norms [what the project uses].")]
 ConvertedTokenizer = Annotated[Path | None, Option(help="A tokenizer.json to go with it.")]
-EosTokenId = Annotated[int | None, Option(help="The id that ends a text [none].")]
+EosTokenId = Annotated[
+    list[int] | None, Option(help="An id that ends a text; repeatable [as the source says].")
+]
 ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights [as they are].")]
 ConvertedQuantize = Annotated[Quantization | None, Option(help="Write 8-bit weights [no].")]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.checkpoint import (
     quantize_model,
     quantized_config,
     save_model,
+    with_generation_config,
 )
 from engine.config import DtypeName, ModelConfig, Quantization
 from engine.convert.minlm import from_state_dict
@@ -41,14 +43,15 @@ def convert(
     dtype: DtypeName | None = None,
     normalize_gates: bool | None = None,
     norm_eps: float | None = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     quantize: Quantization | None = None,
 ) -> ModelConfig:
     """Writes the checkpoint folder `destination` from a state dict, and says what it describes.
 
     `source` is a .safetensors file, a file that torch.save wrote (read with weights_only: nothing
     else is unpickled), or a checkpoint folder of minserve, to save it anew. A tokenizer.json beside
-    the weights is copied. The keywords replace what the weights show (None) and are needed where
+    the weights is copied, and the end-of-text tokens that a generation_config.json there names go
+    into config.json. The keywords replace what the weights show (None) and are needed where
     they do not show it: `normalize_gates` False for a minLSTM whose gates were not normalised,
     `norm_eps` for a norm's epsilon other than its project's default. `quantize` quantises the
     source's weights (not what `dtype` would round them to), so that the folder loads to the very
@@ -61,11 +64,14 @@ def convert(
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists; give a folder that does not")
     model, config = _read(source)
+    folder = source if has_folder(source) else source.parent
+    if folder != source and eos_token_id is None:
+        config = with_generation_config(config, folder)
     given: dict[str, Any] = {
         "dtype": dtype,
         "normalize_gates": normalize_gates,
         "norm_eps": norm_eps,
-        "eos_token_id": eos_token_id,
+        "eos_token_id": eos_token_id if isinstance(eos_token_id, int | None) else (*eos_token_id,),
     }
     config = dataclasses.replace(
         config, **{name: value for name, value in given.items() if value is not None}
@@ -76,7 +82,6 @@ def convert(
             model, config = quantize_model(model, quantize), target
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
-    folder = source if has_folder(source) else source.parent
     _write(destination, model, config, folder)
     return config
 

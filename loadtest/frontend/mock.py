@@ -68,7 +68,7 @@ class MockEngine:
             fingerprint="",
             cell="mingru",
             vocab_size=257,
-            eos_token_id=256,
+            eos_token_ids=(256,),
             parameters=0,
             state_bytes=0,
             slots=config.max_slots,

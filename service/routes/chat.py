@@ -126,7 +126,7 @@ async def _tasks(
 def _params(
     body: ChatRequest, settings: Settings, info: ModelInfo, end_id: int | None
 ) -> SamplingParams:
-    """Sampling parameters; `end_id` ends a turn, whatever token the model's own end of text is."""
+    """Sampling parameters; `end_id` ends a turn, whatever tokens end the model's texts."""
     values = {name: getattr(body, name) for name in SAMPLING}
     values["seed"] = random.getrandbits(63) if body.seed is None else body.seed
     values["max_tokens"] = body.max_completion_tokens or body.max_tokens
@@ -136,7 +136,7 @@ def _params(
         values["logprobs"] = body.top_logprobs or 0
         check_top("top_logprobs", values["logprobs"], settings, info)
     params = sampling_params(values, settings, info)
-    if end_id is None or end_id == info.eos_token_id or body.ignore_eos:
+    if end_id is None or end_id in info.eos_token_ids or body.ignore_eos:
         return params
     return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
 

@@ -186,8 +186,8 @@ def _with_ends(params: SamplingParams, info: ModelInfo) -> tuple[SamplingParams,
     end a text. Who scores a prompt by its echo counts on one token after it (lm-eval cuts the last
     entry of the arrays off)."""
     ends = set(params.stop_token_ids)
-    if info.eos_token_id is not None and not params.ignore_eos:
-        ends.add(info.eos_token_id)
+    if not params.ignore_eos:
+        ends.update(info.eos_token_ids)
     delivered = msgspec.structs.replace(params, ignore_eos=True, stop_token_ids=())
     return delivered, frozenset(ends)
 

@@ -43,6 +43,7 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "parameters": info.parameters,
         "vocab_size": info.vocab_size,
         "eos_token_id": info.eos_token_id,
+        "eos_token_ids": info.eos_token_ids,
         "dtype": info.dtype,
         "quantization": info.quantization,
         "deterministic": info.deterministic,

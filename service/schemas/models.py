@@ -16,7 +16,8 @@ class ModelCard(BaseModel):
     cell: str
     parameters: int
     vocab_size: int
-    eos_token_id: int | None
+    eos_token_id: int | None = Field(description="the first of those that end a text")
+    eos_token_ids: list[int] = Field(description="each of them ends a text")
     dtype: str
     quantization: str | None
     deterministic: bool

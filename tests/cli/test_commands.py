@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import threading
@@ -241,6 +242,34 @@ def test_convert_writes_a_folder_that_scores_the_same(
         for it in (trained, copy)
     ]
     assert scores[0] == scores[1]
+
+
+def test_convert_takes_several_ends_of_text(
+    minserve: Minserve, trained: Path, tmp_path: Path
+) -> None:
+    ends = ["--eos-token-id", "256", "--eos-token-id", "10"]
+    for name, options, ids in (("several", ends, [256, 10]), ("none", [], 256)):
+        done = minserve("convert", trained, tmp_path / name, *options)
+        assert done.returncode == 0, done.stderr
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["eos_token_id"] == ids
+    done = minserve("convert", trained, tmp_path / "wrong", "--eos-token-id", "257")
+    assert done.returncode == 2 and "allowed: null, an integer from 0 to 256" in done.stderr
+
+
+def test_generate_ends_with_each_end_of_text(
+    minserve: Minserve, trained: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    arguments = ["generate", "To be", "--model", copy, "--device", "cpu", "--temperature", "0"]
+    whole = minserve(*arguments, "--max-tokens", "30").stdout.removesuffix("\n")
+    end = next(character for character in whole[1:] if character.isascii())  # one token
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, ord(end)]}))
+    ended = minserve(*arguments, "--max-tokens", "30")
+    assert ended.stdout == whole[: whole.index(end)] + "\n"
+    on = minserve(*arguments, "--max-tokens", "30", "--ignore-eos")
+    assert on.stdout == whole + "\n"
 
 
 def test_convert_refuses_a_tokenizer_that_is_too_large_and_leaves_nothing(

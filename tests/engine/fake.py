@@ -115,6 +115,7 @@ class FakeRunner:
         self,
         vocab_size: int = 257,
         eos: int | None = 256,
+        more_eos: tuple[int, ...] = (),
         slots: int = 8,
         share_slots: int = 4,
         max_step_tokens: int = 256,
@@ -148,7 +149,7 @@ class FakeRunner:
             fingerprint="fake",
             cell="mingru",
             vocab_size=vocab_size,
-            eos_token_id=eos,
+            eos_token_ids=(() if eos is None else (eos,)) + more_eos,
             parameters=0,
             state_bytes=state_bytes,
             slots=slots,
@@ -158,7 +159,7 @@ class FakeRunner:
             cell_shape=(1, state_bytes // 4),
         )
         self.grammars = Grammars(folder, vocab_size)
-        self.constraints = Constraints(self.grammars, eos)
+        self.constraints = Constraints(self.grammars, self.info.eos_token_ids)
         self.step_seconds = step_seconds
         self.failures = failures if failures is not None else []
         self.start_failures: list[Exception] = []
@@ -344,9 +345,9 @@ class FakeRunner:
     def _upload(self, key: int, slot: int, token: int, position: int) -> FakeRow:
         request = self.requests[key]
         params = request.sampling
-        assert is_plain(params)
+        assert is_plain(params, self.info.eos_token_ids)
         assert position == len(self.answers[key])
-        stops = stop_ids(params, self.info.eos_token_id)
+        stops = stop_ids(params, self.info.eos_token_ids)
         if token < 0:
             assert position == 1
             token = self.answers[key][-1]
@@ -416,10 +417,8 @@ class FakeRunner:
             allowed = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
             logits = [value if allowed[token] else -math.inf for token, value in enumerate(logits)]
         if position < params.min_tokens and not constrained:
-            for token in params.stop_token_ids:
+            for token in stop_ids(params, self.info.eos_token_ids):
                 logits[token] = -math.inf
-            if self.info.eos_token_id is not None and not params.ignore_eos:
-                logits[self.info.eos_token_id] = -math.inf
         order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
         if params.temperature == 0:
             token = order[0]

@@ -25,7 +25,9 @@ class Draws(NamedTuple):
 class Sampling:
     """Draws for its sequences as a runner does, which knows what each has drawn last."""
 
-    def __init__(self, vocab: int, eos: int | None, device: str = "cpu", slots: int = 64) -> None:
+    def __init__(
+        self, vocab: int, eos: tuple[int, ...], device: str = "cpu", slots: int = 64
+    ) -> None:
         where = torch.device(device)
         self.adjustments = Adjustments(slots, vocab, eos, where)
         self.parameters = Parameters(slots, vocab, eos)

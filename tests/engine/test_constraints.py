@@ -30,7 +30,7 @@ def admit(tmp_path: Path) -> Admit:
     """Admits requests of one regular expression, or one each, with keys 0, 1, ..."""
     size = save_bytes(tmp_path)
 
-    def admit(*texts: str, eos: int | None = EOS, **params: object) -> Constraints:
+    def admit(*texts: str, eos: tuple[int, ...] = (EOS,), **params: object) -> Constraints:
         grammars = Grammars(tmp_path, size)
         constraints = Constraints(grammars, eos)
         settle(grammars, *(Grammar("regex", text) for text in texts))
@@ -78,14 +78,16 @@ def test_a_text_that_nothing_can_follow_is_complete(admit: Admit) -> None:
 @pytest.mark.parametrize(
     ("params", "eos", "ends"),
     [
-        ({}, None, set()),
-        ({"ignore_eos": True}, EOS, set()),
-        ({"stop_token_ids": (7, 9)}, EOS, {7, 9, EOS}),
-        ({"stop_token_ids": (7,)}, None, {7}),
+        ({}, (), set()),
+        ({"ignore_eos": True}, (EOS, 7), set()),
+        ({"stop_token_ids": (7, 9)}, (EOS,), {7, 9, EOS}),
+        ({"stop_token_ids": (7,)}, (), {7}),
+        ({}, (EOS, 7), {EOS, 7}),
+        ({"stop_token_ids": (9,)}, (7, EOS), {7, 9, EOS}),
     ],
 )
 def test_all_that_ends_an_answer_is_an_end(
-    params: dict[str, object], eos: int | None, ends: set[int], admit: Admit
+    params: dict[str, object], eos: tuple[int, ...], ends: set[int], admit: Admit
 ) -> None:
     constraints = admit("a+", eos=eos, **params)
     assert allowed(constraints, 0) == [ids("a")]
@@ -106,7 +108,7 @@ def test_a_stop_id_that_is_text_is_allowed_as_text_too(admit: Admit) -> None:
 def test_special_tokens_are_no_text(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
     grammars = Grammars(tmp_path, size)
-    constraints = Constraints(grammars, EOS)
+    constraints = Constraints(grammars, (EOS,))
     named = Grammar("grammar", 'start: "a" | <[256]> "b"')
     settle(grammars, named)
     constraints.admit(0, SamplingParams(grammar=named))
@@ -116,7 +118,7 @@ def test_special_tokens_are_no_text(tmp_path: Path) -> None:
 def test_the_end_cannot_be_asked_for_by_its_number(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
     grammars = Grammars(tmp_path, size)
-    constraints = Constraints(grammars, EOS)
+    constraints = Constraints(grammars, (EOS,))
     named = [
         Grammar("grammar", f"start: {text}")
         for text in ('"a" (<[257]> | <[256]>) "b"', '"a" | <[257]> "b"')
@@ -146,7 +148,7 @@ def test_a_token_that_is_not_allowed_ends_in_a_rejection_of_that_sequence_alone(
 def test_a_dead_end_of_a_vocabulary_is_told(tmp_path: Path) -> None:
     size = save_characters(tmp_path, "abcd")
     grammars, one = Grammars(tmp_path, size), Grammar("regex", "a[bc]X|ad+")
-    constraints = Constraints(grammars, None)
+    constraints = Constraints(grammars, ())
     settle(grammars, one)
     constraints.admit(0, SamplingParams(grammar=one))
     for token in (0, 1):  # "ab", after which nothing but X can follow
@@ -198,7 +200,7 @@ def two_crowds(folder: Path, sequences: int) -> Constraints:
     some = [Grammar("regex", text) for text in ("a+", "b+")]
     grammars = Grammars(folder, save_bytes(folder))
     settle(grammars, *some)
-    constraints = Constraints(grammars, EOS, threads=2)
+    constraints = Constraints(grammars, (EOS,), threads=2)
     for key in range(sequences):
         constraints.admit(key, SamplingParams(grammar=some[key % 2]))
     return constraints
@@ -215,7 +217,7 @@ def test_threads_compute_the_masks_that_one_computes(
     some = [Grammar("regex", text) for text in ("(ab?c|d[a-f]*)+", "[abx]+y")]
     grammars = Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, *some)
-    alone, together = Constraints(grammars, EOS), Constraints(grammars, EOS, threads=3)
+    alone, together = Constraints(grammars, (EOS,)), Constraints(grammars, (EOS,), threads=3)
     random, drawn = Random(0), dict[int, int]()  # how many tokens, by key
     for step in range(60):
         for key in range(10 * step, 10 * step + random.randrange(6)):
@@ -268,7 +270,7 @@ def test_a_lexer_that_others_have_filled_is_replaced(
     one, grammars = Grammar("regex", WINDOW), Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
     (first,) = grammars.originals(one)
-    constraints, random = Constraints(grammars, EOS), Random(1)
+    constraints, random = Constraints(grammars, (EOS,)), Random(1)
     for begin in range(0, 24, together):
         keys = list(range(begin, begin + together))
         for key in keys:
@@ -289,7 +291,7 @@ def test_a_full_lexer_ends_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     grammars = Grammars(tmp_path, save_characters(tmp_path, letters))
     settle(grammars, one)
     (first,) = grammars.originals(one)
-    constraints, random = Constraints(grammars, None), Random(1)
+    constraints, random = Constraints(grammars, ()), Random(1)
     for key in range(60):
         constraints.admit(key, SamplingParams(grammar=one))
         written = ""
@@ -316,7 +318,7 @@ def test_a_panic_while_a_lexer_is_replaced_costs_one_request(
     one, other = Grammar("regex", WINDOW), Grammar("regex", "[ab]+")
     grammars = Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, one, other)
-    constraints, random = Constraints(grammars, EOS), Random(1)
+    constraints, random = Constraints(grammars, (EOS,)), Random(1)
     for key, grammar in enumerate((one, one, other)):
         constraints.admit(key, SamplingParams(grammar=grammar))
     monkeypatch.setattr(Grammars, "replace", panic)
@@ -333,7 +335,7 @@ def test_a_text_that_fills_a_lexer_by_itself_is_rejected(
     monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
     one, grammars = Grammar("regex", WINDOW), Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
-    constraints, random = Constraints(grammars, EOS), Random(1)
+    constraints, random = Constraints(grammars, (EOS,)), Random(1)
     for key in range(2):
         constraints.admit(key, SamplingParams(grammar=one))
     while not (rejected := constraints.rejected()):
@@ -354,7 +356,7 @@ def test_threads_are_for_masks_that_take_long(
     monkeypatch.setattr(module, "WORTH_SECONDS", worth)
     one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
-    constraints = Constraints(grammars, EOS, threads=2)
+    constraints = Constraints(grammars, (EOS,), threads=2)
     for key in range(20):
         constraints.admit(key, SamplingParams(grammar=one))
         assert allowed(constraints, *range(key + 1)) == [ids("ab")] * (key + 1)
@@ -418,7 +420,7 @@ def test_sequences_share_the_originals_evenly(
     settle(grammars, one)
     monkeypatch.setattr(module, "CROWD", 4)
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
-    constraints = Constraints(grammars, EOS, threads=2)
+    constraints = Constraints(grammars, (EOS,), threads=2)
 
     def admit(*keys: int) -> None:
         for key in keys:

@@ -525,8 +525,8 @@ def test_an_engine_on_the_gpu_overlaps_its_rounds(folder: Path) -> None:
 
 
 def test_sampling_params_of_requests_are_plain_or_not() -> None:
-    assert is_plain(SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=4))
-    assert is_plain(SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS - 1))))
+    assert is_plain(SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=4), (EOS,))
+    assert is_plain(SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS - 1))), (EOS,))
     for adjusted in (
         SamplingParams(repetition_penalty=1.1),
         SamplingParams(presence_penalty=0.1),
@@ -534,12 +534,25 @@ def test_sampling_params_of_requests_are_plain_or_not() -> None:
         SamplingParams(logit_bias={1: 0.0}),
         SamplingParams(min_tokens=1),
     ):
-        assert is_plain(adjusted) and is_adjusted(adjusted)
+        assert is_plain(adjusted, (EOS,)) and is_adjusted(adjusted)
     assert not is_adjusted(SamplingParams(temperature=0.5, top_k=3, logprobs=1))
-    assert is_plain(SamplingParams(logprobs=0)) and is_plain(SamplingParams(logprobs=MOST_TOP))
+    for top in (0, MOST_TOP):
+        assert is_plain(SamplingParams(logprobs=top), (EOS,))
     for special in (
         SamplingParams(logprobs=MOST_TOP + 1),
         SamplingParams(grammar=Grammar("regex", "a+")),
         SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS))),
     ):
-        assert not is_plain(special)
+        assert not is_plain(special, (EOS,))
+    # The device looks for so many, whoever named them; for more the host does.
+    usual, many = (EOS, EOS - 1, EOS - 2), tuple(range(MOST_STOP_IDS + 1))
+    for ends, ids, plain in (
+        (usual, MOST_STOP_IDS - 3, True),
+        (usual, MOST_STOP_IDS - 2, False),
+        (many[1:], 0, True),
+        (many[1:], 1, False),
+        (many, 0, False),
+        ((), MOST_STOP_IDS, True),
+    ):
+        asked = SamplingParams(stop_token_ids=tuple(range(ids)))
+        assert is_plain(asked, ends) is plain

@@ -118,7 +118,7 @@ def test_priorities_are_bounded(priority: int) -> None:
 
 
 def reading(key: int, length: int, owner: str) -> Sequence:
-    return Sequence(key, "c", ask(length, owner=owner), None, 0.0)
+    return Sequence(key, "c", ask(length, owner=owner), (), 0.0)
 
 
 def shared(budget: PromptBudget, sequences: list[Sequence], in_chunks: bool = True) -> Counter[str]:

@@ -47,7 +47,7 @@ def test_what_a_mask_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cost = grammars.cost(LETTERS)
     assert cost is not None and 0 < cost.seconds < 1
     assert grammars.cost(Grammar("regex", "other")) is None
-    constraints = Constraints(grammars, None)
+    constraints = Constraints(grammars, ())
     constraints.admit(1, SamplingParams(grammar=LETTERS))
     monkeypatch.setattr(constraints_module.time, "perf_counter", clock)
     cost.seconds, step = 0.0, 2 * SLOW_SECONDS

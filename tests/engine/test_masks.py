@@ -49,7 +49,7 @@ def test_bits_are_tokens(device: str) -> None:
     where = torch.device(device)
     slots = torch.zeros(3, dtype=torch.int32, device=where)
     allowed = allow(3, dict(enumerate(rows)), device)
-    Adjustments(1, VOCAB, EOS, where).apply(masked, slots, slots, slots.long(), *allowed)
+    Adjustments(1, VOCAB, (EOS,), where).apply(masked, slots, slots, slots.long(), *allowed)
     for row, tokens in enumerate(rows):
         finite = {int(token) for token in masked[row].isfinite().nonzero()}
         assert finite == tokens

@@ -52,12 +52,12 @@ def random_params(chance: random.Random) -> SamplingParams:
 
 def test_nothing_is_left_of_who_had_the_slot_before() -> None:
     chance = random.Random(0)
-    parameters = Parameters(SLOTS, VOCAB, EOS)
+    parameters = Parameters(SLOTS, VOCAB, (EOS,))
     for _ in range(200):
         slots = chance.sample(range(SLOTS), chance.randint(1, SLOTS))
         admissions = [admission(slot, random_params(chance)) for slot in slots]
         parameters.admit(admissions)
-        fresh = Parameters(SLOTS, VOCAB, EOS)
+        fresh = Parameters(SLOTS, VOCAB, (EOS,))
         fresh.admit(admissions)
         ours, alone = filled(parameters, slots), filled(fresh, slots)
         for row in range(len(slots)):

@@ -91,8 +91,8 @@ class Pair:
         self.model = model
         vocab, where = model.config.vocab_size, torch.device(device)
         self.states = [model.new_state(ROWS) for _ in range(2)]
-        self.parameters = Parameters(ROWS, vocab, None)
-        self.adjustments = Adjustments(ROWS, vocab, None, where)
+        self.parameters = Parameters(ROWS, vocab, ())
+        self.adjustments = Adjustments(ROWS, vocab, (), where)
         self.steps = [
             PromptStep(serving, one, self.parameters, self.adjustments, where)
             for one in self.states
@@ -244,9 +244,9 @@ def test_graphs_pay_while_the_device_does_not_take_much_longer(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(prompts, "perf_counter", lambda: now)
     model = build({"cell": "mingru"})
-    parameters = Parameters(ROWS, model.config.vocab_size, None)
+    parameters = Parameters(ROWS, model.config.vocab_size, ())
     cpu = torch.device("cpu")
-    adjustments = Adjustments(ROWS, model.config.vocab_size, None, cpu)
+    adjustments = Adjustments(ROWS, model.config.vocab_size, (), cpu)
     step = PromptStep(PlainModel(model), model.new_state(1), parameters, adjustments, cpu)
     assert step.worth_graphs([2, 4, 8]) == largest
     assert step._launch_bound == free
@@ -257,10 +257,10 @@ def test_long_prompts_are_filled_up_where_padding_costs_nothing(
     launch_bound: bool, replayed: list[int]
 ) -> None:
     model = build({"cell": "mingru"})
-    parameters = Parameters(ROWS, model.config.vocab_size, None)
+    parameters = Parameters(ROWS, model.config.vocab_size, ())
     state = model.new_state(ROWS)
     cpu = torch.device("cpu")
-    adjustments = Adjustments(ROWS, model.config.vocab_size, None, cpu)
+    adjustments = Adjustments(ROWS, model.config.vocab_size, (), cpu)
     step = PromptStep(PlainModel(model), state, parameters, adjustments, cpu)
     step._launch_bound = 2048 if launch_bound else 0
     tokens = list(range(20)) * 90  # 1,800

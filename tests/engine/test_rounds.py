@@ -498,7 +498,7 @@ def test_who_waits_without_a_free_slot_does_not_stop_the_batch() -> None:
 def plain_scheduler(slots: int) -> Scheduler:
     return Scheduler(
         vocab_size=100,
-        eos_token_id=None,
+        eos_token_ids=(),
         slots=slots,
         share_slots=0,
         max_step_tokens=512,

@@ -25,7 +25,7 @@ def sampler_with(
     *params: SamplingParams, prompts: list[list[int]] | None = None, device: str = "cpu"
 ) -> Sampling:
     """A sampler that has admitted these, with keys 0, 1, ..."""
-    sampler = Sampling(VOCAB, EOS, device, slots=len(params))
+    sampler = Sampling(VOCAB, (EOS,), device, slots=len(params))
     for key, one in enumerate(params):
         sampler.admit(key, one, [0] if prompts is None else prompts[key])
     return sampler
@@ -269,7 +269,7 @@ def test_penalties_begin_anew_with_every_request() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6] = 2.0, 1.5
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
-    sampler = Sampling(VOCAB, EOS, slots=30)
+    sampler = Sampling(VOCAB, (EOS,), slots=30)
     for turn in range(3):
         for slot in range(30):  # more than have rows of counts at first
             told = (turn + slot) % 2 == 1
@@ -310,7 +310,7 @@ def test_a_token_is_the_one_that_a_batch_on_the_device_would_draw(device: str) -
             rows.append([small, 0.0] if first[seed] else [0.0, small])
             keys.append(seed)
     logits = torch.tensor(rows, device=device)
-    sampler = Sampling(2, None, device, slots=len(keys))
+    sampler = Sampling(2, (), device, slots=len(keys))
     for key, seed in enumerate(keys):
         sampler.admit(key, SamplingParams(seed=seed, max_tokens=9))
     count = len(keys)

@@ -29,7 +29,7 @@ def make(**changes: int) -> Scheduler:
         "max_waiting": 100,
         "state_bytes": 10,
     }
-    return Scheduler(vocab_size=10, eos_token_id=EOS, **(options | changes))
+    return Scheduler(vocab_size=10, eos_token_ids=(EOS,), **(options | changes))
 
 
 def ask(id: int, length: int = 1, max_tokens: int = 4, token: int = 1, **fields: object) -> Request:

@@ -16,20 +16,27 @@ from engine.validation import check_request
 def test_one_wrong_id_is_found_wherever_it_stands(length: int, bad: int) -> None:
     for place in {0, length // 2, length - 1}:
         ids = [index % 10 for index in range(length)]
-        check_request(Request(id=1, prompt=pack_ids(ids)), 10, None)
+        check_request(Request(id=1, prompt=pack_ids(ids)), 10, ())
         ids[place] = bad
         with pytest.raises(InvalidRequest, match=f"prompt has token id {bad}; allowed: 0 to 9"):
-            check_request(Request(id=1, prompt=pack_ids(ids)), 10, None)
+            check_request(Request(id=1, prompt=pack_ids(ids)), 10, ())
 
 
 def test_min_tokens_needs_a_token_that_ends_nothing() -> None:
-    def ask(stops: int, eos: int | None, **fields: Any) -> None:
+    def ask(stops: int, eos: tuple[int, ...], **fields: Any) -> None:
         params = SamplingParams(max_tokens=5, stop_token_ids=tuple(range(stops)), **fields)
         check_request(Request(id=1, prompt=pack_ids([1]), sampling=params), 10, eos)
 
-    ask(10, None)
-    ask(9, None, min_tokens=1)
-    ask(9, 8, min_tokens=1)
-    for stops, eos, ignored in ((10, None, False), (9, 9, False), (9, 9, True)):
+    ask(10, ())
+    ask(9, (), min_tokens=1)
+    ask(9, (8,), min_tokens=1)
+    ask(7, (7, 8), min_tokens=1)
+    for stops, eos, ignored in (
+        (10, (), False),
+        (9, (9,), False),
+        (9, (9,), True),
+        (7, (7, 8, 9), False),
+        (8, (8, 9), True),
+    ):
         with pytest.raises(InvalidRequest, match="min_tokens cannot be met"):
             ask(stops, eos, min_tokens=1, ignore_eos=ignored)

@@ -31,7 +31,7 @@ def sequence(
         owner=owner,
         priority=priority,
     )
-    return Sequence(key, "client", request, None, 0.0)
+    return Sequence(key, "client", request, (), 0.0)
 
 
 def depart(queue: WaitingQueue) -> Sequence:

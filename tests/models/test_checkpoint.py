@@ -265,6 +265,90 @@ def test_fingerprint_follows_the_weights_and_the_config(folder: Path) -> None:
     assert len({first, second, third, fingerprint(folder)}) == 4
 
 
+def write_generation_config(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+
+
+class TestEndsOfText:
+    """config.json says 7 (OPTIONS); there are 29 tokens."""
+
+    @pytest.mark.parametrize(
+        ("given", "ids"),
+        [
+            (None, ()),
+            (0, (0,)),
+            ([5], (5,)),
+            ([5, 3, 5, 28], (5, 3, 28)),
+            ([*range(29)], (*range(29),)),
+        ],
+    )
+    def test_config_json_has_one_or_several(
+        self, given: object, ids: tuple[int, ...], folder: Path
+    ) -> None:
+        edit_config(folder, eos_token_id=given)
+        config = load_config(folder)
+        assert config.eos_token_ids == ids
+        config.save(folder / "config.json")
+        assert load_config(folder) == config
+
+    @pytest.mark.parametrize(
+        ("text", "ids"),
+        [
+            ('{"eos_token_id": 3}', (3,)),
+            ('{"eos_token_id": [3, 4], "do_sample": true}', (3, 4)),
+            ('{"eos_token_id": null}', (7,)),
+            ("{}", (7,)),
+        ],
+    )
+    def test_generation_config_json_wins(
+        self, text: str, ids: tuple[int, ...], folder: Path
+    ) -> None:
+        before = fingerprint(folder)
+        write_generation_config(folder, text)
+        _, config = load_model(folder, "cpu")
+        assert config.eos_token_ids == load_config(folder).eos_token_ids == ids
+        assert fingerprint(folder) == before  # states stay those of this model
+
+    @pytest.mark.parametrize(
+        ("given", "shown"),
+        [
+            (29, "29"),
+            (-1, "-1"),
+            (True, "True"),
+            (2.0, "2.0"),
+            ("7", "'7'"),
+            ([], r"\[\]"),
+            ([7, 29], r"\[7, 29\]"),
+            ([7, "8"], r"\[7, '8'\]"),
+            ([[7]], r"\[\[7\]\]"),
+            ({"7": 8}, r"\{'7': 8\}"),
+            ([7] * 129, r"\[7, 7"),
+        ],
+    )
+    def test_what_is_no_token_is_refused(self, given: object, shown: str, folder: Path) -> None:
+        says = rf"eos_token_id is {shown}.*; allowed: null, an integer from 0 to 28, or a list of 1"
+        write_generation_config(folder, json.dumps({"eos_token_id": given}))
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {says}"):
+            load_config(folder)
+        (folder / "generation_config.json").unlink()
+        edit_config(folder, eos_token_id=given)
+        with pytest.raises(ConfigError, match=rf"config\.json: {says}"):
+            load_config(folder)
+
+    @pytest.mark.parametrize(
+        ("text", "says"), [("{", "not valid JSON"), ("[]", "must hold a JSON object")]
+    )
+    def test_a_generation_config_that_is_none(self, text: str, says: str, folder: Path) -> None:
+        write_generation_config(folder, text)
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {says}"):
+            load_config(folder)
+
+    def test_one_that_cannot_be_read(self, folder: Path) -> None:
+        (folder / "generation_config.json").mkdir()
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: is a folder"):
+            load_config(folder)
+
+
 class TestResolve:
     def test_an_existing_folder(self, folder: Path) -> None:
         assert resolve(str(folder)) == folder
@@ -288,7 +372,7 @@ class TestResolve:
 
     def test_a_name_that_no_folder_can_have(self) -> None:
         for name in ("a\0b", "x" * 5000):
-            with pytest.raises(CheckpointError, match="no model|cannot be read"):
+            with pytest.raises(CheckpointError, match=r"no model|cannot be read"):
                 resolve(name)
 
     def test_a_hub_id_is_fetched(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +387,7 @@ class TestResolve:
         [(repo, patterns)] = asked
         assert repo == "owner/my.model-1"
         assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(patterns)
+        assert "generation_config.json" in patterns
         assert {"tokenizer_config.json", "chat_template.jinja"} <= set(patterns)
         assert {"special_tokens_map.json", "chat_template.json"} <= set(patterns)
         assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)

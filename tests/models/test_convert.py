@@ -14,7 +14,7 @@ from minGRU_pytorch.minLM import minLM
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.checkpoint import load_model, save_model
+from engine.checkpoint import load_config, load_model, save_model
 from engine.convert import convert
 from engine.errors import CheckpointError, ConfigError
 from tests.models.variants import build
@@ -185,6 +185,28 @@ def test_the_keywords_replace_what_the_weights_show(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eos_token_id is 11"):
         convert(tmp_path / "w.pt", tmp_path / "other", eos_token_id=11)
     assert not (tmp_path / "other").exists()
+
+
+def test_several_tokens_may_end_a_text(tmp_path: Path) -> None:
+    """Those that are named, else those of a generation_config.json beside the weights."""
+    torch.save(weights(), tmp_path / "w.pt")
+    assert convert(tmp_path / "w.pt", tmp_path / "none").eos_token_ids == ()
+    given = convert(tmp_path / "w.pt", tmp_path / "given", eos_token_id=[10, 2])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    found = convert(tmp_path / "w.pt", tmp_path / "found")
+    own = convert(tmp_path / "w.pt", tmp_path / "own", eos_token_id=5)
+    copy = convert(tmp_path / "found", tmp_path / "copy")
+    for name, config, ids in (
+        ("given", given, (10, 2)),
+        ("found", found, (3, 4)),
+        ("own", own, (5,)),
+        ("copy", copy, (3, 4)),
+    ):
+        assert config.eos_token_ids == load_config(tmp_path / name).eos_token_ids == ids
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 11}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is 11"):
+        convert(tmp_path / "w.pt", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 @pytest.mark.parametrize(

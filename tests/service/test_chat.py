@@ -139,6 +139,15 @@ async def test_the_end_of_a_turn_ends_the_answer(chat: Service) -> None:
     assert (choice["token_ids"], choice["finish_reason"]) == ([END] * 4, "length")
 
 
+async def test_the_end_of_a_turn_may_be_one_of_the_ends_of_text(tmp_path: Path) -> None:
+    async with running(chat_runner(tmp_path, more_eos=(END, 0))) as service:
+        for end in (END, 0):
+            request = {"messages": HELLO, "temperature": 0, "return_token_ids": True}
+            request |= {"logit_bias": {str(end): 100}, "max_tokens": 4}
+            (choice,) = (await service.post(PATH, request))["choices"]
+            assert (choice["token_ids"], choice["finish_reason"]) == ([], "stop")
+
+
 async def test_logprobs(chat: Service) -> None:
     request = {"messages": HELLO, "max_tokens": 2, "temperature": 0, "logprobs": True}
     body = await chat.post(PATH, {**request, "top_logprobs": 2})
