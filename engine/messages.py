@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0  # end-of-text and stop_token_ids are impossible before this many tokens
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
-    top_p: float = 1.0  # 1 = off
+    top_p: float = 1.0  # 1 = off; the best token always stays: 0 = greedy
     min_p: float = 0.0  # 0 = off
     repetition_penalty: float = 1.0  # over the prompt's and the answer's tokens; 1 = off
     presence_penalty: float = 0.0  # over the answer's tokens

@@ -71,8 +71,8 @@ def top_of(params: SamplingParams) -> int:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether each token is the most likely one."""
-    return params.temperature <= 0
+    """Whether each token is the most likely one: at temperature 0, or with a top_p of 0."""
+    return params.temperature <= 0 or params.top_p <= 0
 
 
 class Sequence:

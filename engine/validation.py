@@ -123,8 +123,8 @@ def _check_sampling(
         _check_range("logprobs", params.logprobs, 0, vocab_size)
     if not 0.0 <= params.temperature < math.inf:
         _check_number("temperature", params.temperature, least=0.0)
-    if not 0.0 < params.top_p <= 1.0:
-        _check_number("top_p", params.top_p, above=0.0, most=1.0)
+    if not 0.0 <= params.top_p <= 1.0:
+        _check_number("top_p", params.top_p, least=0.0, most=1.0)
     if params.min_p:
         _check_number("min_p", params.min_p, least=0.0, most=1.0)
     if params.repetition_penalty != 1:

@@ -51,7 +51,7 @@ def generate(
     max_tokens: int = 200,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = 0,
-    top_p: options.OffAtOne = 1.0,
+    top_p: options.TopP = 1.0,
     min_p: options.OffAtZero = 0.0,
     repetition_penalty: options.OffAtOne = 1.0,
     presence_penalty: options.OffAtZero = 0.0,
@@ -72,7 +72,7 @@ def generate(
     from engine.engine import Engine
     from engine.messages import SamplingParams
     from engine.transport import InlineTransport
-    from service.terminal_generate import generate_text, random_seed
+    from service.terminal_generate import generate_text, seed_of, top_k_of
 
     text = "".join(terminal_text.text_pieces(Path("-"))) if prompt == "-" else prompt
     if not all(stop or []):
@@ -84,14 +84,14 @@ def generate(
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
-        top_k=top_k,
+        top_k=top_k_of(top_k),
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         ignore_eos=ignore_eos,
-        seed=random_seed() if seed is None else seed,
+        seed=seed_of(seed),
     )
     folder = resolve(model)
     encoder = terminal_text.load_tokenizer(folder, load_config(folder).vocab_size)

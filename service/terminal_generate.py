@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from engine.client import EngineClient
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.messages import Request, SamplingParams, pack_ids
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Tokenizer
@@ -42,6 +42,23 @@ async def generate_text(
         await client.close()
 
 
-def random_seed() -> int:
-    """A seed for those who do not ask for one."""
-    return secrets.randbelow(2**63)
+def seed_of(asked: int | None) -> int:
+    """The engine's seed for what was asked for, as the HTTP API takes it; a random one for None.
+    Raises ConfigError."""
+    if asked is None:
+        return secrets.randbelow(2**63)
+    if not -(2**63) <= asked < 2**63:
+        raise ConfigError(
+            f"--seed is {asked}; allowed: an integer from {-(2**63)} to {2**63 - 1}", param="seed"
+        )
+    return asked % 2**63
+
+
+def top_k_of(asked: int) -> int:
+    """The engine's top_k for what was asked for, as the HTTP API takes it. Raises ConfigError."""
+    if not -1 <= asked < 2**31:
+        raise ConfigError(
+            f"--top-k is {asked}; allowed: 0 or -1 (off) or an integer up to {2**31 - 1}",
+            param="top_k",
+        )
+    return max(asked, 0)

@@ -19,6 +19,9 @@ def _print_version(wanted: bool) -> None:
         raise Exit()
 
 
+# Each value of a repeatable option; of itself the library would show the list's type.
+TEXT, NUMBER = "<str>", "<int>"
+
 # Without a command
 Version = Annotated[
     bool, Option("--version", callback=_print_version, is_eager=True, help="Show it.")
@@ -134,17 +137,25 @@ TlsKey = Annotated[Path | None, Option(help="PEM file, without passphrase [in th
 Playground = Annotated[bool | None, Option(help="A page to try the model with, at / [yes].")]
 CorsOrigin = Annotated[
     list[str] | None,
-    Option(help="Whose pages in browsers may ask: https://HOST or *; repeatable [nobody's]."),
+    Option(
+        help="Whose pages in browsers may ask: https://HOST or *; repeatable [nobody's].",
+        metavar=TEXT,
+    ),
 ]
 
 # generate
 Temperature = Annotated[float, Option(help="0 = always the most likely token.")]
 OffAtZero = Annotated[float, Option(help="0 = off.")]
 OffAtOne = Annotated[float, Option(help="1 = off.")]
-TopK = Annotated[int, Option(help="0 = off.")]
-Stop = Annotated[list[str] | None, Option(help="A string that ends the text; repeatable.")]
+TopK = Annotated[int, Option(help="0 or -1 = off.")]
+TopP = Annotated[float, Option(help="1 = off; 0 = always the most likely token.")]
+Stop = Annotated[
+    list[str] | None, Option(help="A string that ends the text; repeatable.", metavar=TEXT)
+]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after an end of text.")]
-Seed = Annotated[int | None, Option(help="Default: another one each time.")]
+Seed = Annotated[
+    int | None, Option(help="From -2**63 to 2**63 - 1; default: another one each time.")
+]
 Echo = Annotated[bool, Option("--echo", help="Write the prompt first.")]
 
 # score
@@ -181,7 +192,8 @@ NormalizeGates = Annotated[bool | None, Option(help="Of a minLSTM: weights do no
 NormEps = Annotated[float | None, Option(help="Of the norms [what the project uses].")]
 ConvertedTokenizer = Annotated[Path | None, Option(help="A tokenizer.json to go with it.")]
 EosTokenId = Annotated[
-    list[int] | None, Option(help="An id that ends a text; repeatable [as the source says].")
+    list[int] | None,
+    Option(help="An id that ends a text; repeatable [as the source says].", metavar=NUMBER),
 ]
 ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights [as they are].")]
 ConvertedQuantize = Annotated[Quantization | None, Option(help="Write 8-bit weights [no].")]

@@ -180,6 +180,26 @@ def test_generate_writes_as_many_tokens_as_asked_for(minserve: Minserve, trained
     assert first.stderr == ""
 
 
+def test_generate_takes_what_the_http_api_takes(minserve: Minserve, trained: Path) -> None:
+    """Seeds modulo 2**63; -1 and 0 switch top-k off; top-p 0 leaves the most likely token."""
+    arguments = ["--model", str(trained), "--device", "cpu", "--max-tokens", "20"]
+
+    def write(*options: str) -> str:
+        done = minserve("generate", "To be", *arguments, *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    hot = ["--temperature", "3"]
+    assert write(*hot, "--seed", "-5") == write(*hot, "--seed", str(2**63 - 5))
+    assert write(*hot, "--seed", str(-(2**63))) == write(*hot, "--seed", "0")
+    seeded = [*hot, "--seed", "1"]
+    off = write(*seeded)
+    assert off == write(*seeded, "--top-k", "-1") == write(*seeded, "--top-k", "0")
+    best = write("--temperature", "0")
+    assert off != best
+    assert best == write(*seeded, "--top-p", "0") == write(*seeded, "--top-k", "1")
+
+
 def test_generate_reads_stdin_and_echoes(minserve: Minserve, trained: Path) -> None:
     arguments = ["--model", trained, "--device", "cpu", "--temperature", "0", "--max-tokens", "5"]
     piped = minserve("generate", "-", "--echo", *arguments, stdin="Grüße".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,27 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().out
     assert shown.startswith(f"Usage: minserve {command}")
     assert "--" in shown
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_shows_no_names_of_the_language(
+    command: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A value is of a plain type, one of several words or in words: no list[str], no enumeration,
+    no object."""
+    monkeypatch.setenv("COLUMNS", "400")  # a line for each option
+    monkeypatch.setenv("TERMINAL_WIDTH", "400")
+    try:
+        assert cli.main([command, "--help"] if command else ["--help"]) == 0
+    except SystemExit as ended:  # of argparse
+        assert ended.code == 0
+    shown = capsys.readouterr().out
+    kinds = set(re.findall(r"<[^>]*>", shown))
+    allowed = {"<str>", "<int>", "<float>", "<path>", "<|endoftext|>"}
+    assert all(kind in allowed or re.fullmatch(r"<\w+(\|\w+)+>", kind) for kind in kinds), kinds
+    for name in ("list[", "List[", "Optional", "Union", "Literal", "None", "Path(", " at 0x"):
+        assert name not in shown
+    assert not re.search(r"\b[A-Z][a-z]+[A-Z]?\w*\.[a-z_]+\b", shown)  # Kind.member
 
 
 def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,9 +219,13 @@ def test_a_text_that_cannot_be_scored(
     ("options", "says"),
     [
         (["--temperature", "-1"], "temperature"),
-        (["--top-p", "0"], "top_p"),
+        (["--top-p", "-0.1"], "top_p is -0.1; allowed: a finite number, at least 0, at most 1"),
+        (["--top-p", "nan"], "top_p is nan"),
+        (["--top-k", "-2"], "--top-k is -2; allowed: 0 or -1 (off) or an integer up to 2147483647"),
+        (["--top-k", str(2**31)], f"--top-k is {2**31}"),
         (["--max-tokens", "-1"], "max_tokens"),
-        (["--seed", "-1"], "seed"),
+        (["--seed", str(2**63)], f"--seed is {2**63}; allowed: an integer from {-(2**63)}"),
+        (["--seed", str(-(2**63) - 1)], f"--seed is {-(2**63) - 1}; allowed: "),
     ],
 )
 def test_sampling_parameters_out_of_range(

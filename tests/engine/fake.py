@@ -420,7 +420,7 @@ class FakeRunner:
             for token in stop_ids(params, self.info.eos_token_ids):
                 logits[token] = -math.inf
         order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-        if params.temperature == 0:
+        if is_greedy(params):
             token = order[0]
         else:
             kept = order[: params.top_k or None]

@@ -75,6 +75,20 @@ def reference_support(
     return {id: weight / sum(kept.values()) for id, weight in kept.items()}
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_top_p_of_nothing_leaves_the_best_token(device: str) -> None:
+    """Also beside rows that draw, and whatever else is asked for."""
+    logits = random_logits(40, seed=3, device=device)
+    logits[:, 5] = logits[:, 9] = 9.0  # of equal ones, the first
+    best = SamplingParams(temperature=2.0, top_p=0.0, top_k=3, min_p=0.1, seed=4)
+    for other in (best, SamplingParams(temperature=5.0, seed=1)):
+        params = [best if key % 2 else other for key in range(40)]
+        sampler = sampler_with(*params, device=device)
+        tokens = sampler.sample(list(range(40)), [0] * 40, logits).tokens.tolist()
+        assert set(tokens[1::2]) == {5}
+        assert (set(tokens[::2]) == {5}) == (other is best)
+
+
 @pytest.mark.parametrize(
     "params",
     [

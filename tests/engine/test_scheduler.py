@@ -234,7 +234,7 @@ def test_abort_between_plan_and_commit_delivers_nothing_more() -> None:
         (ask(0, timeout=float("nan")), "timeout"),
         (ask(0, sampling=SamplingParams(temperature=float("nan"))), "temperature"),
         (ask(0, sampling=SamplingParams(temperature=-0.1)), "temperature"),
-        (ask(0, sampling=SamplingParams(top_p=0.0)), "top_p"),
+        (ask(0, sampling=SamplingParams(top_p=-0.1)), "top_p"),
         (ask(0, sampling=SamplingParams(top_p=1.1)), "top_p"),
         (ask(0, sampling=SamplingParams(min_p=-0.1)), "min_p"),
         (ask(0, sampling=SamplingParams(top_k=-1)), "top_k"),
