@@ -14,14 +14,14 @@ from typing import Literal
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine import messages
+from service import playground, reference
 from service.errors import ApiError, respond
 from service.keys import ApiKeys, Key, KeyRing, load_keys
-from service.playground import paths
 from service.scope import KEY_NAME, LEAST_PRIORITY, header
 from service.settings import Settings
 
 # What tells nothing that is anybody's own.
-OPEN_PATHS = {"/health", "/ready", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+OPEN_PATHS = {"/health", "/ready", "/docs", "/openapi.json"}
 METRICS_PATH = "/metrics"
 BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
@@ -89,8 +89,8 @@ class Access:
 def load_access(settings: Settings) -> Access:
     """What the settings say. Raises ConfigError."""
     keys, admin = load_keys(settings)
-    # The playground is loaded without a key, and asks for one.
-    pages = paths() if settings.playground else ()
+    # The pages are loaded without a key, and ask for one.
+    pages = reference.paths() | (playground.paths() if settings.playground else set())
     return Access(keys, admin, settings.metrics_access, pages)
 
 

@@ -34,6 +34,7 @@ from service.routes import (
     metrics,
     models,
     playground,
+    reference,
     score,
     states,
     tokenize,
@@ -96,6 +97,7 @@ def create_app(
         title="minserve",
         description=DESCRIPTION,
         lifespan=lifespan,
+        docs_url=None,  # it would load its scripts from elsewhere
         redoc_url=None,
     )
     app.state.lifecycle = lifecycle
@@ -108,6 +110,7 @@ def create_app(
                 app.lead_to(route)
     app.include_router(states.making)
     app.include_router(states.router)
+    app.include_router(reference.router)
     if settings.playground:
         app.include_router(playground.router)
     if access.has_admin:

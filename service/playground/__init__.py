@@ -65,7 +65,7 @@ def assets() -> dict[str, Asset]:
     for entry in files(__name__).iterdir():
         suffix = entry.name[entry.name.rfind(".") :]
         if entry.is_file() and suffix in TYPES:
-            found[entry.name] = _asset(entry.read_bytes(), TYPES[suffix])
+            found[entry.name] = make_asset(entry.read_bytes(), TYPES[suffix])
     return found
 
 
@@ -74,6 +74,7 @@ def paths() -> set[str]:
     return {"/", *(FOLDER_PATH + name for name in assets() if name != PAGE)}
 
 
-def _asset(content: bytes, content_type: str) -> Asset:
+def make_asset(content: bytes, content_type: str) -> Asset:
+    """A file with its headers."""
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     return Asset(content, {**HEADERS, "content-type": content_type, "etag": etag})

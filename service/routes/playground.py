@@ -14,7 +14,7 @@ METHODS = ["GET", "HEAD"]
 @router.api_route("/", methods=METHODS)
 async def page(request: Request) -> Response:
     """The page."""
-    return _answer(request, assets()[PAGE])
+    return answer(request, assets()[PAGE])
 
 
 @router.api_route(FOLDER_PATH + "{name}", methods=METHODS)
@@ -23,10 +23,11 @@ async def file(name: str, request: Request) -> Response:
     asset = assets().get(name) if name != PAGE else None
     if asset is None:
         raise ApiError(404, f"no such path: {FOLDER_PATH}{name}", code="not_found")
-    return _answer(request, asset)
+    return answer(request, asset)
 
 
-def _answer(request: Request, asset: Asset) -> Response:
+def answer(request: Request, asset: Asset) -> Response:
+    """A file, or that the browser has it already."""
     if _is_known(request.headers.get("if-none-match", ""), asset.etag):
         headers = {name: value for name, value in asset.headers.items() if name != "content-type"}
         return Response(status_code=304, headers=headers)

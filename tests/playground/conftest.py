@@ -59,7 +59,13 @@ def opening(chromium: Any) -> Iterator[Opened]:
     contexts, pages, wrong = [], [], []
 
     def open_page(
-        url: str, *, ready: bool = True, route: Any = None, before: str = "", **options: Any
+        url: str,
+        *,
+        path: str = "/",
+        ready: bool = True,
+        route: Any = None,
+        before: str = "",
+        **options: Any,
     ) -> Any:
         context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
@@ -71,7 +77,7 @@ def opening(chromium: Any) -> Iterator[Opened]:
         page.on("request", lambda asked: wrong.extend(_foreign(asked.url, url)))
         if route is not None:
             page.route(*route)
-        page.goto(f"{url}/")
+        page.goto(f"{url}{path}")
         if ready:
             until(page, "!document.querySelector('#model').disabled")
         pages.append(page)

@@ -1,0 +1,26 @@
+"""GET /docs: the API's reference, to read and to try; its files lie below /docs/."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from service.errors import ApiError
+from service.reference import FOLDER_PATH, PAGE, PATH, assets
+from service.routes.playground import METHODS, answer
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.api_route(PATH, methods=METHODS)
+async def page(request: Request) -> Response:
+    """The page."""
+    return answer(request, assets()[PAGE])
+
+
+@router.api_route(FOLDER_PATH + "{name}", methods=METHODS)
+async def file(name: str, request: Request) -> Response:
+    """One of the files that the page names; 404 for all others."""
+    asset = assets().get(name) if name != PAGE else None
+    if asset is None:
+        raise ApiError(404, f"no such path: {FOLDER_PATH}{name}", code="not_found")
+    return answer(request, asset)
