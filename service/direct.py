@@ -9,7 +9,9 @@ in for httptools, requests have no Connection and ASGI has to do.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -197,6 +199,21 @@ class Connection:
         self._protocol.on_lost = lost
         return partial(self._unwatch, lost)
 
+    def watch_unread(self, on_lost: Callable[[], None]) -> Callable[[], None]:
+        """As `watch`, where more of the body is to come, which is left to the kernel meanwhile:
+        `on_lost` is called when the client has sent its last, even if that has not been read."""
+        protocol, handle = self._protocol, self._cycle.transport.get_extra_info("socket")
+        protocol.on_lost = on_lost
+        if protocol.lost:
+            self.loop.call_soon(on_lost)
+        ends = _Ends(self.loop, handle, on_lost)
+
+        def unwatch() -> None:
+            ends.close()
+            self._unwatch(on_lost)
+
+        return unwatch
+
     def _unwatch(self, on_lost: Callable[[], None]) -> None:
         # The next request of the connection may have begun its own watch.
         if self._protocol.on_lost is on_lost:
@@ -208,6 +225,40 @@ class Connection:
         if not cycle.chunked_encoding:
             return None
         return Writer(self, cycle)
+
+
+class _Ends:
+    """Asks the kernel for the end of what a socket's other side sends, which an event loop does not
+    see while it reads nothing. Where the kernel cannot be asked, nothing is told."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, handle: Any, on_end: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._on_end = on_end
+        self._poll: Any = None
+        if not hasattr(select, "EPOLLRDHUP"):  # another system than Linux
+            return
+        with suppress(OSError, ValueError):  # the socket is closed, or there are no more files
+            poll = select.epoll()
+            try:
+                poll.register(handle.fileno(), select.EPOLLRDHUP)
+                loop.add_reader(poll.fileno(), self._ended)
+            except BaseException:
+                poll.close()
+                raise
+            self._poll = poll
+
+    def _ended(self) -> None:
+        self.close()  # else it would be told again and again
+        self._on_end()
+
+    def close(self) -> None:
+        """Asks no longer."""
+        if self._poll is not None:
+            self._loop.remove_reader(self._poll.fileno())
+            self._poll.close()
+            self._poll = None
 
 
 class OldConnection(Connection):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -147,6 +147,21 @@ class Flight:
         than the engine can hold."""
         self._places.reserve(requests, self.owner)
         self._reserved += requests
+
+    @contextmanager
+    def lending(self, part: Flight) -> Iterator[None]:
+        """Lends a reserved place to a flight of the same owner, for one request of its. It comes
+        back afterwards, whoever asks for places meanwhile."""
+        self._reserved -= 1
+        part._reserved += 1
+        try:
+            yield
+        finally:
+            if part._reserved:
+                part._reserved -= 1
+            else:
+                self._places.retake(1, self.owner)
+            self._reserved += 1
 
     def _release(self, requests: int) -> None:
         self._reserved -= requests

@@ -7,24 +7,20 @@ state of their own, which takes its name when all of it has been read.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
-
 from engine.errors import Draining, EngineError, TimedOut
 from engine.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
-from service.errors import ApiError, invalid
+from service.errors import invalid
 from service.flight import Flight
 from service.inputs import read_prompt, read_timeout
 from service.pieces import NotUtf8, Pieces
 from service.runtime import Runtime
 from service.schemas.states import TextQuery
 from service.states import NO_STATES, StateUse, read_use
-from service.streaming import ClientGone
 from service.tokenizer import Tokenizer
+from service.upload import Upload
 
 PIECE = 2**16  # characters, at least
 PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
@@ -47,10 +43,12 @@ async def read_whole(flight: Flight) -> Finished:
 
 
 async def read_text(
-    request: Request, runtime: Runtime, flight: Flight, query: TextQuery, priority: int
+    body: Upload, runtime: Runtime, flight: Flight, query: TextQuery, priority: int
 ) -> tuple[StateInfo, int, int]:
     """The state that the text of a request's body leaves, how many tokens were read for it and how
-    many were known. Raises ApiError, EngineError; ClientGone."""
+    many were known. It has one place among its key's requests from its beginning to its end.
+    Raises ApiError, EngineError."""
+    flight.reserve(1)
     timeout = read_timeout(None, runtime.settings)
     use = NO_STATES
     if query.state is not None:
@@ -58,7 +56,7 @@ async def read_text(
     if runtime.tokenizer is None:
         raise invalid("text", "cannot be read, because the model has no tokenizer.json")
     tokenizer = runtime.tokenizer
-    pieces = text_pieces(request, tokenizer, runtime.settings.receive_timeout)
+    pieces = text_pieces(body, tokenizer, runtime.settings.receive_timeout)
     info: StateInfo | None = None
     tokens = cached = 0
     async with aclosing(pieces):
@@ -85,9 +83,8 @@ async def read_text(
 async def _read_piece(
     runtime: Runtime, flight: Flight, prompt: bytes, use: StateUse, timeout: float, priority: int
 ) -> Finished:
-    """Reads one piece. Each of them queues for itself."""
-    with runtime.flight_beside(flight) as part:
-        part.reserve(1)
+    """Reads one piece. Each of them queues for itself, in the place that the whole has."""
+    with runtime.flight_beside(flight) as part, flight.lending(part):
         part.submit(
             prompt,
             sampling=SamplingParams(max_tokens=0),
@@ -101,33 +98,17 @@ async def _read_piece(
 
 
 async def text_pieces(
-    request: Request, tokenizer: Tokenizer, patience: float
+    body: Upload, tokenizer: Tokenizer, patience: float
 ) -> AsyncGenerator[str, None]:
     """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
-    Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds (408);
-    ClientGone."""
+    Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds
+    (408)."""
     pieces = Pieces(PIECE, tokenizer.last_cut)
-    body = request.stream()
     try:
-        while (data := await _next(body, patience)) is not None:
+        while (data := await body.next(patience)) is not None:
             if piece := pieces.feed(data):
                 yield piece
         if piece := pieces.finish():
             yield piece
     except NotUtf8 as error:
         raise invalid("text", f"is not UTF-8: {error.reason} at byte {error.at}") from error
-
-
-async def _next(body: AsyncGenerator[bytes, None], patience: float) -> bytes | None:
-    """More of a body; None at its end."""
-    try:
-        return await asyncio.wait_for(anext(body, None), patience)
-    except TimeoutError as error:
-        raise ApiError(
-            408,
-            f"nothing of the body came for {patience:g} s (receive_timeout)",
-            code="body_too_slow",
-            headers={"Connection": "close"},
-        ) from error
-    except ClientDisconnect as error:
-        raise ClientGone from error

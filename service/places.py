@@ -127,6 +127,10 @@ class Places:
     def reserve(self, requests: int, owner: str) -> None:
         """Takes places out of what others may have. Raises as `check`."""
         self.check(requests, owner)
+        self.retake(requests, owner)
+
+    def retake(self, requests: int, owner: str) -> None:
+        """Takes places whatever others have: who asks has had them just now."""
         self._reserved[owner] = self._reserved.get(owner, 0) + requests
         self._all_reserved += requests
 

@@ -34,6 +34,7 @@ from service.schemas.states import (
 from service.size import RequestSize
 from service.states import check_points, kept_state, read_use, state_object
 from service.streaming import unless_client_leaves
+from service.upload import Upload
 from service.wire import JSONResponse
 
 making = APIRouter(route_class=InferenceRoute, tags=["states"])
@@ -112,7 +113,9 @@ async def create_of_text(
     is read piece by piece while it comes. What was kept under `id` before stays until all of it has
     been read."""
     priority = read_priority(query.priority, flight.least_priority)
-    info, tokens, cached = await read_text(request, runtime, flight, query, priority)
+    body = Upload(request.scope, request.receive, runtime.settings.max_body_bytes)
+    work = read_text(body, runtime, flight, query, priority)
+    info, tokens, cached = await body.work(work)
     told = {**state_object(info), "snapshot": None, "model": runtime.model_name}
     return JSONResponse({**told, "usage": usage(tokens, 0, cached)})
 
