@@ -123,6 +123,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # FrontDoor has to do with them where they matter
         timeout_graceful_shutdown=LAST_FRAMES,
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # of call_later
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         ssl_ciphers=CIPHERS,

@@ -141,6 +141,7 @@ class Settings(BaseSettings):
     max_request_timeout: PositiveFloat = Field(default=3600.0, validate_default=True)
     drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
     receive_timeout: PositiveFloat = 60.0  # for a request's head, and then for its body
+    keep_alive_timeout: PositiveFloat = 75.0  # an idle connection; more than any proxy's own
     stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
     ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
 

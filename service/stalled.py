@@ -10,9 +10,12 @@ bodies: `service.admission`.)
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import struct
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any
 
 from service.heads import BoundedHeads
@@ -62,6 +65,24 @@ class MeteredProtocol(BoundedHeads):
     def connection_made(self, transport: asyncio.Transport) -> None:
         now = asyncio.get_running_loop().time()
         super().connection_made(MeteredTransport(transport, now))  # type: ignore[arg-type]
+        if len(self.connections) > most_connections():
+            close_idle(self.connections)
+
+
+@cache
+def most_connections() -> int:
+    """Beyond so many, idle ones are closed early: each is an open file, as is much else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft * 3 // 4
+
+
+def close_idle(connections: Collection[Any]) -> None:
+    """Closes an eighth of those of these protocols that await another request, the ones that have
+    for the longest; at least one, where there is one."""
+    idle = [one for one in connections if one.timeout_keep_alive_task is not None]
+    idle.sort(key=lambda one: one.timeout_keep_alive_task.when())
+    for protocol in idle[: max(len(idle) // 8, 1)]:
+        protocol.transport.close()
 
 
 async def cut_stalled(

@@ -94,6 +94,10 @@ MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may
 DrainTimeout = Annotated[
     float | None, Option(help="Seconds for what is in flight at shutdown [30].")
 ]
+KeepAliveTimeout = Annotated[
+    float | None,
+    Option(help="Seconds that idle connections stay open; more than a proxy's in front [75]."),
+]
 Engines = Annotated[
     int | None,
     Option(

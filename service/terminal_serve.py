@@ -38,6 +38,7 @@ def serve(
     request_timeout: options.RequestTimeout = None,
     max_request_timeout: options.MaxRequestTimeout = None,
     drain_timeout: options.DrainTimeout = None,
+    keep_alive_timeout: options.KeepAliveTimeout = None,
     engines: options.Engines = None,
     api_workers: options.ApiWorkers = None,
     engine_restarts: options.EngineRestarts = None,

@@ -1,4 +1,4 @@
-"""Texts that are read while they come: who leaves in the middle, and what uploads take of others."""
+"""Texts that are read while they come: who leaves in the middle, what they take of others."""
 
 from __future__ import annotations
 
