@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from engine.client import EngineClient
@@ -18,6 +17,7 @@ from service.access import KeyCheck, load_access
 from service.access_log import AccessLog
 from service.admission import ReadyRoute
 from service.body_limit import BodyLimit
+from service.cors import NamedOrigins
 from service.engines import Engines, OneEngine
 from service.front_door import FrontDoor
 from service.grammars import GrammarCheck
@@ -125,7 +125,7 @@ def create_app(
     app.add_middleware(KeyCheck, access=access)
     if settings.cors_origin:
         app.add_middleware(
-            CORSMiddleware,
+            NamedOrigins,
             allow_origins=settings.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients add their own; a page has to know a key to send it

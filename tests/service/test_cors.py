@@ -62,6 +62,41 @@ async def test_pages_may_send_what_clients_and_traces_send(byte_folder: Path) ->
         assert {name.strip() for name in allowed.split(",")} >= set(asked.split(","))
 
 
+PRIVATE = {"access-control-request-private-network": "true"}
+ALLOWS_PRIVATE = "access-control-allow-private-network"
+
+
+@pytest.mark.parametrize("named", [[PAGE], ["*", PAGE], ["https://first.example", PAGE]])
+async def test_a_named_origin_may_ask_a_private_network(
+    byte_folder: Path, named: list[str]
+) -> None:
+    async with running(fake_runner(byte_folder), cors_origin=named, api_keys=KEYS) as service:
+        preflight = await service.http.options("/v1/generate", headers={**ASKS, **PRIVATE})
+        assert preflight.status_code == 200, preflight.text
+        assert preflight.headers[ALLOWS_PRIVATE] == "true"
+        assert preflight.headers["access-control-allow-origin"] in (PAGE, "*")
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        assert (
+            preflight.headers["vary"].lower().count("access-control-request-private-network") == 1
+        )
+        unasked = await service.http.options("/v1/generate", headers=ASKS)
+        assert unasked.status_code == 200 and ALLOWS_PRIVATE not in unasked.headers
+        wrong = {**ASKS, **PRIVATE, "access-control-request-method": "PATCH"}
+        refused = await service.http.options("/v1/generate", headers=wrong)
+        assert refused.status_code == 400 and ALLOWS_PRIVATE not in refused.headers
+
+
+@pytest.mark.parametrize(
+    ("named", "origin"),
+    [(["*"], PAGE), (["*"], "*"), ([PAGE], "https://other.example"), (["*", PAGE], "https://x.y")],
+)
+async def test_no_other_origin_may(byte_folder: Path, named: list[str], origin: str) -> None:
+    async with running(fake_runner(byte_folder), cors_origin=named) as service:
+        asks = {**ASKS, **PRIVATE, "origin": origin}
+        preflight = await service.http.options("/v1/generate", headers=asks)
+        assert ALLOWS_PRIVATE not in preflight.headers
+
+
 async def test_any_origin(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder), cors_origin=["*"]) as service:
         response = await service.http.get("/v1/models", headers={"origin": PAGE})
