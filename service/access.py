@@ -19,6 +19,7 @@ from service.errors import ApiError, respond
 from service.keys import ApiKeys, Key, KeyRing, load_keys
 from service.scope import KEY_NAME, LEAST_PRIORITY, header
 from service.settings import Settings
+from service.slashes import plain
 
 # What tells nothing that is anybody's own.
 OPEN_PATHS = {"/health", "/ready", "/docs", "/openapi.json"}
@@ -64,8 +65,10 @@ class Access:
         """The key that opens a request's path, None where none is needed. Raises ApiError: 401
         without a key that is known, 403 where it is not the admin's, and 404 for administration
         where there is no admin key."""
-        path = scope["path"]
+        path = plain(scope["path"])
         level = self.level(path)
+        if path != scope["path"] and level == "open" and self.keys is not None:
+            level = "key"  # only a path as it stands is open
         if level == "open":
             return None
         if level == "admin" and self._admin is None:

@@ -10,6 +10,7 @@ from service.direct import FIRST
 from service.errors import ApiError, respond
 from service.rest_of_body import discard
 from service.scope import CONNECTION, REFUSAL, header
+from service.slashes import plain
 
 MOST_DIGITS = 18  # of a length that anybody means
 
@@ -31,7 +32,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        own = self._others.get(scope["path"])
+        own = self._others.get(plain(scope["path"]))
         most = self.max_bytes if own is None else own()
         announced = header(scope, b"content-length") or ""
         is_known = announced.isdecimal()

@@ -22,6 +22,7 @@ from service.errors import ApiError, forget, from_engine, respond
 from service.refusals import tell
 from service.scope import CONNECTION, FLIGHT, RUNTIME
 from service.settings import TRUSTED_PROXIES
+from service.slashes import SlashRoute, plain
 
 BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
 
@@ -30,7 +31,8 @@ class FrontDoor(FastAPI):
     """An application; `lead_to` names the routes with a shorter way."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(redirect_slashes=False, **options)
+        self.router.routes.append(SlashRoute(self.router))
         self._routes: dict[str, ReadyRoute] = {}  # by path
         self._short: ASGIApp | None = None
         self._paths: set[str] = set()  # of all routes that have no parameters
@@ -51,6 +53,7 @@ class FrontDoor(FastAPI):
     def template_of(self, path: str) -> str | None:
         """The template of the route that a path leads to, whatever the method; None where there is
         none. For requests that were answered before they were routed."""
+        path = plain(path)
         if path in self._paths:
             return path
         for route in self._templates:

@@ -31,6 +31,7 @@ GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {f"/v1/{endpoint}" for endpoint in ENDPOINTS}
 FAILED = 500
+REDIRECTED = 307  # to the path that was meant: no work for the model was asked for yet
 
 
 class Account:
@@ -91,7 +92,7 @@ class Account:
         if path is None:  # no key, too large a body, nothing there
             path = self._template_of(scope["path"]) or "other"
         outcome, error = None, scope.get(ERROR_CODE)
-        if path in INFERENCE_PATHS and method == "POST":
+        if path in INFERENCE_PATHS and method == "POST" and status != REDIRECTED:
             outcome = scope.get(OUTCOME) or outcome_of(status, error)
         scope[STATUS], scope[OUTCOME] = status, outcome
         self.metrics.http_request(method, path, status, outcome, seconds, error)
