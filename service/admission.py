@@ -7,8 +7,10 @@ to the letter. From its arrival on a request is a flight, which a drain waits fo
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any, TypeVar, get_type_hints
@@ -53,6 +55,22 @@ class StrictRequest(Request):
                 "without this header",
                 code="unsupported_content_encoding",
                 headers={"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
+            )
+
+    def check_type(self, types: BodyTypes) -> None:
+        """Raises ApiError 415 for a body of a type that the endpoint does not read."""
+        given = header(self.scope, b"content-type")
+        if given is None:
+            return
+        kind = given.partition(";")[0].strip().lower()
+        if kind and not types.takes(kind):
+            raise _unsupported_type(
+                f"content-type: {kind} is not supported; allowed: {types.allowed}"
+            )
+        charset = CHARSET.search(given) if types.is_text else None
+        if charset is not None and charset[1].lower() not in UTF_8:
+            raise _unsupported_type(
+                f"content-type: charset {charset[1]} is not supported; allowed: utf-8"
             )
 
     async def read_body(self, seconds: float) -> None:
@@ -104,10 +122,46 @@ class StrictRequest(Request):
 
     def _is_json(self) -> bool:
         kind = (header(self.scope, b"content-type") or "application/json").partition(";")[0]
-        kind = kind.strip().lower()
-        return kind == "application/json" or (
-            kind.startswith("application/") and kind.endswith("+json")
-        )
+        return _is_json(kind.strip().lower())
+
+
+def _is_json(kind: str) -> bool:
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+# Texts are UTF-8, of which ASCII is a part; names by which clients know it.
+UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
+CHARSET = re.compile(r""";\s*charset\s*=\s*["']?([^;"'\s]+)""", re.IGNORECASE)
+CURLS = "application/x-www-form-urlencoded"  # as curl sends any body, unless it is told what it is
+
+
+@dataclass(frozen=True)
+class BodyTypes:
+    """The types of bodies that an endpoint reads, besides those without one."""
+
+    allowed: str  # as clients are told
+    takes: Callable[[str], bool]  # by the type in lower case, without parameters
+    is_text: bool = False  # a charset matters
+
+
+# What else is not JSON is told when it has been read: a form may have no more than the wrong type.
+JSON = BodyTypes("application/json", lambda kind: not kind.startswith("multipart/"))
+BYTES = BodyTypes(
+    "application/octet-stream or no content-type, and the bytes themselves as the body",
+    lambda kind: not kind.startswith(("multipart/", "text/")) and not _is_json(kind),
+)
+TEXT = BodyTypes(
+    "text/plain (or another text/*), application/octet-stream or no content-type, and the text "
+    "itself in UTF-8 as the body",
+    lambda kind: kind.startswith("text/") or kind in ("application/octet-stream", CURLS),
+    is_text=True,
+)
+
+
+def _unsupported_type(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_content_type")
 
 
 def _parsed(body: bytes) -> Any:
@@ -153,6 +207,7 @@ class ReadyRoute(APIRoute):
         unknown = names - ARGUMENTS.keys()
         assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
         takes_body = "POST" in (self.methods or ())
+        types = JSON if model is not None else BYTES if "content" in parameters else None
         providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
 
         async def admitted(request: Request) -> Response:
@@ -164,6 +219,8 @@ class ReadyRoute(APIRoute):
                 strict = StrictRequest(request.scope, request.receive)
             if takes_body:
                 strict.check_encoding()
+            if types is not None:
+                strict.check_type(types)
             given: dict[str, Any] = {}
             if query is not None:
                 given["query"] = strict.queried(query)

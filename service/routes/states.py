@@ -11,7 +11,8 @@ from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from msgspec import structs
 
 from engine.messages import Keep, SamplingParams, StateReply, pack_ids
-from service.admission import FlightRoute, InferenceRoute, get_flight
+from service.admission import TEXT as TEXT_TYPES
+from service.admission import FlightRoute, InferenceRoute, StrictRequest, get_flight
 from service.answer import usage
 from service.errors import invalid
 from service.flight import Flight
@@ -105,13 +106,15 @@ async def create(
 @making.post("/v1/states/text", responses=statuses(StateResponse), openapi_extra=TEXT)
 async def create_of_text(
     query: Annotated[TextQuery, Query()],
-    request: Request,
+    request: StrictRequest,
     runtime: Annotated[Runtime, Depends(get_runtime)],
     flight: CurrentFlight,
 ) -> Response:
-    """As `POST /v1/states`, of a text that is the body, in UTF-8 and of up to `max_text_bytes`. It
-    is read piece by piece while it comes. What was kept under `id` before stays until all of it has
+    """As `POST /v1/states`, of a text that is the body, in UTF-8 and of up to `max_text_bytes`; 415
+    for types that are none (forms, JSON) and other charsets. It is read piece by piece while it
+    comes. What was kept under `id` before stays until all of it has
     been read."""
+    request.check_type(TEXT_TYPES)
     priority = read_priority(query.priority, flight.least_priority)
     body = Upload(request.scope, request.receive, runtime.settings.max_body_bytes)
     work = read_text(body, runtime, flight, query, priority)
