@@ -93,7 +93,10 @@ def create_app(
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 
+    # Who may connect to a unix socket stands in its mode; there are no addresses to know them by.
+    trusted = TRUSTED_PROXIES if settings.uds is None else "*"
     app = FrontDoor(
+        trusted=trusted,
         title="minserve",
         description=DESCRIPTION,
         lifespan=lifespan,
@@ -136,5 +139,5 @@ def create_app(
     app.add_middleware(account)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=TRUSTED_PROXIES)  # spans tell them
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=trusted)  # spans tell them
     return app

@@ -30,9 +30,11 @@ BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
 class FrontDoor(FastAPI):
     """An application; `lead_to` names the routes with a shorter way."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, trusted: str = TRUSTED_PROXIES, **options: Any) -> None:
+        """`trusted`: the addresses of proxies that are believed; * is everybody."""
         super().__init__(redirect_slashes=False, **options)
         self.router.routes.append(SlashRoute(self.router))
+        self._trusted = trusted
         self._routes: dict[str, ReadyRoute] = {}  # by path
         self._short: ASGIApp | None = None
         self._paths: set[str] = set()  # of all routes that have no parameters
@@ -74,7 +76,7 @@ class FrontDoor(FastAPI):
         self._short = app
         # Only redirects tell a client its own scheme.
         longer: Any = super().build_middleware_stack()
-        return cast("ASGIApp", ProxyHeadersMiddleware(longer, TRUSTED_PROXIES))
+        return cast("ASGIApp", ProxyHeadersMiddleware(longer, self._trusted))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = connect(scope, send)

@@ -1,15 +1,38 @@
-"""Listening sockets: one for each API process, all on one port.
+"""Listening sockets: one for each API process, all on one port, or at one path (a unix socket).
 
 The kernel spreads connections over them evenly (SO_REUSEPORT), where one socket that all accept
 from would give a burst to whoever wakes first. The process that starts the others makes the sockets
 and keeps them open: connections that wait for a process that has died are there for the next one.
+A path has one socket, which all share: who is free takes the next connection.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from service.settings import Settings
+from service.unix_socket import UnixListener
 
 BACKLOG = 2048
+
+
+@contextmanager
+def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    """A listening socket for each API process; a path is removed at the end. Raises OSError: what
+    is asked for is in use, or not ours."""
+    count = settings.api_workers
+    with ExitStack() as stack:
+        if settings.uds is None:
+            listeners = listen(settings.host, settings.port, count)
+        else:
+            listener = UnixListener(settings.uds, BACKLOG)
+            stack.callback(listener.close)
+            listeners = [listener.socket, *(listener.socket.dup() for _ in range(count - 1))]
+        for each in listeners:
+            stack.enter_context(each)
+        yield listeners
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
@@ -30,6 +53,8 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 
 def address_of(listener: socket.socket, tls: bool) -> str:
-    """Its URL."""
+    """Its URL, or unix: and its path."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
+from engine.supervisor import Supervisor
 from service.keys import load_keys
-from service.listening import address_of, listen
-from service.settings import Settings, unknown_variables
+from service.listening import address_of, listening
+from service.settings import PREFIX, Settings, unknown_variables
 from service.supervision import make_supervisor
 from service.tls import check_tls
 
@@ -35,13 +37,22 @@ def serve(settings: Settings, engine: str | None = None) -> int:
     check_tls(settings.tls_certificate, settings.tls_key)
     if settings.api_workers > 1:
         _check_for_others(settings)
+    _check_socket(settings)
     supervisor = make_supervisor(settings, engine)
-    try:
-        listeners = listen(settings.host, settings.port, settings.api_workers)
-    except OSError as error:
-        reason = error.strerror or error
-        logger.error("error: cannot listen on %s:%d: %s", settings.host, settings.port, reason)
-        return 2
+    with ExitStack() as stack:
+        try:
+            listeners = stack.enter_context(listening(settings))
+        except OSError as error:
+            where = f"{settings.host}:{settings.port}"
+            if settings.uds is not None:
+                where = f"unix:{settings.uds}"
+            logger.error("error: cannot listen on %s: %s", where, error.strerror or error)
+            return 2
+        return _run(supervisor, settings, listeners)
+
+
+def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.socket]) -> int:
+    """Serves what comes to the sockets. Returns the exit code."""
     url = address_of(listeners[0], tls=settings.tls_certificate is not None)
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     _raise_file_limit()
@@ -55,6 +66,19 @@ def serve(settings: Settings, engine: str | None = None) -> int:
 
         failure = asyncio.run(Host(supervisor, settings, listeners).run())
     return exit_code(failure)
+
+
+def _check_socket(settings: Settings) -> None:
+    """Raises ConfigError for a unix socket with TLS."""
+    if settings.uds is None:
+        return
+    if settings.tls_certificate is not None:
+        raise ConfigError(
+            "--uds (MINSERVE_UDS) and --tls-certificate (MINSERVE_TLS_CERTIFICATE) are both given; "
+            "allowed: one; over a unix socket TLS ends at the proxy"
+        )
+    for name in sorted({"host", "port"} & settings.model_fields_set):
+        logger.info("%s is not used: the server listens at a unix socket", PREFIX + name.upper())
 
 
 def _check_variables() -> None:

@@ -66,6 +66,7 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
+    uds: Path | None = None  # a unix socket in the place of these
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
 
     access_log: AccessLogFormat = "off"  # one line per request on stdout

@@ -46,6 +46,9 @@ Threads = Annotated[int | None, Option(help="CPU threads; default: as many as ma
 # serve: None leaves a setting to its environment variable or its default
 Host = Annotated[str | None, Option(help="Address to listen at [127.0.0.1].")]
 Port = Annotated[int | None, Option(help="0 = any free one [8000].")]
+Uds = Annotated[
+    Path | None, Option(help="A unix socket to listen at, in place of host and port [none].")
+]
 ServedModel = Annotated[
     str | None, Option(help="A bundled name, a folder or a hub repo id [shakespeare-mingru].")
 ]

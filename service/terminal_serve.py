@@ -11,6 +11,7 @@ from service import terminal_options as options
 def serve(
     host: options.Host = None,
     port: options.Port = None,
+    uds: options.Uds = None,
     model: options.ServedModel = None,
     model_name: options.ModelName = None,
     device: options.ServedDevice = None,
@@ -73,4 +74,8 @@ def serve(
         settings = Settings(**given)
     except ValidationError as error:
         raise ConfigError(options.describe(error.errors()[0], each)) from error
+    if settings.uds is not None and not (host is None and port is None):
+        raise ConfigError(
+            "--host or --port is given beside a unix socket (--uds, MINSERVE_UDS); allowed: either"
+        )
     raise Exit(run(settings))

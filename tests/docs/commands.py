@@ -37,6 +37,7 @@ class Rule(NamedTuple):
 GPU = "its figures are a GPU's; on a CPU it takes hours or refuses"
 DOCKER = "needs Docker; the image itself: docker/verify/run, the file: tests/docker"
 RULES = (
+    Rule("curl --unix-socket", "apart", "tests/service/test_unix_socket.py ask servers there"),
     Rule("curl -s", "run"),
     Rule("KEY=$(", "run"),
     Rule("ADMIN_KEY=$(", "run"),
@@ -50,6 +51,7 @@ RULES = (
     Rule("python docker/grafana/dashboard.py", "run"),
     Rule("minserve serve --api-keys-file", "options", "it serves until it is told to stop"),
     Rule("minserve serve --engines", "options", "it serves until it is told to stop"),
+    Rule("minserve serve --uds", "options", "it serves until it is told to stop"),
     Rule("minserve train", "options", "5,000 steps take hours on a CPU"),
     Rule("python -m loadtest.kernels", "options", GPU),
     Rule("python -m loadtest.layers", "options", GPU),
