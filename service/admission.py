@@ -37,9 +37,11 @@ from service.scope import (
     TRACE,
     header,
 )
-from service.streaming import ClientGone
+from service.streaming import ClientGone, unless_client_leaves
 
 Model = TypeVar("Model", bound=BaseModel)
+
+LARGE = 2**16  # bytes of a body that it takes a while to make something of
 
 
 class StrictRequest(Request):
@@ -197,6 +199,8 @@ class ReadyRoute(APIRoute):
     any number of dependencies, takes longer than all the rest of a request.
     """
 
+    ends_early = False  # where the client leaves, in whatever is done for it
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
         parameters, hints = signature(endpoint).parameters, get_type_hints(endpoint)
@@ -232,8 +236,11 @@ class ReadyRoute(APIRoute):
                 given["content"] = await strict.body()
             for name, provide in providers:
                 given[name] = provide(strict)
-            response: Response = await endpoint(**given)
-            return response
+            work: Coroutine[Any, Any, Response] = endpoint(**given)
+            if self.ends_early and len(getattr(strict, "_body", b"")) > LARGE:
+                # From here on: to tokenise it takes seconds.
+                return await unless_client_leaves(strict.scope, strict.receive, work)
+            return await work
 
         return admitted
 
@@ -264,6 +271,8 @@ class ReadyRoute(APIRoute):
 class FlightRoute(ReadyRoute):
     """A route whose requests ask the engine for something: flights, until the answer's last
     byte."""
+
+    ends_early = True
 
     def entered(self, scope: Scope) -> AbstractContextManager[object]:
         within = super().entered(scope)

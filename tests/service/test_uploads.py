@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.tokenizer import Tokenizer
 from tests.service.harness import (
     Service,
     error_message,
@@ -164,3 +166,27 @@ async def test_who_was_let_in_keeps_its_place(byte_folder: Path) -> None:
         assert response.status_code == 200, response.text
         assert response.json()["tokens"] == len(LINE) * 2**14
         assert (await runs).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/score", "texts"), ("/v1/generate", "prompts")])
+def test_nothing_is_tokenised_for_a_client_that_has_left(
+    tmp_path: Path, path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+        encoded.append(text)
+        await asyncio.sleep(0.2)
+        return self.encode(text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode_async", slowly)
+    body = json.dumps({field: [f"{i:02}" * 2000 for i in range(60)]}).encode()
+    with listening(fake_runner(save_byte_tokenizer(tmp_path))) as (url, service):
+        client = socket.create_connection(address(url))
+        client.sendall(HEAD % (path.encode(), len(body)) + body)
+        wait_for(lambda: encoded)
+        client.close()
+        wait_for(lambda: not service.lifecycle.flights)
+        assert len(encoded) < 60
+        told = 'outcome="cancelled"} 1.0'
+        wait_for(lambda: told in httpx.get(f"{url}/metrics").text)
