@@ -1,5 +1,5 @@
 """Claims: who may put a state under a name: one at a time, in this engine and in all that use the
-folder; and who is to be told when what was put there can be seen by all of these.
+folder.
 
 A claim is the lock of the name's file. It outlasts the request that made it by the time in which
 the file is written.
@@ -15,7 +15,6 @@ from engine.snapshot import Shape
 from engine.state_files import name_of
 
 Key = tuple[str, str]  # owner and id
-Tell = Callable[[], None]
 
 
 class Claims:
@@ -27,7 +26,6 @@ class Claims:
         self._shape = shape
         self._changes = changes
         self._held: set[Key] = set()
-        self._told_later: dict[Key, list[Tell]] = {}
 
     def __contains__(self, key: Key) -> bool:
         """A request of this engine will take its place."""
@@ -50,26 +48,7 @@ class Claims:
         self._held.discard(key)
 
     def settle(self, key: Key) -> None:
-        """Gives it back, and tells who waits for it, unless something is still to be done here."""
-        if self._shelf is None or self._changes(key):
+        """Gives it back, unless something is still to be done here."""
+        if self._shelf is None or self._changes(key) or key in self._held:
             return
-        if key not in self._held:
-            self._shelf.lock.give_back(name_of(*key, self._shape))
-        self._tell(key)
-
-    def when_settled(self, key: Key, tell: Tell) -> None:
-        """Calls `tell` when all engines see what was put there, or that it was deleted; at once
-        where there is only this one."""
-        if self._shelf is None or self._shelf.lock.alone or not self._changes(key):
-            tell()
-        else:
-            self._told_later.setdefault(key, []).append(tell)
-
-    def tell_all(self) -> None:
-        """Nobody waits any longer."""
-        for key in list(self._told_later):
-            self._tell(key)
-
-    def _tell(self, key: Key) -> None:
-        for tell in self._told_later.pop(key, ()):
-            tell()
+        self._shelf.lock.give_back(name_of(*key, self._shape))

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 CellName = Literal["mingru", "minlstm"]
 Candidate = Literal["g", "linear"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+StateSync = Literal["write", "fsync"]
 Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 
 # The scans combine carries at multiples of this many tokens, counted from where a call starts
@@ -261,7 +262,9 @@ class EngineConfig:
     host_state_bytes: int | None = None
     # Where kept states lie as files too, so that they survive a restart; None = nowhere.
     state_folder: str | None = None
-    disk_state_bytes: int = 2**36  # that the files there may have; more states are refused
+    # What "stored there" means: the file is written ("write"), or is on the disk itself ("fsync").
+    state_sync: str = "write"
+    disk_state_bytes: int = 2**36  # that the files there may have; 0 = none, states are in memory
     disk_cache_bytes: int = 0  # of cached states there, beside the kept ones; 0 = none
     state_ttl: float = 86400.0  # seconds after its last use that a kept state is forgotten
     max_states: int = 2**17  # kept states of one owner; more are refused
@@ -360,6 +363,12 @@ class EngineConfig:
             "state_folder",
             self.state_folder,
             "a folder",
+        )
+        _check(
+            self.state_sync in get_args(StateSync),
+            "state_sync",
+            self.state_sync,
+            '"write" or "fsync"',
         )
         _check(
             not self.disk_cache_bytes or self.state_folder is not None,

@@ -1,7 +1,8 @@
 """StateDesk: answers what clients ask of kept states beside their requests (`AskState`).
 
 Most answers are there at once. What needs a state's bytes has to wait for a round that exports
-them, and before that, where only a file has them, for that to be read.
+them, and before that, where only a file has them, for that to be read; what keeps a state, for its
+file to be written. Snapshots are made and checked aside.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from engine import snapshot
+from engine.aside import Result
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.keeper import Keeper
 from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
+from engine.snapshot import Snapshot
 from engine.standing import Named, Standing
 from engine.state_files import check_id
+from engine.storing import Then, Told
 from engine.tiers import Kept
 from engine.validation import check_ttl
 
@@ -55,10 +59,14 @@ class StateDesk:
     def _tell(self, client: Hashable, call: AskState, *states: StateInfo) -> None:
         self.replies.append((client, StateReply(call.call, states=list(states))))
 
-    def _tell_put(self, client: Hashable, call: AskState, named: Named) -> None:
-        info = self._states.info(named)
-        key = named.owner, named.id
-        self._states.claims.when_settled(key, lambda: self._tell(client, call, info))
+    def _teller(self, client: Hashable, call: AskState) -> Then:
+        def then(told: Told) -> None:
+            if isinstance(told, EngineError):
+                self.refuse(client, call.call, told)
+            else:
+                self._tell(client, call, *(() if told is None else (told,)))
+
+        return then
 
     def _answer(self, client: Hashable, call: AskState) -> None:
         if call.ttl is not None:
@@ -69,9 +77,7 @@ class StateDesk:
             case "list":
                 self._list(client, call)
             case "delete":
-                self._states.delete(call.owner, call.id)
-                key = call.owner, call.id
-                self._states.claims.when_settled(key, lambda: self._tell(client, call))
+                self._states.delete(call.owner, call.id, self._teller(client, call))
             case "fork":
                 self._with_row(client, call, self._fork)
             case "move":
@@ -111,10 +117,11 @@ class StateDesk:
 
     def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
         id = self._states.begin(call.owner, call.target, "target")
-        self._tell_put(client, call, self._states.put(call.owner, id, named.standing, call.ttl))
+        then = self._teller(client, call)
+        self._states.put(call.owner, id, named.standing, call.ttl, then, must=True)
 
     def _move(self, client: Hashable, call: AskState, named: Named) -> None:
-        self._tell_put(client, call, self._states.move(named, call.target, call.ttl))
+        self._states.move(named, call.target, call.ttl, self._teller(client, call))
 
     def _export(self, client: Hashable, call: AskState, named: Named) -> None:
         info = self._states.info(named)
@@ -124,15 +131,37 @@ class StateDesk:
             if state is None:
                 self.refuse(client, call.call, StepFailed("the round that was to export it failed"))
                 return
-            content = snapshot.write(standing.snapshot(state), self._shape)
-            self.replies.append((client, StateReply(call.call, states=[info], content=content)))
+            self._traffic.do(
+                lambda: snapshot.write(standing.snapshot(state), self._shape),
+                lambda content: self._hand_out(client, call, info, content),
+            )
 
         self._traffic.fetch(standing.kept, fetched)
+
+    def _hand_out(self, client: Hashable, call: AskState, info: StateInfo, content: Result) -> None:
+        if isinstance(content, bytes):
+            self.replies.append((client, StateReply(call.call, states=[info], content=content)))
+        else:
+            self.refuse(client, call.call, _as_error(content))
 
     def _import(self, client: Hashable, call: AskState) -> None:
         if call.target:
             check_id("target", call.target)
-        found = snapshot.read(call.content, self._shape)
+        found: list[Snapshot] = []
+
+        def check() -> bytes:
+            found.append(snapshot.read(call.content, self._shape))
+            return b""
+
+        def checked(result: Result) -> None:
+            if isinstance(result, bytes):
+                self._try(client, call, lambda: self._take_in(client, call, *found))
+            else:
+                self.refuse(client, call.call, _as_error(result))
+
+        self._traffic.do(check, checked)
+
+    def _take_in(self, client: Hashable, call: AskState, found: Snapshot) -> None:
         id = self._states.begin(call.owner, call.target, "target")
         kept = Kept(found.tokens - len(found.tail) // ID_BYTES, call.owner)
         try:
@@ -142,5 +171,10 @@ class StateDesk:
         except EngineError:
             self._states.end(call.owner, id)
             raise
-        standing = Standing.of(kept, found)
-        self._tell_put(client, call, self._states.put(call.owner, id, standing, call.ttl))
+        standing, then = Standing.of(kept, found), self._teller(client, call)
+        lasts = not call.brief
+        self._states.put(call.owner, id, standing, call.ttl, then, must=lasts, wait=lasts)
+
+
+def _as_error(error: OSError | EngineError) -> EngineError:
+    return error if isinstance(error, EngineError) else EngineError(str(error))

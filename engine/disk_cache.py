@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 
 from engine import prefix_file
+from engine.aside import Result
 from engine.errors import ConfigError, StateMalformed
 from engine.messages import ID_BYTES
 from engine.prefix import PrefixCache
@@ -108,17 +109,18 @@ class DiskCache:
             most = MOST_HEADER + kept.position * ID_BYTES + self._shape.bytes
             most += 4 * self._shape.vocab_size + 8
             self._order.touch(kept)
+            logits = kept.logits
             self._traffic.load_from(
                 self._shelf,
                 kept,
                 most,
-                lambda content: self._parse(kept, content),
+                lambda content: self._parse(logits, content),
                 self._shelf.delete,  # nobody can want it
             )
 
-    def _parse(self, kept: Kept, content: bytes) -> bytes:
+    def _parse(self, logits: bool, content: bytes) -> bytes:
         state = prefix_file.parse(content, self._variant, self._shape)
-        if len(state) != self._shape.bytes + (4 * self._shape.vocab_size if kept.logits else 0):
+        if len(state) != self._shape.bytes + (4 * self._shape.vocab_size if logits else 0):
             raise StateMalformed("the file is another one than it was")
         return state
 
@@ -150,9 +152,9 @@ class DiskCache:
         self._traffic.fetch(kept, fetched, logits=kept.logits)
         return True
 
-    def _written(self, shelf: Shelf, kept: Kept, name: str, result: bytes | OSError) -> None:
+    def _written(self, shelf: Shelf, kept: Kept, name: str, result: Result) -> None:
         self._writing.discard(kept)
-        if isinstance(result, OSError):
+        if not isinstance(result, bytes):
             self._tiers.note_lost(kept, name)
         elif name in kept.files:
             self._tiers.note_written(kept, name)

@@ -48,6 +48,7 @@ LOOK_SECONDS = 0.05
 NAP_SECONDS = 20e-6
 # Between looks for messages, while a grammar or the disk is all that there is to wait for.
 WAIT_SECONDS = 0.005
+STORE_SECONDS = 5.0  # at the end, for states that somebody waits for to be written
 
 
 class PlanRunner(Protocol):
@@ -101,7 +102,8 @@ class Engine:
         home, variant = Home(config.rank, config.engines), _variant(info)
         shelf = None
         if config.state_folder is not None:
-            shelf = open_shelf(Path(config.state_folder), info.fingerprint, variant, home)
+            folder, sync = Path(config.state_folder), config.state_sync == "fsync"
+            shelf = open_shelf(folder, info.fingerprint, variant, home, sync)
         keeper = Keeper(
             config.share_slots,
             config.max_slots,
@@ -134,6 +136,7 @@ class Engine:
             on_loaded=self._desk.loaded,
         )
         self._round: _Round | None = None  # under way
+        self._latest: Hashable = None  # client that asked for something
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -154,6 +157,7 @@ class Engine:
 
     def add(self, client: Hashable, request: Request) -> None:
         """Takes a request; a refusal comes as an event of the next step."""
+        self._latest = client
         self._scheduler.add(client, request, self._clock())
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
@@ -173,6 +177,7 @@ class Engine:
 
     def ask(self, client: Hashable, call: AskState) -> None:
         """Does what a client asks of kept states; `replies` will have the answer."""
+        self._latest = client
         self._desk.ask(client, call)
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:
@@ -193,8 +198,15 @@ class Engine:
         self._keeper.traffic.close()
 
     def abort_all(self) -> None:
-        """Ends every request early."""
+        """Ends every request early. Those that wait for their states to be written, and for
+        snapshots, go on waiting for up to STORE_SECONDS."""
         self._scheduler.abort_all(self._clock())
+        states, until = self._keeper.states, time.monotonic() + STORE_SECONDS
+        while (states.waiters or self._keeper.traffic.fetching) and not self.broken:
+            if time.monotonic() > until:
+                break
+            self._advance()
+        states.give_up(states.waiters.all(), "the server shuts down")
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
         """Completes a round and returns what there is to tell, by client; the next round may be
@@ -205,10 +217,14 @@ class Engine:
         the device works by itself, also again and again before that: what has come by then is off
         the host's hands when the device waits for it.
         """
+        self._advance(take_in)
+        return self._scheduler.events(self._latest)
+
+    def _advance(self, take_in: Callable[[], None] | None = None) -> None:
         current, self._round = self._round or self._start(), None
         if current is None:
             self._await_others(take_in)
-            return self._scheduler.events()
+            return
         ahead = self._start_ahead() if current.error is None else None
         try:
             if take_in is not None and self._runner.overlaps:
@@ -220,7 +236,7 @@ class Engine:
                 self._fail(ahead.plan, self._failure(ahead) or error)
             if take_in is not None:
                 take_in()
-            return self._scheduler.events()
+            return
         if take_in is not None:
             take_in()
         self._scheduler.commit(current.plan, result, self._clock())
@@ -230,7 +246,6 @@ class Engine:
         if ahead is None and self._runner.overlaps and not self.broken:
             ahead = self._start()  # it runs while what there is to tell is sent
         self._round = ahead
-        return self._scheduler.events()
 
     def _await_others(self, take_in: Callable[[], None] | None) -> None:
         """Gives way to the grammars being compiled, or to the files being read and written, which

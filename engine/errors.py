@@ -10,7 +10,8 @@
     │   ├── StateBusy        a request that will take its place is under way
     │   ├── StateMismatch    a snapshot of another model
     │   ├── StateMalformed   a snapshot that is none, or is damaged
-    │   └── StateQuota       there is no room for another one
+    │   ├── StateQuota       there is no room for another one
+    │   └── StateNotStored   it could not be written to the state folder, or removed from it
     ├── ReaderBehind         the client reads a stream more slowly than it is written
     ├── TimedOut             the time that the request was given is over, and what it has is no use
     ├── Refused              the engine will not take the request now; trying again later may work
@@ -107,6 +108,13 @@ class StateQuota(StateError):
     """The owner has as many states as it may, or memory for them is used up by others in use."""
 
     code = "state_quota"
+
+
+class StateNotStored(StateError):
+    """A state that is to last could not be written to the state folder, and is not kept; or one
+    that is deleted could not be removed from it."""
+
+    code = "state_not_stored"
 
 
 class ReaderBehind(EngineError):

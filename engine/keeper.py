@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine import snapshot
+from engine.aside import Result
 from engine.config import SCAN_CHUNK
 from engine.disk_cache import DiskCache
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
@@ -38,10 +39,13 @@ from engine.shelf import Shelf
 from engine.snapshot import MOST_RECENT, Shape
 from engine.standing import Standing
 from engine.states import States
+from engine.storing import Told
 from engine.tiers import Kept, Tiers
 from engine.traffic import Traffic
 
 Tell = Callable[[Finished | EngineError], None]
+
+LEAST_PATIENCE = 2.0  # seconds for a state's file, where the request's own time is over before
 
 
 class Keeper:
@@ -285,8 +289,8 @@ class Keeper:
         now: float,
         tell: Tell,
     ) -> None:
-        """Keeps what is to be kept of a sequence that ends, and tells how it ended; `told` is the
-        one whose state it rebuilt, else itself. Its slot is still its own."""
+        """Keeps what is to be kept of a sequence that ends, and tells how it ended, when it is
+        kept; `told` is the one whose state it rebuilt, else itself. Its slot is still its own."""
         keep = keeping.keep
         if keep is None or keeping.base < 0 or reason == "abort":
             tell(told.finished(reason, now))
@@ -301,21 +305,44 @@ class Keeper:
             if not keep.store:
                 tell(told.finished(reason, now, None, content))
                 return
-            info = self.states.info(self.states.put(owner, id, standing, keep.ttl))
-            finished = told.finished(reason, now, info, content)
-            self.states.claims.when_settled((owner, id), lambda: tell(finished))
+
+            def stored(info: Told) -> None:
+                if isinstance(info, EngineError):
+                    tell(info)
+                else:
+                    tell(told.finished(reason, now, info, content))
+
+            due = None
+            if told.deadline is not None:
+                due = max(told.deadline, now + LEAST_PATIENCE)
+            waiter = sequence.client, sequence.request.id
+            self.states.put(
+                owner, id, standing, keep.ttl, stored, must=keep.must_last, key=waiter, due=due
+            )
 
         if not keep.export:
             name()
             return
 
+        def lose(error: EngineError) -> None:
+            if keep.store:
+                self.states.end(owner, id)
+            tell(error)
+
         def fetched(state: bytes | None) -> None:
             if state is None:
-                if keep.store:
-                    self.states.end(owner, id)
-                tell(StepFailed("the round that was to export the state failed"))
-            else:
-                name(snapshot.write(standing.snapshot(state), self.shape))
+                lose(StepFailed("the round that was to export the state failed"))
+                return
+            self.tiers.hold(standing.kept)
+
+            def made(content: Result) -> None:
+                if isinstance(content, bytes):
+                    name(content)
+                else:
+                    lose(StepFailed(f"the snapshot could not be made: {content}"))
+                self.tiers.release(standing.kept)
+
+            self.traffic.do(lambda: snapshot.write(standing.snapshot(state), self.shape), made)
 
         self.traffic.fetch(standing.kept, fetched)
 
@@ -363,9 +390,15 @@ class Keeper:
 
     def happened(self) -> dict[str, Any]:
         """Of Stats: what happened since the last call."""
-        hits, misses, evictions = self._hits, dict(self._misses), dict(self.tiers.evictions)
+        told = {
+            "prefix_hits": self._hits,
+            "prefix_misses": dict(self._misses),
+            "evictions": dict(self.tiers.evictions),
+            "store_errors": self.states.store_errors,
+        }
         self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
-        return {"prefix_hits": hits, "prefix_misses": misses, "evictions": evictions}
+        self.states.store_errors = 0
+        return told
 
     def fail(self, plan: Plan) -> None:
         """What a failed plan copied to is lost, but for what a file has."""

@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 _OTHER = re.compile(r"(\d+)-of-(\d+)")
 
 
-def open_shelf(folder: Path, model: str, variant: str, home: Home) -> Shelf:
+def open_shelf(folder: Path, model: str, variant: str, home: Home, sync: bool = False) -> Shelf:
     """The engine's own part of a state folder, with all files that belong there: of the model's
-    kept states, and of cached ones of this variant of it. Raises ConfigError where it cannot be
-    used."""
+    kept states, and of cached ones of this variant of it. `sync` as of a Shelf. Raises ConfigError
+    where it cannot be used."""
     mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
-    shelf = Shelf(mine, model)
+    shelf = Shelf(mine, model, sync)
     try:
         others = _others(folder, home)
     except OSError as error:

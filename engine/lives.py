@@ -41,7 +41,6 @@ class Lives:
         """Ends every request as aborted."""
         for sequence in self._in_flight():
             self._finish(sequence, "abort", now)
-        self._keeper.states.claims.tell_all()
 
     def _running(self, key: int) -> Sequence | None:
         return self._rounds.sequences.get(key) or self._prefilling.get(key)

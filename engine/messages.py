@@ -94,6 +94,9 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     ttl: float | None = None  # seconds after its last use; None: the engine's own
     export: bool = False  # Finished.snapshot holds it as a file
     store: bool = True  # False: it is not kept by the engine, only exported
+    # Where there is a folder of states and it does not get there, the request fails
+    # (StateNotStored); else it is then kept in memory, and StateInfo.stored is False.
+    must_last: bool = False
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
@@ -152,6 +155,9 @@ class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     is the other's. delete: forgets `id`. list: up to `limit` states in order of their
     ids, from the first after `id` on. export: `id` as a file. import: the file `content` under the
     id `target` ("": a new one).
+
+    Where there is a folder of states, what fork, move and import keep is there before they are
+    answered, or they fail (StateNotStored) and nothing has changed.
     """
 
     call: int
@@ -162,6 +168,7 @@ class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     content: bytes = b""
     limit: int = 100
     ttl: float | None = None  # of what fork, move and import keep; None: the engine's own
+    brief: bool = False  # it need not last: the folder is not waited for, and memory will do
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -200,6 +207,8 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     expires: float  # unless it is used before
     recent: list[int] = []  # the last tokens, up to four, whose text may end within a character
     busy: bool = False  # a request is under way that will take its place
+    # It lies in the folder of states, where a restart finds it; None: there is no such folder.
+    stored: bool | None = None
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -306,6 +315,7 @@ class Stats(msgspec.Struct, frozen=True):
     prefix_hits: int = 0
     prefix_misses: dict[str, int] = {}
     evictions: dict[str, int] = {}  # states that left a tier in the round, by the tier
+    store_errors: int = 0  # files of kept states that could not be written or removed meanwhile
 
     def load(self) -> Stats:
         """The load alone, for those who had no part in the round."""

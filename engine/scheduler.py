@@ -130,11 +130,16 @@ class Scheduler(Lives):
     ) -> None:
         """Ends requests early (None: all of the client's), ignoring those ended or unknown; `kept`
         as in Abort."""
-        lengths = iter(kept)
+        lengths, over = iter(kept), []
         for request_id in list(self._clients.get(client, ()) if ids is None else ids):
             sequence, length = self._clients.get(client, {}).get(request_id), next(lengths, None)
-            if sequence is not None and self._keeper.may_end(sequence, reason, length):
+            if sequence is None:
+                over.append((client, request_id))
+            elif self._keeper.may_end(sequence, reason, length):
                 self._finish(sequence, reason, now)
+        if over and reason == "abort" and self._keeper.states.waiters:
+            waiters = self._keeper.states.waiters.of(over)
+            self._keeper.states.give_up(waiters, "the request was ended")
 
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""
@@ -260,11 +265,17 @@ class Scheduler(Lives):
             **self._keeper.load(self._slots.used, self._state_bytes),
         )
 
-    def events(self) -> dict[Hashable, StepEvents]:
-        """What happened since the last call, for every client that has a part in it."""
-        stats = msgspec.structs.replace(self.load(self._step), **self._keeper.happened())
-        self._step = Stats()
-        return self._outbox.take(stats, self._clients.keys())
+    def events(self, anybody: Hashable = None) -> dict[Hashable, StepEvents]:
+        """What happened since the last call, for every client that has a part in it; what nobody
+        has a part in is told later, but for errors of the disk, of which `anybody` is told."""
+        listeners: Collection[Hashable] = self._clients.keys()
+        if self._keeper.states.store_errors and anybody is not None and not self._outbox:
+            listeners = listeners or [anybody]
+        step, self._step = self._step, Stats()
+        if not (listeners or self._outbox):
+            return {}
+        stats = msgspec.structs.replace(self.load(step), **self._keeper.happened())
+        return self._outbox.take(stats, listeners)
 
     # Planning.
 
@@ -277,6 +288,9 @@ class Scheduler(Lives):
             self._on_loaded(kept)
         for sequence in self._deadlines.overdue(now):
             self._finish(sequence, "timeout", now)
+        states = self._keeper.states
+        if states.waiters:
+            states.give_up(states.waiters.overdue(now), "the request's time is over")
 
     def _admit(self, plan: Plan, now: float, turn: Turn, most: int, due: list[Sequence]) -> None:
         admitted, masks = 0, MaskBudget()

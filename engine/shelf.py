@@ -1,8 +1,9 @@
 """Shelf: a folder with files of kept states, written and read by a thread.
 
 A file is written under another name first and then renamed, so what lies there under its name is
-whole. That outlasts this process, but not a loss of power: nothing waits for the disk. The thread
-does one thing after the other, in the order in which it was asked.
+whole, and a write that fails leaves what was there. That outlasts this process; with `sync`, what
+is `lasting` outlasts a loss of power too: file and folder are written to the disk itself before it
+is said to be there. The thread does one thing after the other, in the order in which it was asked.
 
 Names begin with what tells models apart, so several may share a folder. Two engines of one model do
 while one takes the other's place; a `FolderLock` tells them of each other. The names that files are
@@ -17,10 +18,8 @@ import errno
 import hashlib
 import logging
 import os
-import queue
 import secrets
 import stat
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.aside import Aside, Done, Result, Work
 from engine.errors import ConfigError
 from engine.folder_lock import FolderLock
 from engine.home import DIGEST_CHARACTERS, digest_of
@@ -38,18 +38,28 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
 HEXADECIMAL = frozenset("0123456789abcdef")
 CLOSE_SECONDS = 10.0  # for what is still to be written at the end
+LANE = "shelf"  # of `Aside`
 
-Work = Callable[[], bytes | OSError]
-Done = Callable[[bytes | OSError], None]
+Parse = Callable[[bytes], bytes]
+
+
+class Unsynced(OSError):
+    """A file has taken its name, with `tag`, but the folder may forget that with a loss of
+    power."""
+
+    def __init__(self, error: OSError, tag: bytes) -> None:
+        super().__init__(error.errno, error.strerror or str(error), error.filename)
+        self.tag = tag
 
 
 class Shelf:
-    """`collect` hands out what the thread has done since it was last called. All methods are
-    called by one thread, and only those with a `done` leave the work to the other one."""
+    """`aside` hands out what the thread has done. All methods are called by one thread, and only
+    those with a `done` leave the work to the other one."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, sync: bool = False) -> None:
         """Raises ConfigError when the folder cannot be used. Engines of one `model` share locks."""
         self._folder = folder
+        self._sync = sync
         self._temporary = f".{secrets.token_hex(4)}{TEMPORARY}"
         self._changing: Counter[str] = Counter()
         try:
@@ -60,28 +70,35 @@ class Shelf:
             self.lock = FolderLock(lock_of(folder, model))
         except OSError as error:
             raise _unusable(folder, error) from error
-        self._asked: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Done, bytes | OSError]] = queue.SimpleQueue()
-        self.pending = 0  # things asked for and not yet collected
-        threading.Thread(target=self._run, name="shelf", daemon=True).start()
+        self.aside = Aside()
+
+    @property
+    def pending(self) -> int:
+        """Things asked for and not yet collected."""
+        return self.aside.pending
 
     @staticmethod
     def name(model: str, *parts: str) -> str:
         """The name of a model's file of what these parts tell apart: of one length."""
         return _model_part(model) + digest_of(*parts) + SUFFIX
 
-    def write(self, name: str, content: Callable[[], bytes], done: Done) -> None:
-        """`done` is called with the file's `tag` when it is written, or with the error."""
-        self._change(name, lambda: self._write(name, content()), done)
+    def write(
+        self, name: str, content: Callable[[], bytes], done: Done, lasting: bool = False
+    ) -> None:
+        """`done` is called with the file's `tag` when it is written, or with the error, which is
+        `Unsynced` where the file is there nevertheless."""
+        self._change(name, lambda: self._write(name, content(), lasting and self._sync), done)
 
-    def read(self, name: str, most: int, done: Done) -> None:
-        """`done` is called with the content, or with the error: FileNotFoundError where there is no
-        such file, or none of up to `most` bytes."""
-        self._ask(lambda: _read(self._folder / name, most), done)
+    def read(self, name: str, most: int, parse: Parse, done: Done) -> None:
+        """`done` is called with what `parse` makes of the content, or with the error that it
+        raises, or with that of reading: FileNotFoundError where there is no such file, or none of
+        up to `most` bytes."""
+        self._ask(lambda: parse(_read(self._folder / name, most)), done)
 
-    def delete(self, name: str, done: Callable[[], None] = lambda: None) -> None:
-        """`done` is called when it is gone, or cannot be removed."""
-        self._change(name, lambda: self._delete(name), lambda _: done())
+    def delete(self, name: str, done: Done = lambda result: None) -> None:
+        """`done` is called with nothing when it is gone, or with the error where it cannot be
+        removed."""
+        self._change(name, lambda: self._delete(name), done)
 
     def touch(self, name: str, tag: bytes, now: float, done: Done) -> None:
         """The file of this tag was used: its time becomes `now`, in seconds since the epoch. `done`
@@ -103,22 +120,11 @@ class Shelf:
 
     def collect(self) -> None:
         """Calls what waits to be called."""
-        while self.pending:
-            try:
-                done, content = self._done.get_nowait()
-            except queue.Empty:
-                return
-            self.pending -= 1
-            done(content)
-            del content  # which may be large, and is nobody's any more
+        self.aside.collect()
 
     def wait(self, seconds: float) -> None:
         """Waits until something is done, or the time is over; then collects."""
-        with suppress(queue.Empty):
-            done, content = self._done.get(timeout=seconds)
-            self.pending -= 1
-            done(content)
-        self.collect()
+        self.aside.wait(seconds)
 
     def flush(self) -> None:
         """Returns when all that was asked for is done, or after CLOSE_SECONDS."""
@@ -169,7 +175,7 @@ class Shelf:
     def _change(self, name: str, work: Work, done: Done) -> None:
         self._changing[name] += 1
 
-        def changed(result: bytes | OSError) -> None:
+        def changed(result: Result) -> None:
             self._changing[name] -= 1
             if not self._changing[name]:
                 del self._changing[name]
@@ -178,27 +184,12 @@ class Shelf:
         self._ask(work, changed)
 
     def _ask(self, work: Work, done: Done) -> None:
-        self.pending += 1
-        self._asked.put((work, done))
+        self.aside.ask(LANE, work, done)
 
-    def _run(self) -> None:
-        while True:
-            work, done = self._asked.get()
-            result: bytes | OSError
-            try:
-                result = work()
-            except OSError as error:
-                result = error
-            except Exception as error:
-                log.exception("unexpected error with a file of a state")
-                result = OSError(str(error))
-            self._done.put((done, result))
-            del work, done, result  # they hold a state until the next one comes
-
-    def _write(self, name: str, content: bytes) -> bytes:
+    def _write(self, name: str, content: bytes, sync: bool) -> bytes:
         temporary = self._folder / (name + self._temporary)
         try:
-            _write_new(temporary, content)
+            _write_new(temporary, content, sync)
             tag = tag_of(temporary.lstat())
             temporary.replace(self._folder / name)
         except OSError as error:
@@ -206,11 +197,21 @@ class Shelf:
             with suppress(OSError):
                 temporary.unlink()
             raise
+        if sync:
+            try:
+                _sync_folder((self._folder / name).parent)
+            except OSError as error:
+                log.error("a state's folder cannot be written to the disk: %s", error)
+                raise Unsynced(error, tag) from error
         return tag
 
     def _delete(self, name: str) -> bytes:
-        with suppress(OSError):
-            (self._folder / name).unlink()
+        try:
+            with suppress(FileNotFoundError):
+                (self._folder / name).unlink()
+        except OSError as error:
+            log.error("a state's file cannot be removed: %s", error)
+            raise
         return b""
 
 
@@ -245,13 +246,25 @@ def _model_part(model: str) -> str:
     return hashlib.blake2b(model.encode(), digest_size=8).hexdigest() + "-"
 
 
-def _write_new(path: Path, content: bytes) -> None:
-    """Writes a file that nobody else has made: what has its name goes first."""
+def _write_new(path: Path, content: bytes, sync: bool = False) -> None:
+    """Writes a file that nobody else has made: what has its name goes first. With `sync` it is on
+    the disk itself afterwards."""
     with suppress(FileNotFoundError):
         path.unlink()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "wb") as file:
         file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -5,9 +5,12 @@ convolutions; `tail` I32 [n], the last tokens of the text, 1 to MOST_TAIL of the
 one before the tail, which is read when somebody goes on from it: so what follows has the logits
 that it would have had, and a snapshot needs none. Metadata, all strings: `format`; `fingerprint` of
 the model; `tokens`, how many the text has, the tail included; `drawn`, 1 where the tail was
-generated; `recent`, the last tokens of the text, which tell of an unfinished character.
+generated; `recent`, the last tokens of the text, which tell of an unfinished character; `digest` of
+all that the file says: the other metadata, names, types and shapes of the tensors, and their bytes.
 
-Every length is checked against the model before anything of that length is made.
+The digest tells of a file that was damaged, not of one that was forged, so all else is checked too.
+Every length is checked against the model before anything of that length is made. Files of format 1,
+which has no digest, are read.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +30,8 @@ from engine.config import SCAN_CHUNK
 from engine.errors import StateMalformed, StateMismatch
 from engine.messages import ID_BYTES, unpack_ids
 
-FORMAT = "minserve.state.1"
+FORMAT = "minserve.state.2"
+FORMER = "minserve.state.1"  # without a digest
 MOST_HEADER = 2**16  # bytes
 MOST_TAIL = SCAN_CHUNK  # tokens
 MOST_RECENT = 4  # tokens; a character of UTF-8 has up to four bytes
@@ -66,7 +72,7 @@ class Snapshot:
     recent: tuple[int, ...] = ()
     extra: dict[str, str] = field(default_factory=dict)  # further metadata
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Of the state: what tells it from any other."""
         return digest_of(self.state)
@@ -77,24 +83,28 @@ def digest_of(state: bytes) -> bytes:
 
 
 def write(snapshot: Snapshot, shape: Shape) -> bytes:
-    """The file."""
+    """The file. It takes a while where the state is large, as `read` does."""
     end = 4 * math.prod(shape.cell)
+    metadata = {
+        **snapshot.extra,
+        "format": FORMAT,
+        "fingerprint": shape.fingerprint,
+        "tokens": str(snapshot.tokens),
+        "drawn": str(int(snapshot.drawn)),
+        "recent": ",".join(map(str, snapshot.recent)),
+    }
     header: dict[str, Any] = {
-        "__metadata__": {
-            **snapshot.extra,
-            "format": FORMAT,
-            "fingerprint": shape.fingerprint,
-            "tokens": str(snapshot.tokens),
-            "drawn": str(int(snapshot.drawn)),
-            "recent": ",".join(map(str, snapshot.recent)),
-        },
-        "cell": {"dtype": "F32", "shape": shape.cell, "data_offsets": [0, end]},
+        "__metadata__": metadata,
+        "cell": {"dtype": "F32", "shape": list(shape.cell), "data_offsets": [0, end]},
     }
     if shape.conv is not None:
-        header["conv"] = {"dtype": "F32", "shape": shape.conv, "data_offsets": [end, shape.bytes]}
+        offsets = [end, shape.bytes]
+        header["conv"] = {"dtype": "F32", "shape": list(shape.conv), "data_offsets": offsets}
     count, start = len(snapshot.tail) // ID_BYTES, shape.bytes
     offsets = [start, start + len(snapshot.tail)]
     header["tail"] = {"dtype": "I32", "shape": [count], "data_offsets": offsets}
+    tensors = {name: told for name, told in header.items() if name != "__metadata__"}
+    metadata["digest"] = _sum(metadata, tensors, snapshot.digest, snapshot.tail)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join((_LENGTH.pack(len(text)), text, snapshot.state, snapshot.tail))
@@ -107,9 +117,17 @@ def read(content: bytes, shape: Shape) -> Snapshot:
     """
     header, start = _header(content, shape)
     metadata = _metadata(header)
+    told, digest = dict(metadata), metadata.pop("digest", None)
     kind, fingerprint = metadata.pop("format", None), metadata.pop("fingerprint", "")
-    if kind != FORMAT:
-        raise StateMalformed(f"the snapshot's format is {_short(kind)}; allowed: {FORMAT!r}")
+    if kind not in (FORMAT, FORMER):
+        allowed = f"{FORMAT!r}, or {FORMER!r}"
+        raise StateMalformed(f"the snapshot's format is {_short(kind)}; allowed: {allowed}")
+    if (digest is None) == (kind == FORMAT):
+        has = "has none" if digest is None else "has one"
+        raise StateMalformed(
+            f"a snapshot of the format {FORMAT!r} has a digest, one of {FORMER!r} none; this one, "
+            f"of {kind!r}, {has}"
+        )
     if fingerprint != shape.fingerprint:
         raise StateMismatch(
             f"the snapshot is of another model: its fingerprint is {_short(fingerprint)}, and the "
@@ -142,7 +160,26 @@ def read(content: bytes, shape: Shape) -> Snapshot:
         raise StateMalformed(f"the tail has {count} tokens; of a drawn one it has 1")
     recent = _recent(metadata.pop("recent", ""), shape)
     state = content[start : start + shape.bytes]
-    return Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
+    found = Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
+    if digest is not None and digest != _sum(told, header, found.digest, tail):
+        raise StateMalformed(
+            "the snapshot is damaged: its digest is another one than when it was written"
+        )
+    return found
+
+
+def _sum(
+    metadata: Mapping[str, str], tensors: Mapping[str, Any], state: bytes, tail: bytes
+) -> str:
+    """The digest of a file whose state has the digest `state`. What says how long the rest is
+    comes first, after its own length, so no two files are one text here."""
+    entries = sorted((name, value) for name, value in metadata.items() if name != "digest")
+    named = [[name, told["dtype"], told["shape"]] for name, told in sorted(tensors.items())]
+    text = json.dumps([entries, named]).encode()
+    digest = hashlib.blake2b(_LENGTH.pack(len(text)), digest_size=16)
+    for part in (text, state, tail):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _header(content: bytes, shape: Shape) -> tuple[dict[str, Any], int]:

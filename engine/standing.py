@@ -42,6 +42,13 @@ class Named:
     tag: bytes = b""  # of that file, once it is there
     used: float = 0.0  # as far as the file's time tells
     writing: bool = False  # it is not there yet
+    # Of a file that has a former state of the name, since this one could not be written.
+    behind: bytes = b""
+
+    @property
+    def seen(self) -> bytes:
+        """The tag of what lies under the name's file as far as is known; b"": nothing."""
+        return self.tag or self.behind
 
     def says(self, created: float, found: Snapshot) -> bool:
         """Whether a file with these is this name's, written once."""

@@ -1,14 +1,16 @@
 """States: the kept states that have a name, by owner and id; how long they stay, how many may.
 
 A name refers to a state that never changes, so to fork one is to name it once more. With a shelf
-every named state is written to a file too, and what lies there at the start is there again.
+every named state is written to a file too, and what lies there at the start is there again. Who
+put a state there is told when that is done, and until then the name has the former one, which a
+write that fails leaves as it was: on disk always, and in memory for who asked for a state that is
+to last (`must`). Else the new one is kept in memory alone.
 
 A reload makes two engines use one folder, until the older one has finished what it has. Then a file
 is the truth, and what is remembered holds only as long as the file is the one that it was read from
 or written to, which each look at a name asks first. Who replaces a state has its name locked, from
-the beginning of the turn until the file is there, and its answer is told no earlier: so a turn
-that follows goes on from it, whichever engine that comes to, and one that does not wait finds the
-state busy. Nothing expires on disk meanwhile, since each engine knows of its own uses alone. What
+the beginning of the turn until the file is there: so a turn that follows the answer goes on from
+it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing expires on disk meanwhile, since each engine knows of its own uses alone. What
 is left when one is alone again is taken stock of.
 """
 
@@ -16,17 +18,28 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+
+from msgspec.structs import replace
 
 from engine import snapshot
+from engine.aside import Result
 from engine.claims import Claims, Key
-from engine.errors import ConfigError, EngineError, StateNotFound, StateQuota
+from engine.errors import (
+    ConfigError,
+    EngineError,
+    StateNotFound,
+    StateNotStored,
+    StateQuota,
+    StepFailed,
+)
 from engine.messages import ID_BYTES, StateInfo
 from engine.ranking import Ranking
-from engine.shelf import Shelf, tag_of
+from engine.shelf import Shelf, Unsynced, tag_of
 from engine.snapshot import Shape
 from engine.standing import Named, Standing
 from engine.state_files import check_id, entries, name_of, parse
+from engine.storing import Storing, Then, Waiter, Waiters
 from engine.tiers import Kept, Tiers
 from engine.traffic import MORE_BYTES
 
@@ -66,6 +79,8 @@ class States:
         self._ids: dict[str, list[str]] = {}  # by owner, in order
         self._expiry: Ranking[Key] = Ranking()
         self.claims = Claims(shelf, shape, self._changes)
+        self.waiters = Waiters()
+        self.store_errors = 0  # files that could not be written or removed
         self._new: set[Key] = set()  # those that requests have claimed, and that were not there
         self._making: dict[str, int] = {}  # how many these are, by owner
         self._alone = True  # no other engine uses the folder, when this was last asked
@@ -98,8 +113,8 @@ class States:
             return
         before, named.used = named.tag, now
 
-        def touched(result: bytes | OSError) -> None:
-            if named.tag == before and not isinstance(result, OSError):
+        def touched(result: Result) -> None:
+            if named.tag == before and isinstance(result, bytes):
                 named.tag = result
 
         self._shelf.touch(named.file, before, now, touched)
@@ -156,22 +171,62 @@ class States:
             if not self._making[owner]:
                 del self._making[owner]
 
-    def put(self, owner: str, id: str, standing: Standing, ttl: float | None) -> Named:
+    def put(
+        self,
+        owner: str,
+        id: str,
+        standing: Standing,
+        ttl: float | None,
+        then: Then,
+        *,
+        must: bool = False,
+        wait: bool = True,
+        key: Hashable = None,
+        due: float | None = None,
+    ) -> None:
         """Names a state, which is held by one more from then on, in the place of what had the
-        name; `begin` was called for that before."""
-        self._end(owner, id)
+        name; `begin` was called for that before. `then` is called with what is to be told of it,
+        once its file is there or could not be written, where there is a shelf; with `must` with
+        StateNotStored in that case, and the name is as it was; with StepFailed where the state is
+        lost. Without `wait` it is called at once, unless other engines use the folder. `key` and
+        `due` as of a Waiter."""
         now, ttl = self._clock(), self._ttl if ttl is None else ttl
-        self._tiers.hold(standing.kept)
-        self._forget(owner, id)
         named = Named(owner, id, standing, now, ttl, now + ttl)
-        self._add(named)
-        if self._shelf is not None:
-            self._write(named, self._shelf)
-        return named
+        self._tiers.hold(standing.kept)
+        self._tiers.note_name(standing.kept)
+        storing = Storing(then, key, due, named=named, must=must)
+        if self._shelf is None or not self._disk_bytes:
+            self._place(storing)
+            if self._shelf is not None:  # of former days
+                self._delete(self._shelf, (owner, id))
+            then(self.info(named))
+            return
+        if not wait and self._shelf.lock.alone:
+            self._place(storing)
+            then(self.info(named))
+        else:
+            self.waiters.add(storing)
+        self._write(storing, self._shelf)
 
-    def move(self, named: Named, target: str, ttl: float | None) -> Named:
-        """The same state under another id (or a new one), in the place of this one. Raises as
-        `begin` and `delete`."""
+    def give_up(self, waiters: list[Waiter], why: str) -> None:
+        """These wait no longer for their files; the disk does what it has to all the same."""
+        for waiter in waiters:
+            if not isinstance(waiter, Storing):
+                self.waiters.tell(waiter, StateNotStored(f"the state's file may be there yet: {why}"))
+                continue
+            if waiter.must:
+                self.waiters.tell(
+                    waiter,
+                    StateNotStored(f"the state is not stored yet: {why}; it is kept if it will be"),
+                )
+                continue
+            if not waiter.placed:
+                self._place(waiter)
+            self.waiters.tell(waiter, self.info(waiter.named))
+
+    def move(self, named: Named, target: str, ttl: float | None, then: Then) -> None:
+        """The same state under another id (or a new one), in the place of this one; `then` as of
+        `put` with `must`. Raises as `begin` and `delete`."""
         owner, id = named.owner, named.id
         self.claims.take((owner, id), "id")
         try:
@@ -179,18 +234,29 @@ class States:
         except EngineError:
             self.claims.settle((owner, id))
             raise
-        moved = self.put(owner, target, named.standing, ttl)
         if target != id:
-            self._forget(owner, id, for_good=True)
-            self.claims.settle((owner, id))
-        return moved
+            self.claims.hold((owner, id))  # nothing takes its place meanwhile
 
-    def delete(self, owner: str, id: str) -> None:
-        """Raises StateNotFound, or StateBusy while a request will take its place."""
+        def moved(told: StateInfo | EngineError | None) -> None:
+            if target != id:
+                self.claims.let_go((owner, id))
+                if isinstance(told, StateInfo):
+                    self._forget(owner, id, for_good=True)
+                self.claims.settle((owner, id))
+            then(told)
+
+        self.put(owner, target, named.standing, ttl, moved, must=True)
+
+    def delete(self, owner: str, id: str, then: Then) -> None:
+        """`then` is called when its file is gone, if it has one, or with StateNotStored where that
+        cannot be removed. Raises StateNotFound, or StateBusy while a request will take its
+        place."""
         if not self.has(owner, id):
             raise StateNotFound(f"there is no state {id!r}", param="id")
         self.claims.take((owner, id), "id")
-        self._forget(owner, id, for_good=True)
+        waiter = Waiter(then)
+        self.waiters.add(waiter)
+        self._forget(owner, id, for_good=True, waiter=waiter)
         self.claims.settle((owner, id))
 
     def drop(self, kept: set[Kept]) -> None:
@@ -220,6 +286,7 @@ class States:
             expires=named.expires,
             recent=list(named.standing.recent),
             busy=(named.owner, named.id) in self.claims,
+            stored=bool(named.tag) if self._shelf is not None and self._disk_bytes else None,
         )
 
     def expire(self) -> None:
@@ -261,7 +328,7 @@ class States:
             return
         file, named = self._file(owner, id), self._named.get((owner, id))
         tag = self._shelf.tag(file)
-        if tag == (b"" if named is None else named.tag):
+        if tag == (b"" if named is None else named.seen):
             return
         if tag:
             self._take_over(self._shelf, file)
@@ -279,9 +346,10 @@ class States:
         """Of the shelf, where other engines may have written; other models' states are left
         alone."""
         known = {named.file: named for named in self._named.values() if named.file}
+        behind = {self._file(*key): one.behind for key, one in self._named.items() if one.behind}
         for file, status in shelf.names(self._shape.fingerprint):
-            named = known.pop(file, None)
-            if named is None or named.tag != tag_of(status):
+            named, tag = known.pop(file, None), tag_of(status)
+            if tag != (behind.get(file) if named is None else named.tag):
                 self._take_over(shelf, file)
         for named in known.values():
             if not self._changes((named.owner, named.id)):
@@ -319,17 +387,28 @@ class States:
             kept = Kept(read, owner, files={file}, written={file}, digest=digest)
             standing = Standing.of(self._tiers.hold(kept), found.snapshot)
             times = found.created, found.ttl, expires
+            self._tiers.note_name(kept)
             self._add(Named(owner, id, standing, *times, file, tag_of(status), written))
             self.files += 1
 
     def _add(self, named: Named) -> None:
+        """Its state is held and noted for it."""
         key = named.owner, named.id
         self._named[key] = named
-        self._tiers.note_name(named.standing.kept)
         bisect.insort(self._ids.setdefault(named.owner, []), named.id)
         self._expiry.put(key, (named.expires, named.id, named.owner))
 
-    def _forget(self, owner: str, id: str, for_good: bool = False) -> None:
+    def _place(self, storing: Storing) -> None:
+        """The name has it from now on."""
+        named, storing.placed = storing.named, True
+        self._end(named.owner, named.id)
+        self._forget(named.owner, named.id)
+        self._add(named)
+
+    def _forget(
+        self, owner: str, id: str, for_good: bool = False, waiter: Waiter | None = None
+    ) -> None:
+        """`for_good`: with its file; `waiter` is told when there is none any more."""
         named = self._named.pop((owner, id), None)
         if named is None:
             return
@@ -339,62 +418,135 @@ class States:
         del ids[bisect.bisect_left(ids, id)]
         if not ids:
             del self._ids[owner]
-        if named.file and self._shelf is not None:
+        has_file = bool(named.file or named.behind) and self._shelf is not None
+        if has_file:
             self.files -= 1
             self._tiers.note_lost(kept, named.file)
-            if for_good:
-                self._shelf.delete(named.file, lambda: self.claims.settle((owner, id)))
+        if has_file and for_good and self._shelf is not None:
+            self._delete(self._shelf, (owner, id), waiter)
+        elif waiter is not None:
+            self.waiters.tell(waiter, None)
+        self._let_go(kept)
+
+    def _let_go(self, kept: Kept) -> None:
+        """One name less has it."""
         self._tiers.note_name(kept, -1)
         self._tiers.release(kept)
 
-    def _write(self, named: Named, shelf: Shelf) -> None:
+    def _delete(self, shelf: Shelf, key: Key, waiter: Waiter | None = None) -> None:
+        def deleted(result: Result) -> None:
+            self.claims.settle(key)
+            error = None
+            if not isinstance(result, bytes):
+                self.store_errors += 1
+                error = StateNotStored(
+                    f"the state's file cannot be removed: {_reason(result)}; a restart will find it"
+                )
+            if waiter is not None:
+                self.waiters.tell(waiter, error)
+
+        shelf.delete(self._file(*key), deleted)
+
+    def _write(self, storing: Storing, shelf: Shelf) -> None:
+        named = storing.named
         kept, standing, key = named.standing.kept, named.standing, (named.owner, named.id)
-        file = self._file(*key)
-        if (self.files + 1) * self._shape.most_bytes > self._disk_bytes:
-            log.warning("disk_state_bytes are used up: state %r is in memory only", named.id)
-            shelf.delete(file, lambda: self.claims.settle(key))  # of a former state
+        file, former = self._file(*key), self._named.get(key)
+        replaces = former is not None and bool(former.file or former.behind)
+        if (self.files + 1 - replaces) * self._shape.most_bytes > self._disk_bytes:
+            log.warning("disk_state_bytes are used up: state %r is not stored", named.id)
+            self._fail(storing, shelf, "disk_state_bytes are used up")
             return
         named.file, named.writing = file, True
         self.files += 1
         extra = entries(named.owner, named.id, named.ttl, named.created)
         digests: list[bytes] = []
 
-        def unwritten() -> None:
-            self._tiers.note_lost(kept, file)
-            named.file, named.writing = "", False
-            self.files -= 1
-            # What a former state has left there is not this one.
-            shelf.delete(file, lambda: self.claims.settle(key))
-
-        def written(result: bytes | OSError) -> None:
-            if self._named.get(key) is named:  # else it has gone, or a later write follows
-                if isinstance(result, OSError):
-                    unwritten()
-                    return
-                named.tag, named.writing, kept.digest = result, False, digests[0]
-                named.used = named.created
-                self._tiers.note_written(kept, file)
-            self.claims.settle(key)
+        def written(result: Result) -> None:
+            if isinstance(result, bytes | Unsynced):
+                self._stored(storing, digests[0], result)
+            else:
+                self._fail(storing, shelf, _reason(result))
 
         def fetched(state: bytes | None) -> None:
-            if self._named.get(key) is not named:
-                self.claims.settle(key)
+            if self._is_gone(storing):
+                self._fail(storing, shelf, "it has been replaced or deleted")
                 return
-            if state is None or shelf.pending >= MOST_PENDING:
-                if state is not None:
-                    log.warning("the disk is too slow: state %r is in memory only", named.id)
-                unwritten()
+            if state is None:
+                self._fail(storing, shelf, "the round that was to export it failed")
+                return
+            if shelf.pending >= MOST_PENDING:
+                log.warning("the disk is too slow: state %r is not stored", named.id)
+                self._fail(storing, shelf, "too much waits for the disk")
                 return
             given = standing.snapshot(state, extra)
-            kept.files |= {file}
 
             def content() -> bytes:
                 digests.append(given.digest)
                 return snapshot.write(given, self._shape)
 
-            shelf.write(file, content, written)
+            shelf.write(file, content, written, lasting=True)
 
         self._fetch(kept, fetched)
 
+    def _is_gone(self, storing: Storing) -> bool:
+        """Its name had it, and has another state or none."""
+        named = storing.named
+        return storing.placed and self._named.get((named.owner, named.id)) is not named
+
+    def _stored(self, storing: Storing, digest: bytes, result: bytes | Unsynced) -> None:
+        """Its file is there, or was, where something has taken its place since."""
+        named = storing.named
+        kept, file = named.standing.kept, named.file
+        if not self._is_gone(storing):
+            named.tag = result.tag if isinstance(result, Unsynced) else result
+            named.writing, named.used, kept.digest = False, named.created, digest
+            if not storing.placed:
+                self._place(storing)
+            kept.files |= {file}
+            self._tiers.note_written(kept, file)
+        self.claims.settle((named.owner, named.id))
+        if isinstance(result, Unsynced):
+            self.store_errors += 1
+            why = f"{_reason(result)}; it is kept, but a loss of power may cost it"
+            self._tell_failure(storing, why)
+        else:
+            self.waiters.tell(storing, replace(self.info(named), stored=True))
+
+    def _fail(self, storing: Storing, shelf: Shelf, reason: str) -> None:
+        """It could not be stored."""
+        named = storing.named
+        kept, key = named.standing.kept, (named.owner, named.id)
+        lost = not (kept.has_row or kept.written)
+        gone = self._is_gone(storing)
+        if not gone:
+            self.store_errors += not lost
+            self.files -= bool(named.file)
+            named.file, named.writing = "", False
+        if lost or (storing.must and not storing.placed):
+            if not storing.placed:
+                self._end(*key)
+                self._let_go(kept)
+        elif not gone:
+            if not storing.placed:
+                self._place(storing)
+            named.behind = shelf.tag(self._file(*key))
+            self.files += bool(named.behind)
+        self.claims.settle(key)
+        if lost:
+            self.waiters.tell(storing, StepFailed("the state that was to be kept is lost"))
+            return
+        stays = "what was kept under its id before stays" if key in self._named else ""
+        self._tell_failure(storing, f"{reason}; {stays or 'nothing is kept'}")
+
+    def _tell_failure(self, storing: Storing, why: str) -> None:
+        if storing.must:
+            self.waiters.tell(storing, StateNotStored(f"the state could not be stored: {why}"))
+        else:
+            self.waiters.tell(storing, replace(self.info(storing.named), stored=False))
+
     def _file(self, owner: str, id: str) -> str:
         return name_of(owner, id, self._shape)
+
+
+def _reason(error: OSError | EngineError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,7 +1,8 @@
 """Traffic: states on their way out of rows, as bytes, and from outside into them.
 
 A state's bytes come with the results of the round whose plan exports it; those of a state that lies
-in no row any more are read from its file, and put in a row by the next plan.
+in no row any more are read from its file, and put in a row by the next plan. What is made of a
+state's bytes, or checked, is done aside: large ones take a while.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import logging
 from collections.abc import Callable
 
 from engine import snapshot
+from engine.aside import Aside, Done, Result, Work
 from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
 from engine.plan import Export, Plan, Put
-from engine.shelf import Shelf
+from engine.shelf import Parse, Shelf
 from engine.snapshot import Shape
 from engine.tiers import Kept, Tiers
 
@@ -20,9 +22,9 @@ log = logging.getLogger(__name__)
 
 MOST_LOADS = 3  # of one state for one request: others may have taken its row meanwhile
 MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
+LANE = "snapshots"  # of `Aside`
 
 Fetched = Callable[[bytes | None], None]
-Parse = Callable[[bytes], bytes]
 
 
 class Traffic:
@@ -32,6 +34,7 @@ class Traffic:
         self._tiers = tiers
         self._shape = shape
         self._shelf = shelf
+        self._aside = Aside() if shelf is None else shelf.aside
         self._tickets: dict[int, tuple[Kept, Fetched, bool]] = {}
         self._next_ticket = 0
         self._asked: list[int] = []  # tickets that no plan has yet
@@ -45,8 +48,8 @@ class Traffic:
 
     @property
     def pending(self) -> bool:
-        """The disk has something to do, or has done what nobody has taken note of."""
-        return self._shelf is not None and self._shelf.pending > 0
+        """The disk, or what is done aside, is awaited, or done and nobody has taken note of it."""
+        return self._aside.pending > 0
 
     @property
     def busy(self) -> bool:
@@ -55,9 +58,12 @@ class Traffic:
         return bool(self._tickets or self._loaded or self.pending)
 
     def wait(self, seconds: float) -> None:
-        """For the disk."""
-        if self._shelf is not None:
-            self._shelf.wait(seconds)
+        """For the disk, and for what is done aside."""
+        self._aside.wait(seconds)
+
+    def do(self, work: Work, done: Done) -> None:
+        """Does what takes a while aside; `done` as of `Aside`."""
+        self._aside.ask(LANE, work, done)
 
     def close(self) -> None:
         """Returns when what is to be written is."""
@@ -71,8 +77,8 @@ class Traffic:
 
     def collect(self) -> list[Kept]:
         """What has been read from files, or could not be, since this was last called."""
-        if self._shelf is not None and self._shelf.pending:
-            self._shelf.collect()
+        if self._aside.pending:
+            self._aside.collect()
         loaded, self._loaded = self._loaded, []
         return loaded
 
@@ -105,14 +111,14 @@ class Traffic:
             raise StepFailed(f"the state's file cannot be read: {kept.trouble}")
         if tries >= MOST_LOADS:
             raise StateQuota("no memory is left to bring the state back to")
-        most = self._shape.most_bytes + MORE_BYTES
-        self.load_from(self._shelf, kept, most, lambda content: self._parse(kept, content))
+        most, digest = self._shape.most_bytes + MORE_BYTES, kept.digest
+        self.load_from(self._shelf, kept, most, lambda content: self._parse(digest, content))
 
-    def _parse(self, kept: Kept, content: bytes) -> bytes:
-        state = snapshot.read(content, self._shape).state
-        if snapshot.digest_of(state) != kept.digest:
+    def _parse(self, digest: bytes, content: bytes) -> bytes:
+        found = snapshot.read(content, self._shape)
+        if found.digest != digest:
             raise StateMalformed("the file has another state than it had: it has been replaced")
-        return state
+        return found.state
 
     def load_from(
         self,
@@ -122,8 +128,8 @@ class Traffic:
         parse: Parse,
         lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """As `load`, from files of up to `most` bytes, of which `parse` gives the state or raises
-        EngineError; `lost` is told of those that are gone or damaged."""
+        """As `load`, from files of up to `most` bytes, of which `parse`, which is called aside, gives
+        the state or raises EngineError; `lost` is told of those that are gone or damaged."""
         if kept in self._loading:
             return
         self._loading.add(kept)
@@ -148,27 +154,23 @@ class Traffic:
         """From the last of the files that can be read."""
         name = files.pop() if files else ""
 
-        def read(content: bytes | OSError) -> None:
-            try:
-                if isinstance(content, FileNotFoundError):
-                    raise StateMalformed(str(content))
-                if isinstance(content, OSError):
-                    kept.trouble = content.strerror or str(content)
-                    log.error("a file of a state cannot be read: %s", content)
-                else:
-                    state = parse(content)
-                    if kept.references and not kept.has_row:
-                        self.bring_in(kept, state)
-                    self._end_load(kept)
-                    return
-            except EngineError as error:
-                log.error("a file of a state is lost: %s: %s", name, error.message)
+        def read(state: Result) -> None:
+            if isinstance(state, bytes):
+                if kept.references and not kept.has_row:
+                    self.bring_in(kept, state)
+                self._end_load(kept)
+                return
+            if isinstance(state, FileNotFoundError | EngineError):
+                log.error("a file of a state is lost: %s: %s", name, state)
                 lost(name)
+            else:
+                kept.trouble = state.strerror or str(state)
+                log.error("a file of a state cannot be read: %s", state)
             rest = [file for file in files if file in kept.files]
             self._read(shelf, kept, most, parse, lost, rest)
 
         if name:
-            shelf.read(name, most, read)
+            shelf.read(name, most, parse, read)
         else:
             self._end_load(kept)
 

@@ -31,6 +31,7 @@ from engine.errors import (
     StateBusy,
     StateError,
     StateNotFound,
+    StateNotStored,
     StateQuota,
     StepFailed,
     TimedOut,
@@ -54,6 +55,7 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     StateNotFound: (404, INVALID),
     StateBusy: (409, INVALID),
     StateQuota: (429, RATE_LIMIT),
+    StateNotStored: (507, SERVER),
     StateError: (400, INVALID),
     ReaderBehind: (408, TIMEOUT),  # told in streams alone, which have begun
     TimedOut: (504, TIMEOUT),

@@ -125,6 +125,10 @@ class Metrics:
         self._evictions = self._counter(
             "state_evictions", "States that had to leave a tier.", ("tier",)
         )
+        self._store_errors = self._counter(
+            "state_store_errors",
+            "States that could not be written to the state folder, or removed from it.",
+        )
         self._requests = self._counter(
             "requests", "HTTP requests for the model.", ("endpoint", "outcome")
         )
@@ -272,6 +276,8 @@ class Metrics:
             self._misses.labels(reason=reason).inc(misses)
         for tier, evicted in stats.evictions.items():
             self._evictions.labels(tier=tier).inc(evicted)
+        if stats.store_errors:
+            self._store_errors.inc(stats.store_errors)
         for finished in events.finished:
             self._finished(finished)
 

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import MOST_ENGINES, EngineConfig
+from engine.config import MOST_ENGINES, EngineConfig, StateSync
 from service.access_log import AccessLogFormat
 
 PREFIX = "MINSERVE_"
@@ -94,6 +94,7 @@ class Settings(BaseSettings):
     share_slots: int = 64  # states on the device beside those of sequences
     host_state_bytes: int | None = None  # of states in main memory
     state_folder: Path | None = None  # where kept states survive a restart
+    state_sync: StateSync = "write"  # what an answer waits for: the file, or the disk itself
     disk_state_bytes: int = 2**36  # of states there
     disk_cache_bytes: int = 0  # of cached states there; 0 = none
     state_ttl: float = 86400.0  # seconds after its last use that a state is kept, unless asked for
@@ -181,6 +182,7 @@ class Settings(BaseSettings):
             share_slots=self.share_slots,
             host_state_bytes=self.host_state_bytes,
             state_folder=None if self.state_folder is None else str(self.state_folder),
+            state_sync=self.state_sync,
             disk_state_bytes=self.disk_state_bytes,
             disk_cache_bytes=self.disk_cache_bytes,
             state_ttl=self.state_ttl,

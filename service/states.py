@@ -169,7 +169,7 @@ async def _bring_in(
     content = read_base64(source.snapshot, param)
     ttl = min(timeout + BORROWED_SECONDS, MOST_TTL)
     try:
-        reply = await flight.ask_state("import", content=content, ttl=ttl)
+        reply = await flight.ask_state("import", content=content, ttl=ttl, brief=True)
     except StateError as error:
         error.param = param
         raise
@@ -196,7 +196,7 @@ def kept_state(finished: Finished | None) -> dict[str, Any] | None:
     elif finished.snapshot:
         nowhere = dict.fromkeys(("tier", "created", "expires"))
         told = {"id": None, "object": "state", **_described(finished.snapshot), **nowhere}
-        told["busy"] = False
+        told |= {"busy": False, "stored": None}
     else:
         return None
     snapshot = base64.b64encode(finished.snapshot).decode() if finished.snapshot else None
@@ -215,6 +215,7 @@ def state_object(info: StateInfo) -> dict[str, Any]:
         "created": info.created,
         "expires": info.expires,
         "busy": info.busy,
+        "stored": info.stored,
     }
 
 

@@ -73,6 +73,13 @@ HostStateBytes = Annotated[
 StateFolder = Annotated[
     Path | None, Option(help="Where kept states and sessions survive a restart [nowhere].")
 ]
+StateSync = Annotated[
+    str | None,
+    Option(
+        help="When a state is stored there, for which its answer waits: write (a restart finds "
+        "it) or fsync (after a loss of power, too) [write]."
+    ),
+]
 DiskStateBytes = Annotated[int | None, Option(help="Of states in that folder [2**36].")]
 DiskCacheBytes = Annotated[
     int | None, Option(help="Of cached prompts and answers there [0: none].")

@@ -24,6 +24,7 @@ def serve(
     share_slots: options.ShareSlots = None,
     host_state_bytes: options.HostStateBytes = None,
     state_folder: options.StateFolder = None,
+    state_sync: options.StateSync = None,
     disk_state_bytes: options.DiskStateBytes = None,
     disk_cache_bytes: options.DiskCacheBytes = None,
     state_ttl: options.StateTtl = None,

@@ -84,7 +84,8 @@ async def create(
     # Where the id is another engine's than the state's, the new state goes there in the end.
     apart = bool(body.id and use.source) and flight.keeps_apart(use.source, body.id or "")
     id = "" if apart else body.id or ""
-    keep = Keep(id=id, ttl=body.ttl, export=export, store=bool(body.id) or not export)
+    store = bool(body.id) or not export
+    keep = Keep(id=id, ttl=body.ttl, export=export, store=store, must_last=not apart)
     flight.keep_field = "id"
     flight.submit(
         pack_ids(ids),

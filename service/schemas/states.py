@@ -118,6 +118,11 @@ class KeptState(BaseModel):
     created: float | None = None
     expires: float | None = Field(default=None, description="unless it is used before")
     busy: bool = Field(default=False, description="a request will take its place when it ends")
+    stored: bool | None = Field(
+        default=None,
+        description="whether it lies in the state folder, where a restart finds it; false: in "
+        "memory only; null: the server keeps no states on disk",
+    )
 
 
 class LeftState(KeptState):

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from engine import shelf, snapshot
-from engine.messages import Failed, Keep
+from engine.messages import AskState, Failed, Keep
 from engine.shelf import SUFFIX, TEMPORARY, Shelf
 from tests.engine.test_states import Talk, code, text
 
@@ -241,21 +241,22 @@ def test_a_file_on_its_way_counts_as_none(tmp_path: Path) -> None:
     """While the only whole file goes, the state needs its row."""
     talk = written(tmp_path)
     kept = talk.engine._keeper.states.find("", "s").standing.kept
-    talk.ask("fork", id="s", target="t")
+    talk.engine.ask("c", AskState(call=1, action="fork", id="s", target="t"))
     assert kept.written == {Shelf.name(MODEL, "", "s")}
-    talk.ask("delete", id="s")
+    talk.engine.ask("c", AskState(call=2, action="delete", id="s"))
     assert not kept.written
     talk.finish()
     talk.engine.close()
     assert kept.written == {Shelf.name(MODEL, "", "t")}
+    assert [reply.failed for _, reply in talk.engine.replies()] == [None, None]
 
 
-def test_a_disk_that_is_full_counts_no_files(
+def test_a_disk_that_is_full_counts_what_lies_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = written(tmp_path)
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, sync: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shelf, "_write_new", full)
@@ -263,10 +264,10 @@ def test_a_disk_that_is_full_counts_no_files(
         talk.run(b"xyz", 0, keep=Keep(id=id))
         talk.finish()
         talk.engine.close()
+    assert talk.engine._keeper.states.files == len(files(tmp_path)) == 1, "the former state's"
+    assert talk.code("delete", id="s") == "ok"
     assert talk.engine._keeper.states.files == 0
-    assert files(tmp_path) == [], "a former state is no state of today"
-    talk.ask("delete", id="s")
-    assert talk.engine._keeper.states.files == 0
+    assert files(tmp_path) == []
 
 
 def test_what_is_written_is_not_held(tmp_path: Path) -> None:
