@@ -168,9 +168,7 @@ def read(content: bytes, shape: Shape) -> Snapshot:
     return found
 
 
-def _sum(
-    metadata: Mapping[str, str], tensors: Mapping[str, Any], state: bytes, tail: bytes
-) -> str:
+def _sum(metadata: Mapping[str, str], tensors: Mapping[str, Any], state: bytes, tail: bytes) -> str:
     """The digest of a file whose state has the digest `state`. What says how long the rest is
     comes first, after its own length, so no two files are one text here."""
     entries = sorted((name, value) for name, value in metadata.items() if name != "digest")

@@ -10,8 +10,9 @@ A reload makes two engines use one folder, until the older one has finished what
 is the truth, and what is remembered holds only as long as the file is the one that it was read from
 or written to, which each look at a name asks first. Who replaces a state has its name locked, from
 the beginning of the turn until the file is there: so a turn that follows the answer goes on from
-it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing expires on disk meanwhile, since each engine knows of its own uses alone. What
-is left when one is alone again is taken stock of.
+it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing
+expires on disk meanwhile, since each engine knows of its own uses alone. What is left when one is
+alone again is taken stock of.
 """
 
 from __future__ import annotations
@@ -212,7 +213,9 @@ class States:
         """These wait no longer for their files; the disk does what it has to all the same."""
         for waiter in waiters:
             if not isinstance(waiter, Storing):
-                self.waiters.tell(waiter, StateNotStored(f"the state's file may be there yet: {why}"))
+                self.waiters.tell(
+                    waiter, StateNotStored(f"the state's file may be there yet: {why}")
+                )
                 continue
             if waiter.must:
                 self.waiters.tell(

@@ -128,8 +128,8 @@ class Traffic:
         parse: Parse,
         lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """As `load`, from files of up to `most` bytes, of which `parse`, which is called aside, gives
-        the state or raises EngineError; `lost` is told of those that are gone or damaged."""
+        """As `load`, from files of up to `most` bytes, of which `parse`, called aside, gives the
+        state or raises EngineError; `lost` is told of those that are gone or damaged."""
         if kept in self._loading:
             return
         self._loading.add(kept)

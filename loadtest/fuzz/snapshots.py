@@ -1,8 +1,9 @@
 """Damaged snapshots against a server: every one is refused with a reason, or is a state that works.
 
 Real files are downloaded first. Each is then sent with something wrong in its bytes, its length or
-its header, as an import or along with a request. What is taken must give an answer and come back as
-it was sent.
+its header, as an import or along with a request; every other one as of format 1, whose damage no
+digest tells of, so that all other checks have something to do. What is taken must give an answer
+and come back as it was sent.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def fuzz_snapshots(
     with httpx.Client(base_url=url, timeout=60.0) as client:
         files = _download(client)
         for done in range(requests):
-            content = damaged(chance.choice(files), chance)
+            content = chance.choice(files)
+            if chance.random() < 0.5:
+                content = without_digest(content)
+            content = damaged(content, chance)
             if chance.random() < 0.125:
                 _send_along(client, content, outcome)
             else:
@@ -129,6 +133,16 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.choice([1, 1, 1, 2, 8])):
         content = chance.choice(DAMAGES)(content, chance)
     return content
+
+
+def without_digest(content: bytes) -> bytes:
+    """A whole file of format 2 as one of format 1."""
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    del header["__metadata__"]["digest"]
+    header["__metadata__"]["format"] = "minserve.state.1"
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
 
 
 def _bits(content: bytes, chance: random.Random) -> bytes:

@@ -53,6 +53,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "score_latency_seconds": ("histogram", ()),
     "state_bytes": ("gauge", ("tier",)),
     "state_evictions": ("counter", ("tier",)),
+    "state_store_errors": ("counter", ()),
     "state_slots_total": ("gauge", ()),
     "state_slots_used": ("gauge", ()),
     "states": ("gauge", ()),
