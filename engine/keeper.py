@@ -16,39 +16,30 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from engine import snapshot
-from engine.aside import Result
 from engine.config import SCAN_CHUNK
 from engine.disk_cache import DiskCache
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.home import Home
 from engine.keeping import Keeping
+from engine.leaving import Leaving
 from engine.messages import (
     ID_BYTES,
-    Finished,
     FinishReason,
     Request,
     SamplingParams,
     pack_ids,
-    unpack_ids,
 )
 from engine.plan import INITIAL, Admission, Copy, Plan
 from engine.prefix import Found, Place, PrefixCache
 from engine.sequence import Sequence
 from engine.shelf import Shelf
-from engine.snapshot import MOST_RECENT, Shape
-from engine.standing import Standing
+from engine.snapshot import Shape
 from engine.states import States
-from engine.storing import Told
 from engine.tiers import Kept, Tiers
 from engine.traffic import Traffic
 
-Tell = Callable[[Finished | EngineError], None]
 
-LEAST_PATIENCE = 2.0  # seconds for a state's file, where the request's own time is over before
-
-
-class Keeper:
+class Keeper(Leaving):
     """One per engine. The device has `device_rows` for kept states, from `first_row` on, and main
     memory `host_rows`; `trie_bytes` bounds what is kept of texts to find them by."""
 
@@ -280,88 +271,6 @@ class Keeper:
             Admission(heir.request, heir.key, heir.slot, place, 0, heir.text, spare.position)
         )
 
-    def conclude(
-        self,
-        sequence: Sequence,
-        keeping: Keeping,
-        told: Sequence,
-        reason: FinishReason,
-        now: float,
-        tell: Tell,
-    ) -> None:
-        """Keeps what is to be kept of a sequence that ends, and tells how it ended, when it is
-        kept; `told` is the one whose state it rebuilt, else itself. Its slot is still its own."""
-        keep = keeping.keep
-        if keep is None or keeping.base < 0 or reason == "abort":
-            tell(told.finished(reason, now))
-            return
-        if not keeping.has_base:
-            tell(StepFailed("the state that was to be kept is lost"))
-            return
-        standing = self._standing(sequence, told, keeping)
-        id, keeping.id, owner = keeping.id, "", sequence.request.owner
-
-        def name(content: bytes = b"") -> None:
-            if not keep.store:
-                tell(told.finished(reason, now, None, content))
-                return
-
-            def stored(info: Told) -> None:
-                if isinstance(info, EngineError):
-                    tell(info)
-                else:
-                    tell(told.finished(reason, now, info, content))
-
-            due = None
-            if told.deadline is not None:
-                due = max(told.deadline, now + LEAST_PATIENCE)
-            waiter = sequence.client, sequence.request.id
-            self.states.put(
-                owner, id, standing, keep.ttl, stored, must=keep.must_last, key=waiter, due=due
-            )
-
-        if not keep.export:
-            name()
-            return
-
-        def lose(error: EngineError) -> None:
-            if keep.store:
-                self.states.end(owner, id)
-            tell(error)
-
-        def fetched(state: bytes | None) -> None:
-            if state is None:
-                lose(StepFailed("the round that was to export the state failed"))
-                return
-            self.tiers.hold(standing.kept)
-
-            def made(content: Result) -> None:
-                if isinstance(content, bytes):
-                    name(content)
-                else:
-                    lose(StepFailed(f"the snapshot could not be made: {content}"))
-                self.tiers.release(standing.kept)
-
-            self.traffic.do(lambda: snapshot.write(standing.snapshot(state), self.shape), made)
-
-        self.traffic.fetch(standing.kept, fetched)
-
-    def _standing(self, sequence: Sequence, told: Sequence, keeping: Keeping) -> Standing:
-        """What is kept; plans the copy to where it is to lie."""
-        spare, source = keeping.spare, keeping.source
-        assert spare is not None
-        answer = keeping.answer if keeping.rebuilds else keeping.answer_of(sequence)
-        tokens = self._before(sequence) + told.prompt_tokens + len(answer)
-        latest = pack_ids(source.recent) if source is not None else b""
-        latest += told.request.prompt[-MOST_RECENT * ID_BYTES :] + pack_ids(answer[-MOST_RECENT:])
-        recent = tuple(unpack_ids(latest[-MOST_RECENT * ID_BYTES :]))
-        if answer:
-            self.tiers.moves.append(Copy(sequence.slot, spare.place))
-            spare.position = tokens - 1
-            return Standing(spare, pack_ids(answer[-1:]), tokens, True, recent)
-        drawn = source is not None and source.drawn and not told.request.prompt
-        return Standing(spare, told.text[keeping.base * ID_BYTES :], tokens, drawn, recent)
-
     def leave(self, sequence: Sequence) -> list[Place]:
         """It reads no more: what others need wait for no longer."""
         return self.cache.leave(sequence.key)
@@ -417,10 +326,6 @@ class Keeper:
     def _based(self, keeping: Keeping, spare: Kept, length: int) -> None:
         keeping.base = length
         self.tiers.stand(spare)
-
-    def _before(self, sequence: Sequence) -> int:
-        """Tokens that the state at the beginning of its text has read."""
-        return 0 if sequence.keeping is None else sequence.keeping.before
 
     def _leave_source(self, keeping: Keeping) -> None:
         if keeping.source is not None and not keeping.left:

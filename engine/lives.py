@@ -7,7 +7,7 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
@@ -41,6 +41,35 @@ class Lives:
         """Ends every request as aborted."""
         for sequence in self._in_flight():
             self._finish(sequence, "abort", now)
+
+    def abort(
+        self,
+        client: Hashable,
+        ids: Iterable[int] | None,
+        reason: FinishReason,
+        now: float,
+        kept: Iterable[int] = (),
+    ) -> None:
+        """Ends requests early (None: all of the client's), ignoring those ended or unknown; `kept`
+        as in Abort. Those that have ended but for their states' files wait no longer for these."""
+        lengths, over = iter(kept), []
+        for request_id in list(self._clients.get(client, ()) if ids is None else ids):
+            sequence, length = self._clients.get(client, {}).get(request_id), next(lengths, None)
+            if sequence is None:
+                over.append((client, request_id))
+            elif self._keeper.may_end(sequence, reason, length):
+                self._finish(sequence, reason, now)
+        states = self._keeper.states
+        if reason == "abort" and states.waiters:
+            states.give_up(states.waiters.of(over), "the request was ended")
+
+    def _end_overdue(self, now: float) -> None:
+        """Those whose time is over, and who wait for a state's file alone."""
+        for sequence in self._deadlines.overdue(now):
+            self._finish(sequence, "timeout", now)
+        states = self._keeper.states
+        if states.waiters:
+            states.give_up(states.waiters.overdue(now), "the request's time is over")
 
     def _running(self, key: int) -> Sequence | None:
         return self._rounds.sequences.get(key) or self._prefilling.get(key)

@@ -94,9 +94,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     ttl: float | None = None  # seconds after its last use; None: the engine's own
     export: bool = False  # Finished.snapshot holds it as a file
     store: bool = True  # False: it is not kept by the engine, only exported
-    # Where there is a folder of states and it does not get there, the request fails
-    # (StateNotStored); else it is then kept in memory, and StateInfo.stored is False.
-    must_last: bool = False
+    must_last: bool = False  # it fails (StateNotStored) where there is a folder and no file of it
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 
 import msgspec
 
@@ -27,7 +27,6 @@ from engine.keeper import Keeper
 from engine.lives import Lives
 from engine.mask_cost import MaskBudget
 from engine.messages import (
-    FinishReason,
     Request,
     Run,
     Scores,
@@ -119,27 +118,6 @@ class Scheduler(Lives):
     def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
         """Reports a request that is not taken as failed."""
         self._outbox.failed(client, request_id, error)
-
-    def abort(
-        self,
-        client: Hashable,
-        ids: Iterable[int] | None,
-        reason: FinishReason,
-        now: float,
-        kept: Iterable[int] = (),
-    ) -> None:
-        """Ends requests early (None: all of the client's), ignoring those ended or unknown; `kept`
-        as in Abort."""
-        lengths, over = iter(kept), []
-        for request_id in list(self._clients.get(client, ()) if ids is None else ids):
-            sequence, length = self._clients.get(client, {}).get(request_id), next(lengths, None)
-            if sequence is None:
-                over.append((client, request_id))
-            elif self._keeper.may_end(sequence, reason, length):
-                self._finish(sequence, reason, now)
-        if over and reason == "abort" and self._keeper.states.waiters:
-            waiters = self._keeper.states.waiters.of(over)
-            self._keeper.states.give_up(waiters, "the request was ended")
 
     def refuse(self, error: EngineError) -> None:
         """From now on new requests fail with `error`."""
@@ -286,11 +264,7 @@ class Scheduler(Lives):
         for kept in self._keeper.collect():
             self._waiting.resume(kept)
             self._on_loaded(kept)
-        for sequence in self._deadlines.overdue(now):
-            self._finish(sequence, "timeout", now)
-        states = self._keeper.states
-        if states.waiters:
-            states.give_up(states.waiters.overdue(now), "the request's time is over")
+        self._end_overdue(now)
 
     def _admit(self, plan: Plan, now: float, turn: Turn, most: int, due: list[Sequence]) -> None:
         admitted, masks = 0, MaskBudget()

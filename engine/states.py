@@ -6,13 +6,10 @@ put a state there is told when that is done, and until then the name has the for
 write that fails leaves as it was: on disk always, and in memory for who asked for a state that is
 to last (`must`). Else the new one is kept in memory alone.
 
-A reload makes two engines use one folder, until the older one has finished what it has. Then a file
-is the truth, and what is remembered holds only as long as the file is the one that it was read from
-or written to, which each look at a name asks first. Who replaces a state has its name locked, from
+Who replaces a state has its name locked, for other engines that use the folder too (`names`), from
 the beginning of the turn until the file is there: so a turn that follows the answer goes on from
 it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing
-expires on disk meanwhile, since each engine knows of its own uses alone. What is left when one is
-alone again is taken stock of.
+expires on disk while there are others, since each engine knows of its own uses alone.
 """
 
 from __future__ import annotations
@@ -25,24 +22,16 @@ from msgspec.structs import replace
 
 from engine import snapshot
 from engine.aside import Result
-from engine.claims import Claims, Key
-from engine.errors import (
-    ConfigError,
-    EngineError,
-    StateNotFound,
-    StateNotStored,
-    StateQuota,
-    StepFailed,
-)
-from engine.messages import ID_BYTES, StateInfo
-from engine.ranking import Ranking
-from engine.shelf import Shelf, Unsynced, tag_of
+from engine.claims import Key
+from engine.errors import EngineError, StateNotFound, StateNotStored, StateQuota, StepFailed
+from engine.messages import StateInfo
+from engine.names import Names, reason_of
+from engine.shelf import Shelf, Unsynced
 from engine.snapshot import Shape
 from engine.standing import Named, Standing
-from engine.state_files import check_id, entries, name_of, parse
-from engine.storing import Storing, Then, Waiter, Waiters
+from engine.state_files import check_id, entries
+from engine.storing import Storing, Then, Told, Waiter
 from engine.tiers import Kept, Tiers
-from engine.traffic import MORE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +40,7 @@ ASK_SECONDS = 1.0  # between looks for other engines, which may mean to ask anot
 USES_TOLD = 8  # times within a state's ttl at which a file's time follows its uses
 
 
-class States:
+class States(Names):
     """`fetch` gets the bytes of a state in a row, some rounds later; `clock` is the time of day."""
 
     def __init__(
@@ -67,32 +56,12 @@ class States:
         clock: Callable[[], float],
         new_id: Callable[[str], str],  # of the owner's
     ) -> None:
-        self._tiers = tiers
-        self._shape = shape
+        super().__init__(tiers, shape, shelf, disk_bytes, clock)
         self._ttl = ttl
         self._most = most
-        self._shelf = shelf
-        self._disk_bytes = disk_bytes
         self._fetch = fetch
-        self._clock = clock
         self._new_id = new_id
-        self._named: dict[Key, Named] = {}
-        self._ids: dict[str, list[str]] = {}  # by owner, in order
-        self._expiry: Ranking[Key] = Ranking()
-        self.claims = Claims(shelf, shape, self._changes)
-        self.waiters = Waiters()
-        self.store_errors = 0  # files that could not be written or removed
-        self._new: set[Key] = set()  # those that requests have claimed, and that were not there
-        self._making: dict[str, int] = {}  # how many these are, by owner
-        self._alone = True  # no other engine uses the folder, when this was last asked
         self._asked = clock()
-        self.files = 0
-        if shelf is not None:
-            self._alone = shelf.lock.alone
-            self._take_stock(shelf)
-
-    def __len__(self) -> int:
-        return len(self._named)
 
     def find(self, owner: str, id: str, param: str = "id") -> Named:
         """Raises StateNotFound; the state's time begins anew."""
@@ -164,14 +133,6 @@ class States:
         self._end(owner, id)
         self.claims.settle((owner, id))
 
-    def _end(self, owner: str, id: str) -> None:
-        self.claims.let_go((owner, id))
-        if (owner, id) in self._new:
-            self._new.remove((owner, id))
-            self._making[owner] -= 1
-            if not self._making[owner]:
-                del self._making[owner]
-
     def put(
         self,
         owner: str,
@@ -240,7 +201,7 @@ class States:
         if target != id:
             self.claims.hold((owner, id))  # nothing takes its place meanwhile
 
-        def moved(told: StateInfo | EngineError | None) -> None:
+        def moved(told: Told) -> None:
             if target != id:
                 self.claims.let_go((owner, id))
                 if isinstance(told, StateInfo):
@@ -276,22 +237,6 @@ class States:
         chosen = [self._named[owner, id] for id in ids[first : first + limit]]
         return [self.info(named) for named in chosen], first + limit < len(ids)
 
-    def info(self, named: Named) -> StateInfo:
-        kept = named.standing.kept
-        return StateInfo(
-            id=named.id,
-            owner=named.owner,
-            tokens=named.standing.tokens,
-            bytes=self._shape.bytes,
-            tier="device" if kept.on_device else "host" if kept.on_host else "disk",
-            fingerprint=self._shape.fingerprint,
-            created=named.created,
-            expires=named.expires,
-            recent=list(named.standing.recent),
-            busy=(named.owner, named.id) in self.claims,
-            stored=bool(named.tag) if self._shelf is not None and self._disk_bytes else None,
-        )
-
     def expire(self) -> None:
         """Forgets those whose time is over and which nobody is about to replace."""
         now, first = self._clock(), self._expiry.first()
@@ -311,145 +256,6 @@ class States:
             else:
                 self._forget(*key, for_good=self._alone)
 
-    # What other engines have to do with it.
-
-    def _is_alone(self) -> bool:
-        if self._shelf is None:
-            return True
-        before, self._alone = self._alone, self._shelf.lock.alone
-        if self._alone and not before:
-            try:
-                self._take_stock(self._shelf)
-            except ConfigError as error:
-                log.error("%s", error.message)
-                self._alone = False  # for what is remembered; the next look tries again
-        return self._alone
-
-    def _look(self, owner: str, id: str) -> None:
-        """Before what is remembered of a name is used: another engine may have changed it."""
-        if self._shelf is None or self._is_alone() or self._changes((owner, id)):
-            return
-        file, named = self._file(owner, id), self._named.get((owner, id))
-        tag = self._shelf.tag(file)
-        if tag == (b"" if named is None else named.seen):
-            return
-        if tag:
-            self._take_over(self._shelf, file)
-        else:
-            self._forget(owner, id)
-
-    def _changes(self, key: Key) -> bool:
-        """Its file is about to be written or deleted here."""
-        if self._shelf is None:
-            return False
-        named = self._named.get(key)
-        return (named is not None and named.writing) or self._shelf.changing(self._file(*key))
-
-    def _take_stock(self, shelf: Shelf) -> None:
-        """Of the shelf, where other engines may have written; other models' states are left
-        alone."""
-        known = {named.file: named for named in self._named.values() if named.file}
-        behind = {self._file(*key): one.behind for key, one in self._named.items() if one.behind}
-        for file, status in shelf.names(self._shape.fingerprint):
-            named, tag = known.pop(file, None), tag_of(status)
-            if tag != (behind.get(file) if named is None else named.tag):
-                self._take_over(shelf, file)
-        for named in known.values():
-            if not self._changes((named.owner, named.id)):
-                self._forget(named.owner, named.id)
-
-    def _take_over(self, shelf: Shelf, file: str) -> None:
-        """What a file says takes the place of what is remembered, as far as it is what an engine
-        wrote."""
-        try:
-            content, status = shelf.look(file, self._shape.most_bytes + MORE_BYTES)
-            found = parse(file, content, self._shape)
-        except OSError as error:
-            log.warning("%s: cannot be read, and is left alone: %s", file, error)
-            return
-        except EngineError as error:
-            log.warning("%s: not taken over: %s", file, error.message)
-            return
-        owner, id, now = found.owner, found.id, self._clock()
-        if self._changes((owner, id)):
-            return
-        written = min(status.st_mtime, now)
-        named, expires = self._named.get((owner, id)), written + found.ttl
-        if expires <= now:
-            self._forget(owner, id)
-            if self._alone:
-                shelf.delete(file)
-        elif named is not None and named.says(found.created, found.snapshot):
-            named.tag, named.used = tag_of(status), written
-            named.expires = max(named.expires, expires)
-            self._expiry.put((owner, id), (named.expires, id, owner))
-        else:
-            self._forget(owner, id)
-            read = found.snapshot.tokens - len(found.snapshot.tail) // ID_BYTES
-            digest = found.snapshot.digest
-            kept = Kept(read, owner, files={file}, written={file}, digest=digest)
-            standing = Standing.of(self._tiers.hold(kept), found.snapshot)
-            times = found.created, found.ttl, expires
-            self._tiers.note_name(kept)
-            self._add(Named(owner, id, standing, *times, file, tag_of(status), written))
-            self.files += 1
-
-    def _add(self, named: Named) -> None:
-        """Its state is held and noted for it."""
-        key = named.owner, named.id
-        self._named[key] = named
-        bisect.insort(self._ids.setdefault(named.owner, []), named.id)
-        self._expiry.put(key, (named.expires, named.id, named.owner))
-
-    def _place(self, storing: Storing) -> None:
-        """The name has it from now on."""
-        named, storing.placed = storing.named, True
-        self._end(named.owner, named.id)
-        self._forget(named.owner, named.id)
-        self._add(named)
-
-    def _forget(
-        self, owner: str, id: str, for_good: bool = False, waiter: Waiter | None = None
-    ) -> None:
-        """`for_good`: with its file; `waiter` is told when there is none any more."""
-        named = self._named.pop((owner, id), None)
-        if named is None:
-            return
-        kept = named.standing.kept
-        self._expiry.discard((owner, id))
-        ids = self._ids[owner]
-        del ids[bisect.bisect_left(ids, id)]
-        if not ids:
-            del self._ids[owner]
-        has_file = bool(named.file or named.behind) and self._shelf is not None
-        if has_file:
-            self.files -= 1
-            self._tiers.note_lost(kept, named.file)
-        if has_file and for_good and self._shelf is not None:
-            self._delete(self._shelf, (owner, id), waiter)
-        elif waiter is not None:
-            self.waiters.tell(waiter, None)
-        self._let_go(kept)
-
-    def _let_go(self, kept: Kept) -> None:
-        """One name less has it."""
-        self._tiers.note_name(kept, -1)
-        self._tiers.release(kept)
-
-    def _delete(self, shelf: Shelf, key: Key, waiter: Waiter | None = None) -> None:
-        def deleted(result: Result) -> None:
-            self.claims.settle(key)
-            error = None
-            if not isinstance(result, bytes):
-                self.store_errors += 1
-                error = StateNotStored(
-                    f"the state's file cannot be removed: {_reason(result)}; a restart will find it"
-                )
-            if waiter is not None:
-                self.waiters.tell(waiter, error)
-
-        shelf.delete(self._file(*key), deleted)
-
     def _write(self, storing: Storing, shelf: Shelf) -> None:
         named = storing.named
         kept, standing, key = named.standing.kept, named.standing, (named.owner, named.id)
@@ -468,7 +274,7 @@ class States:
             if isinstance(result, bytes | Unsynced):
                 self._stored(storing, digests[0], result)
             else:
-                self._fail(storing, shelf, _reason(result))
+                self._fail(storing, shelf, reason_of(result))
 
         def fetched(state: bytes | None) -> None:
             if self._is_gone(storing):
@@ -510,7 +316,7 @@ class States:
         self.claims.settle((named.owner, named.id))
         if isinstance(result, Unsynced):
             self.store_errors += 1
-            why = f"{_reason(result)}; it is kept, but a loss of power may cost it"
+            why = f"{reason_of(result)}; it is kept, but a loss of power may cost it"
             self._tell_failure(storing, why)
         else:
             self.waiters.tell(storing, replace(self.info(named), stored=True))
@@ -546,10 +352,3 @@ class States:
             self.waiters.tell(storing, StateNotStored(f"the state could not be stored: {why}"))
         else:
             self.waiters.tell(storing, replace(self.info(storing.named), stored=False))
-
-    def _file(self, owner: str, id: str) -> str:
-        return name_of(owner, id, self._shape)
-
-
-def _reason(error: OSError | EngineError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
