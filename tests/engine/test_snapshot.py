@@ -8,6 +8,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,74 @@ def test_what_is_written_is_read_again(shape: Shape, tail: tuple[int, ...]) -> N
     assert ("conv" in tensors) == (shape.conv is not None)
     parts = [tensors[name].tobytes() for name in ("cell", "conv") if name in tensors]
     assert b"".join(parts) == given.state
+
+
+def golden(name: str) -> bytes:
+    return (Path(__file__).parent / "snapshots" / name).read_bytes()
+
+
+def test_files_of_both_formats_stay_readable() -> None:
+    """As a server of each has left them, with a name and without."""
+    shape = Shape("golden", 50, (1, 2), (1, 1, 2))
+    state = np.array([1.0, -2.0, 0.5, 3.0], "<f4").tobytes()
+    expected = Snapshot(state, pack_ids([4, 5]), 9, False, (2, 3, 4, 5), {"id": "romeo"})
+    for name in ("version-1.safetensors", "version-2.safetensors"):
+        assert read(golden(name), shape) == expected
+    assert write(expected, shape) == golden("version-2.safetensors")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_bit_of_a_file_flips_unseen(shape: Shape) -> None:
+    content = write(sample(shape, (7, 9), extra={"owner": "alice", "id": "s"}), shape)
+    read(content, shape)
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((StateMalformed, StateMismatch)):
+            read(bytes(damaged), shape)
+
+
+def test_what_is_said_in_another_order_or_with_other_spaces_is_the_same() -> None:
+    shape = SHAPES[1]
+    given = sample(shape, extra={"owner": "alice"})
+
+    def turned(header: dict[str, Any]) -> None:
+        entries = list(header.items())
+        header.clear()
+        header.update(reversed(entries))
+        header["__metadata__"] = dict(reversed(header["__metadata__"].items()))
+
+    assert read(changed(write(given, shape), turned), shape) == given
+
+
+def test_a_digest_is_of_its_format() -> None:
+    content = write(sample(SHAPES[0]), SHAPES[0])
+
+    def without(header: dict[str, Any]) -> None:
+        del header["__metadata__"]["digest"]
+
+    def former(header: dict[str, Any]) -> None:
+        header["__metadata__"]["format"] = "minserve.state.1"
+
+    for change, words in ((without, "has none"), (former, "has one")):
+        with pytest.raises(StateMalformed, match=words):
+            read(changed(content, change), SHAPES[0])
+    assert read(changed(changed(content, without), former), SHAPES[0]) == sample(SHAPES[0])
+
+
+def test_what_is_moved_from_one_part_to_the_next_is_damage() -> None:
+    """Each part is framed: the same bytes in all are not the same file."""
+    shape = SHAPES[0]
+    content = write(sample(shape, extra={"a": "bc"}), shape)
+    for change in (
+        lambda header: header["__metadata__"].update({"a": "b", "c": ""}),
+        lambda header: header["__metadata__"].update({"ab": header["__metadata__"].pop("a")}),
+        lambda header: header["__metadata__"].update(tokens=str(2**40 + 1)),
+        lambda header: header["__metadata__"].update(recent="1,2,3"),
+        lambda header: header["__metadata__"].update(digest="0" * 32),
+    ):
+        with pytest.raises(StateMalformed, match="digest"):
+            read(changed(content, change), shape)
 
 
 def test_another_models_is_refused_with_both_names() -> None:
