@@ -136,7 +136,7 @@ class Engine:
             on_loaded=self._desk.loaded,
         )
         self._round: _Round | None = None  # under way
-        self._latest: Hashable = None  # client that asked for something
+        self._latest: tuple[Hashable, ...] = ()  # client that asked for something
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -157,7 +157,7 @@ class Engine:
 
     def add(self, client: Hashable, request: Request) -> None:
         """Takes a request; a refusal comes as an event of the next step."""
-        self._latest = client
+        self._latest = (client,)
         self._scheduler.add(client, request, self._clock())
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
@@ -177,7 +177,7 @@ class Engine:
 
     def ask(self, client: Hashable, call: AskState) -> None:
         """Does what a client asks of kept states; `replies` will have the answer."""
-        self._latest = client
+        self._latest = (client,)
         self._desk.ask(client, call)
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:

@@ -120,13 +120,13 @@ class EngineLoop:
 
     def _step(self) -> None:
         told = self._engine.step(self._take_in)
-        self._reply()
         sent = [client for client in told if client not in self._gone]
         for number, client in enumerate(sent):
             events = told[client]
             if number:
                 events = msgspec.structs.replace(events, stats=events.stats.load())
             self._mailbox.send(client, events)
+        self._reply()  # whoever is answered knows what is counted of it
         if told:
             self._stats = next(iter(told.values())).stats
             if len(sent) < len(self._clients) - len(self._quiet):

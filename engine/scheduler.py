@@ -243,12 +243,12 @@ class Scheduler(Lives):
             **self._keeper.load(self._slots.used, self._state_bytes),
         )
 
-    def events(self, anybody: Hashable = None) -> dict[Hashable, StepEvents]:
+    def events(self, anybody: Collection[Hashable] = ()) -> dict[Hashable, StepEvents]:
         """What happened since the last call, for every client that has a part in it; what nobody
         has a part in is told later, but for errors of the disk, of which `anybody` is told."""
         listeners: Collection[Hashable] = self._clients.keys()
-        if self._keeper.states.store_errors and anybody is not None and not self._outbox:
-            listeners = listeners or [anybody]
+        if self._keeper.states.store_errors and not self._outbox:
+            listeners = listeners or anybody
         step, self._step = self._step, Stats()
         if not (listeners or self._outbox):
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server
+from tests.service.process import running_module
 
 PROMPT = "ROMEO:\nBut, soft! what light through yonder window breaks?\n"
 
@@ -105,6 +107,52 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
         assert [state["id"] for state in listed] == ["session:talk"]
     finally:
         second.stop()
+
+
+@contextmanager
+def full_disk(server: Server) -> Iterator[None]:
+    """The engine's process can write no file of the size of a state's meanwhile."""
+    (pid,) = running_module(server.process.pid, "engine.worker")
+    limit = resource.RLIMIT_FSIZE
+    _, most = resource.prlimit(pid, limit)
+    resource.prlimit(pid, limit, (4096, most))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, limit, (most, most))
+
+
+def test_a_disk_that_takes_no_more_costs_no_answer_and_no_state(tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    options = ("--device", "cpu", "--threads", "1", "--state-folder", str(folder))
+    server = Server(*options, "--state-sync", "fsync")
+    try:
+        assert ask(server.url, "/v1/states", {"prompt": PROMPT, "id": "mine"})["stored"] is True
+        first = generate(server.url, PROMPT, session_id="talk")
+        assert first["state"]["stored"] is True
+        expected = generate(server.url, "\n", state="session:talk")["text"]
+        before = sorted(path.name for path in folder.iterdir())
+        with full_disk(server):
+            for body in ({"prompt": "A", "id": "mine"}, {"prompt": "A"}):
+                error = ask(server.url, "/v1/states", body, status=507)["error"]
+                assert error["code"] == "state_not_stored" and "too large" in error["message"]
+            turn = generate(server.url, "\n", session_id="talk")
+            assert turn["text"] == expected and turn["state"]["stored"] is False
+            assert httpx.get(f"{server.url}/v1/states/mine").json()["tokens"] == len(PROMPT)
+            assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert sorted(path.name for path in folder.iterdir()) == before
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert "\nminserve_state_store_errors_total 3.0\n" in metrics
+    finally:
+        assert server.stop() == 0
+    server = Server(*options)
+    try:
+        listed = httpx.get(f"{server.url}/v1/states").json()["data"]
+        assert [state["id"] for state in listed] == ["mine", "session:talk"]
+        assert all(state["stored"] for state in listed)
+        assert generate(server.url, "\n", session_id="talk")["text"] == expected
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from engine import disk_cache, prefix_file, shelf
@@ -345,3 +346,21 @@ def test_a_file_says_what_was_written(with_logits: bool) -> None:
         prefix_file.parse(
             prefix_file.write(Head("", "", b"\xff" * 4, False, 0), state, "v"), "v", shape
         )
+
+
+def test_no_bit_of_a_file_flips_unseen() -> None:
+    """What is told of types and shapes is not looked at, so it may be anything."""
+    shape = Shape("f", 300, (1, 4), None)
+    state = np.arange(4, dtype=np.float32).tobytes()
+    content = prefix_file.write(Head("alice", "salt", pack_ids([7, 8, 9]), False, 0), state, "v")
+    told = prefix_file.parse_head(content, "v", shape)
+    seen = 0
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert prefix_file.parse(bytes(damaged), "v", shape) == state
+            assert prefix_file.parse_head(bytes(damaged), "v", shape) == told
+        except StateMalformed:
+            seen += 1
+    assert seen > 8 * len(content) // 2

@@ -15,6 +15,7 @@ import pytest
 from engine import shelf, snapshot
 from engine.messages import AskState, Failed, Keep
 from engine.shelf import SUFFIX, TEMPORARY, Shelf
+from loadtest.fuzz.snapshots import without_digest
 from tests.engine.test_states import Talk, code, text
 
 MODEL = "fake"  # the fake runner's fingerprint
@@ -276,3 +277,39 @@ def test_what_is_written_is_not_held(tmp_path: Path) -> None:
     one.write("x", lambda: b"content", told.append)
     one.close()
     assert told == [one.tag("x")] and (tmp_path / "x").read_bytes() == b"content"
+
+
+def flipped(path: Path, at: int) -> None:
+    """One bit of a float, which stays finite."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_bit_that_flips_on_the_disk_is_found(tmp_path: Path) -> None:
+    """By an engine that starts, and by one that has read the file before."""
+    talk = written(tmp_path)
+    talk.run(b"abc", keep=Keep(id="t"))
+    talk.engine.close()
+    out_of_rows(talk, "t")
+    (tail,) = [len((tmp_path / Shelf.name(MODEL, "", "t")).read_bytes()) - 4]
+    for at in (tail - 100, tail):  # of the state; of its tail, the last token
+        flipped(tmp_path / Shelf.name(MODEL, "", "t"), at)
+        assert [one.id for one in after(talk, tmp_path).ask("list").states] == ["s"]
+        kept = talk.engine._keeper.states.find("", "t").standing.kept
+        kept.files = kept.written = {Shelf.name(MODEL, "", "t")}
+        assert code(talk.run(b"", 1, state="t")) == "state_not_found"
+        flipped(tmp_path / Shelf.name(MODEL, "", "t"), at)
+    kept.files = kept.written = {Shelf.name(MODEL, "", "t")}
+    assert text(talk.run(b"", 1, state="t")) == b"g"
+
+
+def test_files_of_the_former_format_are_taken_over(tmp_path: Path) -> None:
+    talk = written(tmp_path)
+    (path,) = files(tmp_path)
+    path.write_bytes(without_digest(path.read_bytes()))
+    later = after(talk, tmp_path)
+    assert text(later.run(b"", 1, state="s")) == b"g"
+    assert text(later.run(b"", 1, state="s", keep=Keep(id="s"))) == b"g"
+    later.engine.close()
+    assert b"minserve.state.2" in path.read_bytes(), "a turn later it has a digest"
