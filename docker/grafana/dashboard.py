@@ -239,6 +239,11 @@ ROWS: dict[str, list[Panel]] = {
             steps=BAD_FROM_ONE,
         ),
         Panel(
+            "States that could not be stored", "In the hour before; MinserveStatesNotStored.",
+            {"{{instance}}": f"increase({of('minserve_state_store_errors_total')}[1h])"},
+            steps=BAD_FROM_ONE,
+        ),
+        Panel(
             "Connections cut",
             "stalled: the client read nothing. late_head: it sent no whole head.",
             {"{{reason}}": f"sum by (reason) ({rate('minserve_connections_cut_total')})"},
