@@ -48,7 +48,7 @@ LOOK_SECONDS = 0.05
 NAP_SECONDS = 20e-6
 # Between looks for messages, while a grammar or the disk is all that there is to wait for.
 WAIT_SECONDS = 0.005
-STORE_SECONDS = 5.0  # at the end, for states that somebody waits for to be written
+STORE_SECONDS = 2.0  # at the end, for states that somebody waits for to be written
 
 
 class PlanRunner(Protocol):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine import snapshot
 from engine.client import EngineClient
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
@@ -315,6 +317,30 @@ def test_forks_exports_and_imports() -> None:
     assert talk.code("get", id="s") == "state_not_found"
     for id in (forked.id, "t"):
         assert text(talk.run(b"", state=id)) == b"ghi"
+
+
+def test_snapshots_are_made_and_checked_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the thread that steps the engine, which a large state would hold up."""
+    talk = Talk(state_folder=str(tmp_path))
+    stepping: list[bool] = []
+    for name in ("read", "write"):
+        real = getattr(snapshot, name)
+
+        def noted(*given: Any, real: Any = real) -> Any:
+            stepping.append(threading.current_thread() is threading.main_thread())
+            return real(*given)
+
+        monkeypatch.setattr(snapshot, name, noted)
+    talk.run(b"abc", keep=Keep(id="s", export=True))
+    content = talk.ask("export", id="s").content
+    assert talk.code("import", content=content, target="t") == "ok"
+    kept = talk.engine._keeper.states.find("", "s").standing.kept
+    talk.engine._keeper.tiers.vacate(kept)
+    assert text(talk.run(b"", 1, state="s")) == b"g"
+    # Snapshot and file of the request, the export, import and its file, the file read.
+    assert stepping == [False] * 6
 
 
 def test_a_snapshot_may_be_all_that_is_kept() -> None:
