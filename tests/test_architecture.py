@@ -38,6 +38,7 @@ SERVICE_MAY_IMPORT = {
     "engine.config",
     "engine.errors",
     "engine.model_files",
+    "engine.tokenizer_layout",
 }
 
 
