@@ -17,8 +17,8 @@ from service.grammars import RequestCheck, get_grammars
 from service.inputs import (
     check_count,
     check_model,
-    read_beginning,
     read_priority,
+    read_prompt,
     read_stops,
     read_timeout,
     sampling_params,
@@ -143,8 +143,14 @@ async def _tasks(
             wanted = {name: columns[name][i] for name in states}
             path = partial(_path, body, i=i)
             use = await read_use(wanted, runtime, flight, timeout, prompt, path)
-        ids = await read_beginning(
-            prompt, f"prompts[{i}]", tokenizer, info, use=use, parse_special=body.parse_special
+        ids = await read_prompt(
+            prompt,
+            f"prompts[{i}]",
+            tokenizer,
+            info,
+            may_be_empty=use.goes_on,
+            begins=use.begins,
+            parse_special=bool(body.parse_special),
         )
         if states:
             check_points(use, len(ids), path)

@@ -51,7 +51,8 @@ def test_a_prompt_after_a_state_is_as_one_text(server: Server) -> None:
     for state in (made["id"], {"snapshot": snapshot(server.url, made["id"])}):
         assert generate(server.url, more, state=state)["text"] == whole["text"]
     scored = ask(server.url, "/v1/score", {"texts": [more], "state": made["id"]})["results"][0]
-    item = {"context": PROMPT, "continuations": [more]}
+    # By ids: of a text's end, white space would belong to the continuation.
+    item = {"context": list(PROMPT.encode()), "continuations": [more]}
     expected = ask(server.url, "/v1/score", {"items": [item]})["results"][0]["continuations"][0]
     assert scored["total_logprob"] == pytest.approx(expected["logprob"], abs=1e-3)
 

@@ -25,7 +25,7 @@ GENERATE, COMPLETIONS = "/v1/generate", "/v1/completions"
     [
         ({}, "prompts", "required"),
         ({"prompts": []}, "prompts", "at least 1"),
-        ({"prompts": [[]]}, "prompts[0]", "empty"),
+        ({"prompts": [""]}, "prompts[0]", "empty"),
         ({"prompts": ["a", []]}, "prompts[1]", "empty"),
         ({"prompts": "a"}, "prompts", "list"),
         ({"prompts": [1]}, "prompts[0]", "string or a list of token ids"),
@@ -233,7 +233,7 @@ async def test_an_error_gives_little_of_the_request_back(service: Service) -> No
 
 
 async def test_after_every_error_it_still_serves(service: Service) -> None:
-    for body in ({}, {"prompts": [[999]]}, {"prompts": ["a"], "top_p": 0}):
+    for body in ({}, {"prompts": [[999]]}, {"prompts": ["a"], "top_p": 2}):
         assert (await service.http.post(GENERATE, json=body)).status_code == 400
     body = await service.post(GENERATE, {"prompts": ["a"], "max_tokens": 1, "temperature": 0})
     assert body["results"][0]["text"] == "b"

@@ -179,7 +179,7 @@ async def test_a_declared_point_is_cached(service: Service) -> None:
     ("path", "body", "param"),
     [
         (GENERATE, {"prompts": ["a", "b"], "state": ["abc"]}, "state"),
-        (GENERATE, {"prompts": [""], "session_id": "new"}, "prompts[0]"),
+        (GENERATE, {"prompts": [""], "state": None}, "prompts[0]"),
         (GENERATE, {"prompts": ["a"], "state": "abc", "session_id": "s"}, "session_id"),
         (GENERATE, {"prompts": ["a"], "state_ttl": 9}, "state_ttl"),
         (GENERATE, {"prompts": ["ab", "ab"], "cache_points": [[1], [3]]}, "cache_points[1][0]"),

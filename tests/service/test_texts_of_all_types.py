@@ -255,6 +255,7 @@ async def test_a_text_in_pieces_has_the_ids_of_the_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.ingest.PIECE", 700)
+    monkeypatch.setattr("service.upload.MOST_AT_ONCE", 333)
     whole = "\n".join(TEXT) + "\n" + " ".join(TEXT).replace("\n", " ")
     async with serving(tmp_path, name, max_step_tokens=4096) as text:
 
@@ -381,12 +382,10 @@ async def test_an_empty_prompt(name: str, tmp_path: Path) -> None:
     end = end_of(name, library)
     async with serving(tmp_path, name, eos=end) as text:
         expected = list(text.tokenizer.begin_ids) or ([end] if end is not None else None)
-        for path, body in ((COMPLETIONS, {"prompt": ""}), (GENERATE, {"prompts": [""]})):
-            if expected is None:
-                param = "prompt" if path == COMPLETIONS else "prompts[0]"
-                await text.service.refused(path, body, param)
-                continue
-            await text.service.post(path, {**body, "max_tokens": 1})
+        if expected is None:
+            await text.service.refused(COMPLETIONS, {"prompt": ""}, "prompt")
+        else:
+            await text.service.post(COMPLETIONS, {"prompt": "", "max_tokens": 1})
             assert text.last_read() == expected
 
 

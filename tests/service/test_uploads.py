@@ -174,10 +174,10 @@ def test_nothing_is_tokenised_for_a_client_that_has_left(
 ) -> None:
     encoded = []
 
-    async def slowly(self: Tokenizer, text: str, *, special: bool = True) -> Any:
+    async def slowly(self: Tokenizer, text: str, **how: bool) -> Any:
         encoded.append(text)
         await asyncio.sleep(0.2)
-        return self.encode(text, special=special)
+        return self.encode(text, **how)
 
     monkeypatch.setattr(Tokenizer, "encode_async", slowly)
     body = json.dumps({field: [f"{i:02}" * 2000 for i in range(60)]}).encode()
