@@ -49,14 +49,16 @@ class UnixListener:
     def close(self) -> None:
         """Closes the socket and removes it from its path, unless another one is there by now."""
         self.socket.close()
-        with suppress(OSError):
+        with suppress(OSError), _alone(self._path.parent):
             if _identity(self._path) == self._file:
                 self._path.unlink()
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identity(path: Path) -> tuple[int, int, int]:
+    """What tells a socket from one that is made at its path when it is gone, and which many file
+    systems give the same number. Neither chmod nor chown change it."""
     found = path.lstat()
-    return found.st_dev, found.st_ino
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _clear(path: Path) -> None:

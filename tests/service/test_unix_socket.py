@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,31 @@ def test_only_its_own_socket_is_removed(tmp_path: Path) -> None:
     first.close()
     assert path.exists()
     second.close()
+    assert not path.exists()
+
+
+def test_one_that_has_taken_its_place_is_left_alone(tmp_path: Path) -> None:
+    """Another server started while this one, which listens no more, had still something to do."""
+    path = tmp_path / "x"
+    for _ in range(5):  # file systems give a number again, if not always
+        first = UnixListener(path, 1)
+        first.socket.close()
+        time.sleep(0.02)  # more than the steps of a file's time
+        second = UnixListener(path, 1)
+        first.close()
+        assert path.exists()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(str(path))
+        second.close()
+        assert not path.exists()
+
+
+def test_a_socket_that_was_given_to_others_is_its_own_still(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    listener = UnixListener(path, 1)
+    time.sleep(0.02)
+    path.chmod(0o666)
+    listener.close()
     assert not path.exists()
 
 
