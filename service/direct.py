@@ -200,19 +200,24 @@ class Connection:
         return partial(self._unwatch, lost)
 
     def watch_unread(self, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """As `watch`, where more of the body is to come, which is left to the kernel meanwhile:
-        `on_lost` is called when the client has sent its last, even if that has not been read."""
-        protocol, handle = self._protocol, self._cycle.transport.get_extra_info("socket")
-        protocol.on_lost = on_lost
-        if protocol.lost:
-            self.loop.call_soon(on_lost)
-        ends = _Ends(self.loop, handle, on_lost)
+        """As `watch`, where more of the body may be to come: `receive` tells of the client's end
+        then too."""
 
-        def unwatch() -> None:
-            ends.close()
-            self._unwatch(on_lost)
+        def lost() -> None:
+            self._cycle.disconnected = True  # as in `watch`
+            self._cycle.message_event.set()
+            on_lost()
 
-        return unwatch
+        if self._protocol.lost:
+            self.loop.call_soon(lost)
+        self._protocol.on_lost = lost
+        return partial(self._unwatch, lost)
+
+    def await_end(self) -> Callable[[], None]:
+        """While the rest of the body is left to the kernel: until what this returns is called, the
+        connection is cut when the client has sent its last, even if that has not been read."""
+        transport = self._cycle.transport
+        return _Ends(self.loop, transport.get_extra_info("socket"), transport.abort).close
 
     def _unwatch(self, on_lost: Callable[[], None]) -> None:
         # The next request of the connection may have begun its own watch.

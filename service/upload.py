@@ -2,7 +2,8 @@
 
 A connection whose body nobody reads tells nothing of its client: the end of it stands behind what
 has been sent, in the kernels of both sides. So a body is read ahead of the work, up to a bound, and
-its end ends the work at once. While the bound is reached, the kernel is asked for the end.
+its end ends the work at once. While the bound is reached, the kernel is asked for the end, which it
+knows as soon as it has all that the client has sent.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Upload:
 
     def __init__(self, scope: Scope, receive: Receive, most: int) -> None:
         """`most`: bytes that are read ahead, about; a client that is quicker has to wait."""
-        self._scope = scope
+        self._connection: Connection | None = scope.get(CONNECTION)
         self._receive = receive
         self._most = most
         self._held = bytearray()  # one piece of memory, however small the parts are that came
         self._whole = False
-        self._lost = False  # the client is, as the kernel tells
+        self._lost = False  # the connection is
         self._refusal: Exception | None = None  # of the body
         self._news = asyncio.Event()  # something has come
         self._room = asyncio.Event()  # something was taken, or the client is lost
@@ -63,12 +64,17 @@ class Upload:
     async def work(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which asks for `next`. It is cancelled when the client leaves:
         then raises ClientGone; or when the body turns out to be none that is allowed: ApiError."""
+        connection = self._connection
+        unwatch = None if connection is None else connection.watch_unread(self._note_lost)
         try:
             return await unless_client_leaves({}, self._read, work)
         except ClientGone:
             if self._refusal is not None:
                 raise self._refusal from None
             raise
+        finally:
+            if unwatch is not None:
+                unwatch()
 
     async def _read(self) -> Message:
         """Reads until nothing more can come, and says so as `receive` does."""
@@ -90,15 +96,14 @@ class Upload:
 
     async def _await_room(self) -> None:
         """Returns when a part has been taken, or the client is lost."""
-        connection: Connection | None = self._scope.get(CONNECTION)
-        unwatch = None if connection is None else connection.watch_unread(self._note_lost)
+        end_watch = None if self._connection is None else self._connection.await_end()
         try:
             while len(self._held) >= self._most and not self._lost:
                 self._room.clear()
                 await self._room.wait()
         finally:
-            if unwatch is not None:
-                unwatch()
+            if end_watch is not None:
+                end_watch()
 
     def _note_lost(self) -> None:
         self._lost = True

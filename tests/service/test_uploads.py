@@ -86,6 +86,34 @@ def test_nor_where_no_more_of_it_is_read_ahead(tmp_path: Path, how: str) -> None
         assert read_by(service) - before <= PIECE
 
 
+def test_nor_where_another_request_came_behind_the_text(tmp_path: Path) -> None:
+    """Whose end the server takes the client's to be."""
+    with listening(slow_runner(tmp_path)) as (url, service):
+        text = LINE * (4 * PIECE // len(LINE))
+        client = socket.create_connection(address(url))
+        client.sendall(HEAD % (PATH.encode(), len(text)) + text)
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+        wait_for(lambda: read_by(service) > 0)
+        client.close()
+        before = read_by(service)
+        wait_for(lambda: not service.lifecycle.flights)
+        assert read_by(service) - before <= PIECE
+
+
+def test_who_ends_what_it_sends_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As with any request; the server has nothing to say to that."""
+    with listening(slow_runner(tmp_path), max_body_bytes=2 * PIECE) as (url, service):
+        client = begin(url, 8 * PIECE)
+        wait_for(lambda: read_by(service) > 0)
+        client.shutdown(socket.SHUT_WR)
+        wait_for(lambda: not service.lifecycle.flights)
+        client.settimeout(60)
+        with suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+        client.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_it_is_counted_as_cancelled_and_leaves_no_state(tmp_path: Path) -> None:
     with listening(slow_runner(tmp_path)) as (url, service):
         leave(begin(url, 3 * MEGABYTE, b"/v1/states/text?id=x"), "close")
