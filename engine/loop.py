@@ -111,6 +111,7 @@ class EngineLoop:
         self._engine.abort_all()
         if self._engine.has_work:
             self._step()
+        self._reply()
         self._engine.close()
 
     def _reply(self) -> None:

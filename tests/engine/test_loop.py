@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,15 @@ from engine import loop as loop_module
 from engine.engine import Engine
 from engine.loop import EngineLoop, Undecodable
 from engine.messages import (
+    AskState,
     FromEngine,
     Gone,
+    Keep,
     Ping,
     Request,
     SamplingParams,
     Shutdown,
+    StateReply,
     Stats,
     StepEvents,
     ToEngine,
@@ -42,6 +46,9 @@ class Script:
 
     def events(self, client: Hashable) -> list[StepEvents]:
         return [one for one in self.sent[client] if isinstance(one, StepEvents)]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def ask(id: int, tokens: int) -> Request:
@@ -115,6 +122,25 @@ def test_a_client_that_is_gone_holds_nothing(told_by: str) -> None:
     assert sum(len(one.requests) for one in script.events(b"a")) == 20
     assert len(script.events(b"b")) <= 3
     assert script.events(b"a")[-1].stats.waiting == 0
+
+
+class Ending(Script):
+    """When the first answer is there, a fork of its state is asked for, and the end."""
+
+    def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
+        if self.batches:
+            return self.batches.pop(0)
+        if not any(events.finished for events in self.events("a")):
+            return []
+        return [("a", AskState(call=1, action="fork", id="s", target="t")), ("a", Shutdown())]
+
+
+def test_a_call_whose_state_is_written_at_the_end_is_answered(tmp_path: Path) -> None:
+    keep = Request(id=0, prompt=pack_ids(b"abc"), keep=Keep(id="s"), sampling=GREEDY)
+    script = Ending([("a", Ping(0))], [("a", keep)])
+    EngineLoop(Engine(FakeRunner(host_rows=4, state_folder=str(tmp_path))), script).run()
+    (reply,) = [one for one in script.sent["a"] if isinstance(one, StateReply)]
+    assert reply.failed is None and reply.states[0].stored is True
 
 
 def test_the_others_hear_what_a_client_that_is_gone_leaves() -> None:
