@@ -209,18 +209,22 @@ class Names:
         self._tiers.release(kept)
 
     def _delete(self, shelf: Shelf, key: Key, waiter: Waiter | None = None) -> None:
+        file = self._file(*key)
+
         def deleted(result: Result) -> None:
-            self.claims.settle(key)
             error = None
             if not isinstance(result, bytes):
                 self.store_errors += 1
                 error = StateNotStored(
-                    f"the state's file cannot be removed: {reason_of(result)}; a restart finds it"
+                    f"the state's file cannot be removed: {reason_of(result)}; what it has is kept"
                 )
+                if waiter is not None and key not in self.claims:
+                    self._take_over(shelf, file)  # so that it can be tried again
+            self.claims.settle(key)
             if waiter is not None:
                 self.waiters.tell(waiter, error)
 
-        shelf.delete(self._file(*key), deleted)
+        shelf.delete(file, deleted)
 
     def _file(self, owner: str, id: str) -> str:
         return name_of(owner, id, self._shape)

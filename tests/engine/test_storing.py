@@ -67,6 +67,10 @@ def _replace_fails(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(Path, "replace", fake)
 
 
+def _unlink_fails(self: Path, missing_ok: bool = False) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+
 @contextmanager
 def broken(by: Break = _write_fails, number: int = errno.ENOSPC) -> Iterator[None]:
     """A disk on which nothing can be written meanwhile."""
@@ -176,15 +180,30 @@ def test_a_file_that_cannot_be_removed_is_told(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path))
     turn(talk, b"abc")
 
-    def fails(self: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "unlink", fails)
+        patch.setattr(Path, "unlink", _unlink_fails)
         failed = talk.ask("delete", id="s").failed
     assert failed is not None and failed.code == "state_not_stored"
     assert "Read-only file system" in failed.message
-    assert listed(restarted(talk, tmp_path)) == ["s"], "as it was said"
+    assert listed(talk) == ["s"] and text(talk.run(b"", 1, state="s")) == b"g", "it is there still"
+    assert talk.engine._keeper.states.files == 1
+    assert listed(restarted(talk, tmp_path)) == ["s"]
+
+
+def test_who_could_not_delete_a_state_can_try_again(tmp_path: Path) -> None:
+    talk = Talk(state_folder=str(tmp_path))
+    turn(talk, b"abc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", _unlink_fails)
+        for _ in range(2):
+            assert talk.code("delete", id="s") == "state_not_stored"
+        assert code(talk.run(b"k", keep=Keep(id="s", must_last=True))) == "state_not_stored"
+        assert listed(talk) == ["s"]
+    assert talk.code("delete", id="s") == "ok"
+    assert files(tmp_path) == [] and talk.engine._keeper.states.files == 0
+    assert not talk.engine._keeper.states.claims._held
+    assert talk.engine._keeper.tiers._pinned.total == 0
+    assert stored(talk.run(b"k", keep=MUST)) is True
 
 
 def test_what_a_folder_may_hold_is_a_bound_that_is_told(tmp_path: Path) -> None:

@@ -132,4 +132,6 @@ async def test_a_file_that_cannot_be_removed_is_told(service: Service) -> None:
     assert response.status_code == 507, response.text
     assert response.json()["error"]["code"] == "state_not_stored"
     assert await errors(service) == 1
-    assert (await service.http.delete(f"{PATH}/mine")).status_code == 404
+    assert await ids(service) == ["mine"]
+    assert (await service.http.delete(f"{PATH}/mine")).status_code == 200
+    assert await ids(service) == []
