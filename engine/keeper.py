@@ -34,6 +34,7 @@ from engine.prefix import Found, Place, PrefixCache
 from engine.sequence import Sequence
 from engine.shelf import Shelf
 from engine.snapshot import Shape
+from engine.standing import Standing
 from engine.states import States
 from engine.tiers import Kept, Tiers
 from engine.traffic import Traffic
@@ -148,6 +149,23 @@ class Keeper(Leaving):
         if keeping is not None and keeping.keep is not None and found.awaited is None:
             self._reserve(sequence, keeping, found)
         return found
+
+    def successor(self, sequence: Sequence) -> Standing | None:
+        """What has the name now of the state that it was to go on from, where that is another."""
+        keeping, request = sequence.keeping, sequence.request
+        if keeping is None or keeping.source is None:
+            return None
+        latest = self.states.source(request.owner, request.state, optional=True)
+        return None if latest is keeping.source else latest
+
+    def change_source(self, sequence: Sequence, source: Standing) -> None:
+        """It goes on from this one; nothing has been found or reserved for it yet."""
+        keeping = sequence.keeping
+        assert keeping is not None and keeping.source is not None and keeping.spare is None
+        self.tiers.hold(source.kept)
+        self.tiers.release(keeping.source.kept)
+        keeping.source, keeping.loads = source, 0
+        sequence.go_on_from(source.tail)
 
     def _reserve(self, sequence: Sequence, keeping: Keeping, found: Found) -> None:
         base = sequence.prompt_tokens - 1

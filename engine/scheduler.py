@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Hashable
 import msgspec
 
 from engine.budget import PromptBudget
-from engine.errors import EngineError
+from engine.errors import EngineError, StateNotFound
 from engine.grammars import Grammars
 from engine.intake import Intake
 from engine.keeper import Keeper
@@ -279,7 +279,8 @@ class Scheduler(Lives):
             try:
                 found = self._keeper.find(sequence)
             except EngineError as error:
-                self._fail(sequence, error)
+                if not (isinstance(error, StateNotFound) and self._follows(sequence, now)):
+                    self._fail(sequence, error)
                 continue
             if (awaited := found.awaited or found.loading) is not None:
                 self._waiting.hold(sequence, awaited)
@@ -301,6 +302,17 @@ class Scheduler(Lives):
         self._waiting.note_admitted(admitted, now)
         if admitted:
             self._intake.note(self._slots.free)
+
+    def _follows(self, sequence: Sequence, now: float) -> bool:
+        """The state that it was to go on from is gone. Where that is because another one has been
+        put in its place since it came, it goes on from that; whether it does."""
+        source = self._keeper.successor(sequence)
+        if source is None:
+            return False
+        self._waiting.remove(sequence)  # where its length is counted
+        self._keeper.change_source(sequence, source)
+        self._waiting.add(sequence, now)
+        return True
 
     def _next(self, free: int) -> Sequence | None:
         """The first that waits and whose grammar is compiled; has those before it compiled, while

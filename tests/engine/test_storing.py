@@ -299,6 +299,31 @@ def test_only_the_answer_waits_for_the_disk(hanging: tuple[Talk, Hanging]) -> No
     assert stored(talk.ends[waits]) is True and stored(talk.ends[must]) is True
 
 
+@pytest.mark.parametrize("keep", [None, Keep(id="t")])
+def test_who_waits_for_a_file_goes_on_from_what_has_replaced_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Keep | None
+) -> None:
+    """The state is there before and after, so it is there for who came between."""
+    talk = Talk(state_folder=str(tmp_path))
+    turn(talk, b"abc")
+    talk = restarted(talk, tmp_path)  # which has it in the file alone
+    disk = Hanging(monkeypatch)
+    new = talk.submit(b"k", 0, keep=MUST)
+    for _ in range(20):
+        talk.step()
+    reader = talk.submit(b"", 2, state="s", keep=keep)
+    for _ in range(5):
+        talk.step()
+    assert not talk.ends, "its read stands behind the write"
+    disk.let_go.set()
+    talk.finish()
+    assert stored(talk.ends[new]) is True
+    assert text(talk.ends[reader]) == b"lm"
+    queued = talk.engine._scheduler._waiting._queued.of("")
+    assert queued == (0, 0) and talk.engine._scheduler._slots.used == 0
+    assert text(talk.run(b"", 1, state="s")) == b"l"
+
+
 def busy(talk: Talk, id: str) -> int:
     """A request that wants the name of a state that is being written."""
     request = talk.submit(b"k", 1, keep=Keep(id=id))
