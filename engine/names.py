@@ -186,6 +186,8 @@ class Names:
         """`for_good`: with its file; `waiter` is told when there is none any more."""
         named = self._named.pop((owner, id), None)
         if named is None:
+            if waiter is not None:
+                self.waiters.tell(waiter, None)
             return
         kept = named.standing.kept
         self._expiry.discard((owner, id))

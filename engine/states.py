@@ -190,7 +190,7 @@ class States(Names):
 
     def move(self, named: Named, target: str, ttl: float | None, then: Then) -> None:
         """The same state under another id (or a new one), in the place of this one; `then` as of
-        `put` with `must`. Raises as `begin` and `delete`."""
+        `put` with `must`, once this one's file is gone too. Raises as `begin` and `delete`."""
         owner, id = named.owner, named.id
         self.claims.take((owner, id), "id")
         try:
@@ -202,12 +202,18 @@ class States(Names):
             self.claims.hold((owner, id))  # nothing takes its place meanwhile
 
         def moved(told: Told) -> None:
-            if target != id:
-                self.claims.let_go((owner, id))
-                if isinstance(told, StateInfo):
-                    self._forget(owner, id, for_good=True)
-                self.claims.settle((owner, id))
-            then(told)
+            if target == id:
+                then(told)
+                return
+            self.claims.let_go((owner, id))
+            if isinstance(told, StateInfo):
+                # Where the former file cannot be removed, the state has moved all the same.
+                waiter = Waiter(lambda _: then(told))
+                self.waiters.add(waiter)
+                self._forget(owner, id, for_good=True, waiter=waiter)
+            self.claims.settle((owner, id))
+            if not isinstance(told, StateInfo):
+                then(told)
 
         self.put(owner, target, named.standing, ttl, moved, must=True)
 

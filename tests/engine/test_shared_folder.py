@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ def test_a_state_that_is_replaced_while_its_file_is_waited_for_is_not_taken_for_
     turn(old, b"abc")
     new = beside(old, tmp_path)
     late = new.submit(b"", 1, state="s")  # accepted, with what the file says now
-    assert turn(old, b"xyz", 0) == b""
+    assert turn(old, b"uvw", 0) == b""
     new.finish()
-    assert code(new.ends[late]) == "state_not_found"
+    assert text(new.ends[late]) == b"x", "it goes on from what has replaced it"
     assert turn(new, b"abc") == b"def"
 
 
@@ -118,6 +119,24 @@ def test_what_calls_do_is_seen_when_they_are_answered(tmp_path: Path) -> None:
         assert other.code("get", id="t") == "state_not_found"
         assert listed(other) == ["s"]
         assert other.code("delete", id="v") == "state_not_found"
+
+
+def test_a_state_that_has_moved_is_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When that is answered, however slow the disk is."""
+    unlink = Path.unlink
+
+    def slowly(self: Path, missing_ok: bool = False) -> None:
+        time.sleep(0.2)
+        unlink(self, missing_ok)
+
+    old = Talk(state_folder=str(tmp_path))
+    turn(old, b"abc")
+    new = beside(old, tmp_path)
+    monkeypatch.setattr(Path, "unlink", slowly)
+    assert old.code("move", id="s", target="t") == "ok"
+    assert listed(new) == ["t"]
 
 
 def test_what_the_older_engine_is_writing_is_not_cleared_away(tmp_path: Path) -> None:
