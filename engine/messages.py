@@ -155,7 +155,9 @@ class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     id `target` ("": a new one).
 
     Where there is a folder of states, what fork, move and import keep is there before they are
-    answered, or they fail (StateNotStored) and nothing has changed.
+    answered, or they fail (StateNotStored) and nothing has changed; where the error says so (a disk
+    that hangs, or a folder that cannot be synced) it is kept, or may be yet. What delete could not
+    remove is there still.
     """
 
     call: int
