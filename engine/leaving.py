@@ -72,7 +72,15 @@ class Leaving:
                 due = max(told.deadline, now + LEAST_PATIENCE)
             waiter = sequence.client, sequence.request.id
             self.states.put(
-                owner, id, standing, keep.ttl, stored, must=keep.must_last, key=waiter, due=due
+                owner,
+                id,
+                standing,
+                keep.ttl,
+                stored,
+                must=keep.must_last,
+                wait=not keep.brief,
+                key=waiter,
+                due=due,
             )
 
         if not keep.export:

@@ -95,6 +95,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     export: bool = False  # Finished.snapshot holds it as a file
     store: bool = True  # False: it is not kept by the engine, only exported
     must_last: bool = False  # it fails (StateNotStored) where there is a folder and no file of it
+    brief: bool = False  # it need not last: the folder is not waited for, and memory will do
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):

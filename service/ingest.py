@@ -72,7 +72,7 @@ async def read_text(
                 flight.borrow(finished.state.id)
             info = finished.state
             tokens, cached = tokens + len(ids), cached + finished.cached_tokens
-            keep = Keep(id=info.id, ttl=PIECE_TTL)
+            keep = Keep(id=info.id, ttl=PIECE_TTL, brief=True)
             use = StateUse(source=info.id, begins=False, keep=keep)
     if info is None:
         raise invalid("text", "is empty; at least one token is needed")
@@ -91,7 +91,7 @@ async def _read_piece(
             stream=False,
             timeout=timeout,
             priority=priority,
-            **{**use.fields(), "keep": use.keep or Keep(ttl=PIECE_TTL)},
+            **{**use.fields(), "keep": use.keep or Keep(ttl=PIECE_TTL, brief=True)},
         )
         flight.tokens_in += part.tokens_in
         return await read_whole(part)

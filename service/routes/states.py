@@ -85,7 +85,7 @@ async def create(
     apart = bool(body.id and use.source) and flight.keeps_apart(use.source, body.id or "")
     id = "" if apart else body.id or ""
     store = bool(body.id) or not export
-    keep = Keep(id=id, ttl=body.ttl, export=export, store=store, must_last=not apart)
+    keep = Keep(id=id, ttl=body.ttl, export=export, store=store, must_last=not apart, brief=apart)
     flight.keep_field = "id"
     flight.submit(
         pack_ids(ids),

@@ -281,6 +281,23 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[T
     talk.finish()
 
 
+def test_what_need_not_last_does_not_wait_for_the_disk(hanging: tuple[Talk, Hanging]) -> None:
+    talk, disk = hanging
+    brief, lasting = Keep(id="s", brief=True), Keep(id="t")
+    first, waits = talk.submit(b"abc", 2, keep=brief), talk.submit(b"abc", 2, keep=lasting)
+    for _ in range(20):
+        talk.step()
+    assert stored(talk.ends[first]) is False and waits not in talk.ends
+    second = talk.submit(b"", 1, state="s", keep=brief)
+    for _ in range(20):
+        talk.step()
+    assert text(talk.ends[second]) == b"f"
+    disk.let_go.set()
+    talk.finish()
+    assert stored(talk.ends[waits]) is True
+    assert text(talk.run(b"", 1, state="s")) == b"g"
+
+
 def test_only_the_answer_waits_for_the_disk(hanging: tuple[Talk, Hanging]) -> None:
     talk, disk = hanging
     waits = talk.submit(b"abc", keep=Keep(id="s"))
