@@ -144,7 +144,7 @@ def score(
         for piece in terminal_text.text_pieces(file, tokenizer.last_cut):
             ids = tokenizer.encode(piece, begins=begins)
             if begins:
-                unscored = tokenizer.count_bytes(ids[:1])
+                unscored = len(piece.encode()) - tokenizer.bytes_behind(piece, ids[:1])
             read += len(piece.encode())
             if ids:
                 begins = False

@@ -58,11 +58,16 @@ class LogprobArrays:
         return top
 
     def add_prompt(
-        self, prompt: Sequence[int], scores: Sequence[TokenLogprobs], first_scored: int = 1
+        self,
+        prompt: Sequence[int],
+        scores: Sequence[TokenLogprobs],
+        first_scored: int = 1,
+        *,
+        begins: bool = True,
     ) -> None:
-        """A whole prompt, which is where the text begins; `scores` are of the tokens from
-        `first_scored` on (fewer where a timeout came first)."""
-        decoder = self._tokenizer.decoder() if self._tokenizer else None
+        """A whole prompt, the first that is told; `scores` are of the tokens from `first_scored` on
+        (fewer where a timeout came first). `begins`: a text begins with it, else it goes on."""
+        decoder = self._tokenizer.decoder(begins=begins) if self._tokenizer else None
         offset = 0
         for token, logprobs in zip_longest(prompt, [*[None] * first_scored, *scores]):
             text = decoder.feed(token) if decoder else ""

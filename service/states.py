@@ -149,7 +149,9 @@ async def _look(
     tokenizer = runtime.tokenizer
     # Text begins with a whole character, whatever came before it.
     unfinished = not prompt or (not isinstance(prompt, str) and len(prompt) < UNFINISHED)
-    matters = tokenizer is not None and tokenizer.marks_beginnings and isinstance(prompt, str)
+    matters = tokenizer is not None and (
+        tokenizer.takes_spaces_off or (tokenizer.marks_beginnings and isinstance(prompt, str))
+    )
     if not (unfinished or (use.optional and matters)):
         return use
     try:

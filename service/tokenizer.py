@@ -225,6 +225,11 @@ class Tokenizer:
         return await asyncio.to_thread(self.encode, text, **how)
 
     @property
+    def takes_spaces_off(self) -> bool:
+        """Tokens may have another text where one begins with them, such as one without a space."""
+        return self._bytes is None
+
+    @property
     def joins_nothing(self) -> bool:
         """The ids of two texts one after the other are those of both, wherever a text is cut."""
         return self._byte_ids is not None
@@ -273,19 +278,35 @@ class Tokenizer:
         decoder = self.decoder()
         return decoder.feed_all(list(tokens)) + decoder.flush()
 
-    def decode_open(self, tokens: Sequence[int]) -> str:
+    def decode_open(self, tokens: Sequence[int], *, begins: bool = True) -> str:
         """The text of `tokens`, which goes on: without the bytes at its end that do not make a
-        character yet. `decoder(after=tokens)` begins with these."""
+        character yet. `decoder(after=tokens)` begins with these. `begins`: as for `decoder`."""
         if self._bytes is not None:
             return self.decode(tokens).removesuffix(self.decoder(after=tokens).flush())
-        return self.decoder().feed_all(tokens)
+        return self.decoder(begins=begins).feed_all(tokens)
 
-    def count_bytes(self, tokens: Sequence[int], after: Sequence[int] = ()) -> int:
-        """UTF-8 bytes of the text of tokens that follow the tokens `after`."""
+    def count_bytes(
+        self, tokens: Sequence[int], after: Sequence[int] = (), *, begins: bool = True
+    ) -> int:
+        """UTF-8 bytes of the text of tokens that follow the tokens `after`. `begins`: as for
+        `decoder`."""
         if self._bytes is not None:
             return sum(len(self._token_bytes(token)) for token in tokens)
-        decoder = self.decoder(after)
+        decoder = self.decoder(after, begins=begins)
         return len((decoder.feed_all(tokens) + decoder.flush()).encode())
+
+    def bytes_behind(self, text: str, first: Sequence[int]) -> int:
+        """UTF-8 bytes of a text behind its first tokens. They are the text's own, which tokens do
+        not always tell: a normalizer changes them, and what has no token has no bytes."""
+        if self._bytes is not None:
+            begin = b"".join(map(self._token_bytes, first))
+        else:  # each byte that is a part of a character comes as one U+FFFD
+            decoder = self.decoder(begins=False)
+            begin_text = decoder.feed_all(first) + decoder.flush()
+            begin = begin_text.replace("\ufffd", "?").encode()
+        if begin.startswith(b" ") and not text.startswith(" "):  # put there by the tokenizer
+            begin = begin[1:]
+        return max(len(text.encode()) - len(begin), 0)
 
     def name(self, token: int) -> str:
         """A token as a string (Names)."""

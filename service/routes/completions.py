@@ -203,7 +203,10 @@ class _View(OpenAIView):
         # Texts of the prompts, where they are part of the answers.
         self._echoes: list[str] = []
         if body.echo and self._tokenizer:
-            texts = [self._tokenizer.decode_open(task.prompt) for task in tasks[:: self._draws]]
+            decode = self._tokenizer.decode_open
+            texts = [
+                decode(task.prompt, begins=not task.use.goes_on) for task in tasks[:: self._draws]
+            ]
             self._echoes = [text for text in texts for _ in range(self._draws)]
         self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
 
@@ -309,6 +312,7 @@ class _View(OpenAIView):
         arrays = LogprobArrays(self._tokenizer)
         if echo:
             task = self._tasks[index]
-            arrays.add_prompt(task.prompt, answer.scores, task.use.first_scored)
+            begins = not task.use.goes_on
+            arrays.add_prompt(task.prompt, answer.scores, task.use.first_scored, begins=begins)
         arrays.add_told(told, shift=len(self._echo(index)))
         return arrays.to_dict()

@@ -35,6 +35,7 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, StateUse, check_points, kept_state, read_use
 from service.streaming import contained, ends_all, error_body, unless_client_leaves
+from service.tokenizer import Tokenizer
 from service.wire import JSONResponse, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
@@ -48,6 +49,7 @@ class Task:
     start: int = 1
     shared: bool = False  # other tasks begin with the same tokens before `start`: read them once
     use: StateUse = NO_STATES
+    text: str | None = None  # as the client gave it, where it did
 
 
 @dataclass(slots=True)
@@ -132,7 +134,8 @@ async def _text_tasks(
         check_points(use, len(tokens))
         size.add_prompt(len(tokens))
         size.add_reports(len(tokens))
-        tasks.append(Task(tokens, use.first_scored, use=use))
+        given = text if isinstance(text, str) else None
+        tasks.append(Task(tokens, use.first_scored, use=use, text=given))
     return tasks
 
 
@@ -247,10 +250,7 @@ def _text_result(index: int, task: Task, one: Scored, runtime: Runtime) -> dict[
         return _failed_text(index, one.error)
     logprobs = [max(score.logprob, LEAST_LOGPROB) for score in one.scores]
     total = math.fsum(logprobs)
-    size = 0
-    if runtime.tokenizer:
-        before, scored = task.tokens[: task.start], task.tokens[task.start :]
-        size = runtime.tokenizer.count_bytes(scored, before)
+    size = _scored_bytes(task, runtime.tokenizer)
     result = {
         "index": index,
         "token_ids": list(task.tokens),
@@ -263,6 +263,16 @@ def _text_result(index: int, task: Task, one: Scored, runtime: Runtime) -> dict[
     if task.use.keep is not None:
         result["state"] = kept_state(one.finished)
     return result
+
+
+def _scored_bytes(task: Task, tokenizer: Tokenizer | None) -> int:
+    """Of the text that the scored tokens stand for."""
+    if tokenizer is None:
+        return 0
+    before, scored = task.tokens[: task.start], task.tokens[task.start :]
+    if task.text is not None:
+        return tokenizer.bytes_behind(task.text, before)
+    return tokenizer.count_bytes(scored, before, begins=not task.use.goes_on)
 
 
 def _perplexity(total: float, count: int) -> float | None:

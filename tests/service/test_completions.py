@@ -119,9 +119,9 @@ async def test_large_answers_are_rendered_beside_the_event_loop(
     threads = set()
     add_prompt = LogprobArrays.add_prompt
 
-    def noted(self: LogprobArrays, *given: Any) -> None:
+    def noted(self: LogprobArrays, *given: Any, **how: Any) -> None:
         threads.add(threading.current_thread())
-        add_prompt(self, *given)
+        add_prompt(self, *given, **how)
 
     monkeypatch.setattr(LogprobArrays, "add_prompt", noted)
     request = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}

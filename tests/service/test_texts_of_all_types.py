@@ -4,6 +4,7 @@ the ids and the characters of the whole text."""
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -397,6 +398,59 @@ async def test_bytes_of_a_scored_text_are_counted_with_their_space(tmp_path: Pat
         assert told["bits_per_byte"] == pytest.approx(
             nats / 0.6931471805599453 / (len("The quick") - first)
         )
+
+
+@every_type
+@pytest.mark.parametrize("whole", ["The quick brown", " brown fox", "\u65e5, \ufb01sh ~ THE"])
+async def test_bytes_of_a_scored_text_are_its_own(name: str, whole: str, tmp_path: Path) -> None:
+    """Whatever a normalizer makes of them, and those that have no token; all but the first
+    token's, and all behind a state."""
+    async with serving(tmp_path, name) as text:
+
+        async def size(**more: Any) -> float:
+            told = (await text.service.post(SCORE, {"texts": [whole], **more}))["results"][0]
+            return -told["total_logprob"] / math.log(2) / told["bits_per_byte"]
+
+        ids = text.tokenizer.encode(whole)
+        plain = text.tokenizer.decode(ids)
+        expected = len(whole.encode())
+        if not text.tokenizer.begin_ids:
+            first = text.tokenizer.bytes_of(ids[0])
+            added = plain.startswith(" ") or "\u2581" in str(text.library.id_to_token(ids[0]))
+            known = text.library.id_to_token(ids[0]) not in ("<unk>", "[UNK]")
+            if known:
+                expected -= len(first) - (added and whole[0] != " ")
+        assert await size() == pytest.approx(expected)
+        await text.service.post("/v1/states", {"prompt": "The quick", "id": "kept"})
+        assert await size(state="kept") == pytest.approx(len(whole.encode()))
+
+
+@every_type
+async def test_an_echo_behind_a_state_is_the_whole_prompt(name: str, tmp_path: Path) -> None:
+    """Its first space too, which texts that begin would lose."""
+    async with serving(tmp_path, name) as text:
+        ids = list(text.tokenizer.encode(" brown", begins=False))
+        begin = list(text.tokenizer.encode("The quick", marks=False))
+        decode = text.tokenizer.decode
+        expected = decode(begin + ids)[len(decode(begin)) :]
+        assert expected == " brown"
+        await text.service.post("/v1/states", {"prompt": "The quick", "id": "kept"})
+        await text.service.post(COMPLETIONS, {"prompt": "The quick", "session_id": "talk"})
+        body = {"max_tokens": 0, "echo": True}
+        for more in (
+            {"state": "kept", "prompt": " brown"},
+            {"state": "kept", "prompt": ids},
+            {"state": "kept", "prompt": " brown", "logprobs": 1},
+            {"session_id": "talk", "prompt": ids},
+            {"session_id": "talk", "prompt": " brown"},
+        ):
+            (choice,) = (await text.service.post(COMPLETIONS, {**body, **more}))["choices"]
+            assert choice["text"] == expected, more
+            frames = await text.service.stream(COMPLETIONS, {**body, **more})
+            assert "".join(f["choices"][0]["text"] for f in frames) == expected, more
+            if "logprobs" in more and len(ids) > 1:
+                second = len(text.tokenizer.decoder(begin).feed(ids[0]))
+                assert choice["logprobs"]["text_offset"][1] == second
 
 
 async def test_offsets_behind_bytes_that_are_no_character(service: Service) -> None:
