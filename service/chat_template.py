@@ -152,7 +152,8 @@ class ChatTemplate:
                 raise InvalidRequest("continue_final_message: the last message has no content")
             if end and "content" not in self._source:
                 raise InvalidRequest(
-                    "continue_final_message: the model's chat template knows no content"
+                    "continue_final_message: the model's chat template does not name the messages' "
+                    "content, so where the last one's ends is not known"
                 )
             last = _ending(shaped[-1], end, knife) if end else ""
             text = self._template.render(

@@ -302,7 +302,7 @@ async def test_a_message_that_goes_on(
         ("{{ messages[-1].content[:2] }}", "abc", "does not stand"),
         ("{{ messages[-1].content }}", None, "no content"),
         ("{% for p in messages[-1].content %}{{ p.text }}{% endfor %}", [], "no text"),
-        ("{{ messages | tojson }}", "abc", "knows no content"),
+        ("{{ messages | tojson }}", "abc", "does not name the messages' content"),
         ("{{ messages[-1].content }}", "".join(MARKS), "U\\+FDD0"),
     ],
 )
