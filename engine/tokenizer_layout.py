@@ -5,8 +5,9 @@ rules that hold for the beginning of a text alone.
 from __future__ import annotations
 
 import copy
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Layout = dict[str, Any]
@@ -50,9 +51,44 @@ def mid_sentence(layout: Layout) -> Layout | None:
     """The tokenizer.json that encodes a text which other text stands before: without what is put
     before, or cut off, the beginning of a text. None where nothing of the kind is done."""
     changed = copy.copy(layout)
-    changed["normalizer"] = _go_on(layout.get("normalizer"))
-    changed["pre_tokenizer"] = _go_on(layout.get("pre_tokenizer"))
+    normalizer, splitter = layout.get("normalizer"), layout.get("pre_tokenizer")
+    changed["normalizer"] = _go_on(normalizer)
+    changed["pre_tokenizer"] = _go_on(splitter)
+    sign = _word_sign(splitter)
+    if sign is not None:
+        parts = [changed["normalizer"], *_one_space_between_words(sign)]
+        changed["normalizer"] = {"type": "Sequence", "normalizers": list(filter(None, parts))}
+        changed["pre_tokenizer"] = _keep_spaces(changed["pre_tokenizer"])
     return None if changed == layout else changed
+
+
+def _word_sign(splitter: Layout | None) -> str | None:
+    """What Metaspace puts before each word, the first one too, where WhitespaceSplit has taken all
+    spaces away (T5's way); else None. In mid-sentence a word has it where a space stands before."""
+    parts = (splitter or {}).get("pretokenizers") or []
+    kinds = [part["type"] for part in parts]
+    if "WhitespaceSplit" not in kinds or "Metaspace" not in kinds[kinds.index("WhitespaceSplit") :]:
+        return None
+    metaspace = parts[kinds.index("Metaspace")]
+    former = "always" if metaspace.get("add_prefix_space", True) else "never"
+    sign: str = metaspace["replacement"]
+    return sign if metaspace.get("prepend_scheme", former) == "always" else None
+
+
+def _one_space_between_words(sign: str) -> Iterator[Layout]:
+    """The normalizers that make white space what WhitespaceSplit and Metaspace make of it."""
+    for pattern, content in ((rf"\s+(?={re.escape(sign)}|\z)", ""), (r"\s+", " ")):
+        yield {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+def _keep_spaces(splitter: Layout) -> Layout:
+    """Splits before spaces, where WhitespaceSplit leaves them out."""
+    split = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": False,
+    }  # fmt: skip
+    parts = splitter["pretokenizers"]
+    kept = [split if part["type"] == "WhitespaceSplit" else part for part in parts]
+    return {**splitter, "pretokenizers": kept}
 
 
 def _go_on(part: Layout | None) -> Layout | None:

@@ -35,6 +35,7 @@ THREAD_CHARACTERS = 32_768
 # Characters on each side of a place that decide whether a text may be cut there.
 CUT_CHARACTERS = 256
 MOST_CUTS = 64  # places of each kind that are tried
+MOST_TEXTS = 4096  # that are tried as an example
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -114,9 +115,10 @@ class Tokenizer:
         # Of two that begin alike the longer one is meant.
         names = sorted(self.special_ids, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names))) if names else None
-        # Those that a text is split at, as far as it can hold them, with the spaces that they take.
+        # Those that a text is split at, as far as it can hold them, with the spaces that they take:
+        # looked for where a run of spaces begins, or a long one would take the square of its time.
         others = [
-            (r"\s*" if token["lstrip"] else "") + re.escape(token["content"])
+            (r"(?<!\s)\s*" if token["lstrip"] else "") + re.escape(token["content"])
             for token in layout["added_tokens"]
         ]
         self._added = re.compile("|".join(others)) if others else None
@@ -176,7 +178,7 @@ class Tokenizer:
         goes on in mid-sentence. `ends`: nothing follows it. With `marks` the ids that stand at a
         text's beginning and end are put there. With `parse_special` special tokens that the text
         spells out are these tokens, and the mark of its beginning is not put there twice.
-        Raises InvalidRequest for text that UTF-8 cannot hold.
+        Raises InvalidRequest for text that UTF-8 cannot hold or the vocabulary has no tokens for.
         """
         data = _check_unicode(text)
         if self._byte_ids is not None and not (parse_special and self._spelled):
@@ -206,7 +208,7 @@ class Tokenizer:
         return self._ids(text)
 
     def _ids(self, text: str) -> array[int]:
-        return array("i", self._library.encode(text, add_special_tokens=False).ids)
+        return _ids(self._library, text)
 
     def _ids_in_mid_sentence(self, text: str) -> array[int]:
         """The rules for a text's beginning are left out up to the first added token, behind which
@@ -215,7 +217,7 @@ class Tokenizer:
             return self._ids(text)
         found = self._added.search(text) if self._added else None
         goes_on = text if found is None else text[: found.start()]
-        ids = array("i", self._mid_library.encode(goes_on, add_special_tokens=False).ids)
+        ids = _ids(self._mid_library, goes_on)
         return ids if found is None else ids + self._ids(text[found.start() :])
 
     async def encode_async(self, text: str, **how: bool) -> array[int]:
@@ -365,11 +367,17 @@ class Tokenizer:
 
     def _marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What is put before each text and behind it."""
-        around = self._library.encode("a", add_special_tokens=True)
-        mask = list(around.special_tokens_mask)
-        begin = mask.index(0) if 0 in mask else len(mask)
-        end = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
-        return tuple(around.ids[:begin]), tuple(around.ids[end:])
+        # They are seen around a text that has tokens itself, which "a" need not have.
+        for text in ("a", *islice(self._library.get_vocab(), MOST_TEXTS)):
+            try:
+                around = self._library.encode(text, add_special_tokens=True)
+            except Exception:  # no token for it, nor one for the unknown
+                continue
+            mask = list(around.special_tokens_mask)
+            if 0 in mask:
+                begin, end = mask.index(0), len(mask) - mask[::-1].index(0)
+                return tuple(around.ids[:begin]), tuple(around.ids[end:])
+        return (), ()
 
     def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:
         """The token of each byte where encoding is nothing else, else None."""
@@ -410,6 +418,16 @@ def _check_unicode(text: str) -> bytes:
         ) from error
 
 
+def _ids(library: tokenizers.Tokenizer, text: str) -> array[int]:
+    """Raises InvalidRequest for a text that the vocabulary has no tokens for."""
+    try:
+        return array("i", library.encode(text, add_special_tokens=False).ids)
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidRequest(
+            f"the model's tokenizer has no tokens for the text: {error}"
+        ) from error
+
+
 def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
     """The types of a decoder and of all its parts."""
     if decoder is not None:
@@ -420,7 +438,7 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
 
 def _places(text: str, end: int) -> Iterator[int]:
     """Where a text may be worth cutting before index `end`, the last first: between a line's end
-    and a character that is no white space, then between two words."""
+    and a character that is no white space, then between a word and the white space behind it."""
     yield from islice(_line_begins(text, end), MOST_CUTS)
     yield from islice(_word_ends(text, end), MOST_CUTS)
 
@@ -432,6 +450,6 @@ def _line_begins(text: str, end: int) -> Iterator[int]:
 
 
 def _word_ends(text: str, end: int) -> Iterator[int]:
-    while (end := text.rfind(" ", 0, max(end, 0))) > 0:
+    while end > 0 and (end := max(text.rfind(" ", 0, end), text.rfind("\n", 0, end))) > 0:
         if not text[end - 1].isspace():
             yield end

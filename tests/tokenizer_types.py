@@ -103,6 +103,21 @@ def without_end() -> Tokenizer:
     return _byte_level()
 
 
+def byte_level_in_parts() -> Tokenizer:
+    """As DeepSeek: several pre-tokenizers, and a decoder that is one of a sequence."""
+    library = _byte_level("<|begin|>", "<|end|>")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[\r\n]"), "isolated"),
+            pre_tokenizers.Split(Regex(r"\s?\p{L}+"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return _around(library, "<|begin|> $A", "<|begin|>")
+
+
 def _sentencepiece_model() -> models.BPE:
     """Pieces and merges, and a token for each byte."""
     library = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -143,6 +158,19 @@ def sentencepiece() -> Tokenizer:
     return _around(library, "<s> $A", "<s>")
 
 
+def sentencepiece_as_it_is() -> Tokenizer:
+    """As Gemma: nothing is put before a text, and runs of spaces or lines are added tokens."""
+    library = Tokenizer(_sentencepiece_model())
+    library.normalizer = normalizers.Replace(" ", SPACE)
+    library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    library.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    library.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    library.add_tokens(["\n\n", SPACE * 2, "<b>"])
+    return _around(library, "<s> $A", "<s>")
+
+
 def _metaspace(scheme: Any) -> Tokenizer:
     library = Tokenizer(models.BPE(unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -165,7 +193,7 @@ def metaspace_always() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5 and ALBERT: NFKC, runs of spaces made one."""
+    """NFKC, runs of spaces made one."""
     library = Tokenizer(models.Unigram())
     library.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -182,6 +210,24 @@ def unigram() -> Tokenizer:
         ),
     )
     return library
+
+
+def unigram_words() -> Tokenizer:
+    """As T5, ALBERT and XLM-R: words without the spaces between them, of which each gets one; an
+    end mark; special tokens that take the spaces around them."""
+    library = unigram()
+    library.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.Strip(left=False, right=True),
+            normalizers.Replace(Regex(" {2,}"), SPACE),
+        ]
+    )
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    library.add_special_tokens([AddedToken("<extra>", special=True, lstrip=True, rstrip=True)])
+    return _around(library, "$A </s>", "</s>")
 
 
 def wordpiece() -> Tokenizer:
@@ -201,7 +247,8 @@ TYPES: dict[str, Callable[[], Tokenizer]] = {
     make.__name__: make
     for make in (
         byte_level, byte_level_prefix_space, with_bos, with_bos_and_end, with_added_tokens,
-        without_end, sentencepiece, metaspace_first, metaspace_always, unigram, wordpiece,
+        without_end, byte_level_in_parts, sentencepiece, sentencepiece_as_it_is, metaspace_first,
+        metaspace_always, unigram, unigram_words, wordpiece,
     )
 }  # fmt: skip
 # The special token that ends a text, and the chat template.
@@ -211,10 +258,13 @@ ENDS = {
     "with_bos": "<|end_of_text|>",
     "with_bos_and_end": "</s>",
     "with_added_tokens": "<|endoftext|>",
+    "byte_level_in_parts": "<|end|>",
     "sentencepiece": "</s>",
+    "sentencepiece_as_it_is": "</s>",
     "metaspace_first": "</s>",
     "metaspace_always": "</s>",
     "unigram": "</s>",
+    "unigram_words": "</s>",
     "wordpiece": "[SEP]",
 }
 TEMPLATES = {"byte_level": CHATML, "sentencepiece": ALTERNATING}

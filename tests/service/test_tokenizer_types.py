@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Library
 
+from engine.errors import InvalidRequest
 from service.detokenizer import LibraryDecoder
 from service.pieces import Pieces
 from service.tokenizer import Tokenizer
@@ -65,7 +67,10 @@ def test_marks_stand_where_a_text_begins_and_ends(name: str) -> None:
         "with_bos": ((0,), ()),
         "with_bos_and_end": ((0,), (1,)),
         "wordpiece": ((1,), (2,)),
+        "byte_level_in_parts": ((0,), ()),
         "sentencepiece": ((1,), ()),
+        "sentencepiece_as_it_is": ((1,), ()),
+        "unigram_words": ((), (2,)),
     }
     assert (tokenizer.begin_ids, tokenizer.end_ids) == expected.get(name, ((), ()))
 
@@ -174,6 +179,7 @@ def test_a_token_costs_the_same_whatever_came_before(name: str) -> None:
         ("metaspace_first", "ly"),
         ("metaspace_always", "ly"),
         ("unigram", "ly"),
+        ("unigram_words", "ly brown fox"),
         ("byte_level_prefix_space", "ly"),
     ],
 )
@@ -212,9 +218,6 @@ def test_a_text_is_cut_where_its_parts_have_the_ids_of_the_whole(name: str) -> N
 
 def test_no_cut_is_found_where_tokens_join() -> None:
     """A vocabulary whose tokens reach over ends of lines and words."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, trainers
-
     library = Library(models.BPE())
     library.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(vocab_size=40, show_progress=False)
@@ -248,3 +251,42 @@ def test_added_tokens_in_a_text_that_is_cut(name: str, normalized: bool) -> None
     assert not begins
     ids += tokenizer.encode(pieces.finish(), begins=False)
     assert list(ids) == [*tokenizer.begin_ids, *library.encode(text, add_special_tokens=False).ids]
+
+
+def test_a_long_run_of_spaces_where_added_tokens_take_spaces() -> None:
+    """Their number of ways, the square of a million, is not tried."""
+    library = TYPES["metaspace_first"]()
+    library.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
+    library.add_tokens([AddedToken("<think>", lstrip=True)])
+    tokenizer, spaces = Tokenizer(library), " " * 1_000_000
+    ids = tokenizer.encode(f"a{spaces}x", begins=False)
+    assert library.decode(list(ids)) == f"a{spaces}x"
+    ids = tokenizer.encode(f"a{spaces}<think>x", begins=False)
+    assert list(ids) == [*tokenizer.encode("a", begins=False), *library.encode("<think>x").ids]
+
+
+def test_marks_around_texts_without_an_a() -> None:
+    """They are seen around any text that has tokens."""
+    library = Library(models.BPE({"[CLS]": 0, "[SEP]": 1, "G": 2, "T": 3}, []))
+    library.add_special_tokens(["[CLS]", "[SEP]"])
+    library.decoder = decoders.Fuse()
+    library.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    tokenizer = Tokenizer(library)
+    assert (tokenizer.begin_ids, tokenizer.end_ids) == ((0,), (1,))
+    assert list(tokenizer.encode("GT")) == [0, 2, 3]
+
+
+def test_a_text_that_has_no_tokens() -> None:
+    library = Library(models.WordLevel({"a": 0, "b": 1}))  # none for the unknown
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(library)
+    assert list(tokenizer.encode("a b")) == [0, 1]
+    for how in ({}, {"begins": False}, {"parse_special": True}):
+        with pytest.raises(InvalidRequest, match="has no tokens for the text"):
+            tokenizer.encode("a c", **how)
+    with pytest.raises(InvalidRequest, match="has no tokens for the text"):
+        tokenizer.encode_template("a c")
+    without_a = Library(models.WordLevel({"b": 0}))
+    assert list(Tokenizer(without_a).encode("b")) == [0]
