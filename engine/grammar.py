@@ -66,6 +66,7 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
     try:
         # The text that has to match goes on from the prompt: no space is put before it.
         layout = mid_sentence(layout) or layout
+        layout["normalizer"] = _verbatim(layout.get("normalizer"))
         end = _add_end(layout)
         layout["decoder"] = _spelled_out(layout["decoder"])
         library = LLTokenizer(json.dumps(layout), n_vocab=max(vocab_size, end + 1), eos_token=end)
@@ -103,6 +104,18 @@ def _add_end(layout: dict[str, Any]) -> int:
         {"id": id, "content": name, "special": True, **flags} for id, name in names.items()
     ]
     return end
+
+
+def _verbatim(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer that changes no text, but writes spaces as the vocabulary has them. The library
+    encodes what a grammar leaves no choice about, and expects these very characters."""
+    if normalizer is None:
+        return None
+    if "normalizers" in normalizer:
+        kept = [one for one in map(_verbatim, normalizer["normalizers"]) if one is not None]
+        return {**normalizer, "normalizers": kept} if kept else None
+    of_spaces = normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}
+    return normalizer if of_spaces else None
 
 
 def _spelled_out(decoder: dict[str, Any] | None) -> dict[str, Any] | None:

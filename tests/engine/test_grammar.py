@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from engine.errors import InvalidRequest
 from engine.grammar import TextTokens, check_grammar, compile_grammar, load_tokens
 from engine.messages import Grammar, GrammarKind
 from tests.engine.texts import CHARACTERS, save_bytes, save_characters, save_merges
+from tests.tokenizer_types import TYPES
 
 
 @pytest.fixture
@@ -416,3 +419,37 @@ def test_sentencepiece_like_tokenizers(tmp_path: Path) -> None:
         path.write_text(json.dumps(layout), encoding="utf-8")
         tokens = load_tokens(tmp_path, 259)
         assert tokens.complete and tokens.library.decode_bytes([258, 0xC3, 0xB6]) == " aö".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "normalizer"),
+    [
+        ("byte_level", normalizers.NFC()),
+        ("byte_level", normalizers.Lowercase()),
+        ("unigram", None),
+        ("unigram_words", None),
+    ],
+)
+def test_texts_are_written_as_the_grammar_has_them(
+    name: str, normalizer: normalizers.Normalizer | None, tmp_path: Path
+) -> None:
+    """Not as a tokenizer would normalise them, where nothing else may come."""
+    library = TYPES[name]()
+    if normalizer is not None:
+        library.normalizer = normalizer
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokens = load_tokens(tmp_path, library.get_vocab_size())
+    texts = ["The  quick", "  the", "quick\nfox", "don't ", " "]
+    if name == "byte_level":
+        texts.append("re\u0301sume\u0301")
+    for text in texts:
+        matcher = compile_grammar(tokens, Grammar("choice", json.dumps([text])))
+        written = b""
+        while True:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            token = int(np.flatnonzero(np.unpackbits(mask, bitorder="little"))[0])
+            if token == tokens.end:
+                break
+            written += tokens.library.decode_bytes([token])
+            assert matcher.consume_token(token), (text, written)
+        assert written.decode() == text
