@@ -9,12 +9,15 @@ lm-evaluation-harness has it).
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 
 from engine.messages import ModelInfo
 from service.errors import invalid
 from service.inputs import end_of_text, read_prompt
-from service.tokenizer import Tokenizer
+from service.tokenizer import THREAD_CHARACTERS, Tokenizer
+
+LONG = 2048  # characters: of a longer context only the end is encoded again with a continuation
 
 
 class Context:
@@ -39,6 +42,8 @@ class Context:
         self._begins = begins
         self._goes_on = goes_on
         self._ids: dict[str, array[int]] = {}  # by the text
+        self._beginning: tuple[str, array[int]] | None = None  # what no continuation changes
+        self._encoded = 0  # characters since the event loop has turned
 
     async def ids(self) -> array[int]:
         """The context's own ids, all of them."""
@@ -67,7 +72,7 @@ class Context:
         if not text:
             more = await self._read(follows, name, begins=self._begins, marks=False)
             return before + more, len(before)
-        whole = await self._read(text + follows, name, begins=self._begins)
+        whole = await self._whole(text, follows, name)
         common = _common(before, whole)
         if common == len(whole):
             raise invalid(name, "adds no token to its context; at least one is needed")
@@ -88,6 +93,21 @@ class Context:
             self._ids[text] = ids
         return self._ids[text]
 
+    async def _whole(self, text: str, follows: str, name: str) -> array[int]:
+        """The ids of a text and what follows it. Continuations may be many: their context is not
+        encoded with each of them again."""
+        if self._beginning is None:
+            cut = 0
+            if self._tokenizer is not None and len(text) > LONG:
+                cut = self._tokenizer.last_cut(text)
+            ids = array("i")
+            if cut:
+                ids = await self._read(text[:cut], self._name, empty=True, begins=self._begins)
+            self._beginning = text[:cut], ids
+        known, ids = self._beginning
+        begins = self._begins and not known
+        return ids + await self._read(text[len(known) :] + follows, name, empty=True, begins=begins)
+
     async def _of_ids(self, context: list[int]) -> array[int]:
         if context or self._goes_on:
             return await self._read(context, self._name, empty=self._goes_on)
@@ -96,6 +116,10 @@ class Context:
     async def _read(
         self, prompt: str | list[int], name: str, *, empty: bool = False, **how: bool
     ) -> array[int]:
+        self._encoded += len(prompt)
+        if self._encoded > THREAD_CHARACTERS:
+            await asyncio.sleep(0)
+            self._encoded = 0
         return await read_prompt(
             prompt, name, self._tokenizer, self._info, may_be_empty=empty, **how
         )
