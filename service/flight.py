@@ -252,7 +252,7 @@ class Flight:
         self._cut = True
         self.abort()
 
-    def tap(self, renders: list[RenderTokens], writer: Writer) -> None:
+    def tap(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
         """From now on tokens that come while `next_arrivals` waits, and come alone, are
         rendered and written at once where their request's one of `renders` has something for them.
         All else comes by `next_arrivals`."""
@@ -312,7 +312,7 @@ class _Tap:
 
     __slots__ = ("_flight", "_renders", "_writer")
 
-    def __init__(self, flight: Flight, renders: list[RenderTokens], writer: Writer) -> None:
+    def __init__(self, flight: Flight, renders: Sequence[RenderTokens], writer: Writer) -> None:
         self._flight = flight
         self._renders = renders
         self._writer = writer

@@ -121,8 +121,8 @@ class Chunks:
     """
 
     __slots__ = (
-        "_broken", "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_served",
-        "_voices", "over",
+        "_broken", "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_renders",
+        "_served", "_voices", "over",
     )  # fmt: skip
 
     def __init__(
@@ -135,6 +135,7 @@ class Chunks:
         """`voices`: of each of its requests."""
         self._flight = flight
         self._voices = voices
+        self._renders = [voice.render_tokens for voice in voices]  # for a flight's tap
         self._render_error = render_error
         self._last = last
         self._failed = 0
@@ -166,6 +167,7 @@ class Chunks:
                     except Exception as raised:
                         logger.exception("an answer could not be rendered")
                         self._broken.add(which)
+                        self._renders[which] = _leave  # what still comes is no part of the answer
                         flight.drop(which)
                         error = raised
                 self._failed += 1
@@ -195,7 +197,12 @@ class Chunks:
 
     def write_through(self, writer: Writer) -> None:
         """From now on plain tokens are written as they come, without being asked for here."""
-        self._flight.tap([voice.render_tokens for voice in self._voices], writer)
+        self._flight.tap(self._renders, writer)
+
+
+def _leave(tokens: Sequence[int]) -> bytes | None:
+    """As `Voice.render_tokens`, of one that tells nothing more."""
+    return None
 
 
 class EventStream(Response):

@@ -9,10 +9,12 @@ import pytest
 
 from engine.client import Update
 from engine.errors import EngineError, QueueFull, StepFailed
-from service.flight import Arrival, Flight
+from service.direct import Writer
+from service.flight import Arrival, Flight, RenderTokens
 from service.streaming import Chunks
 
 ERROR = StepFailed("a step failed")
+BREAKS = 0  # a token that nobody can tell
 
 
 class Arrivals:
@@ -28,6 +30,12 @@ class Arrivals:
     async def next_arrivals(self) -> list[Arrival]:
         return [] if self.is_over else self._batches.pop(0)
 
+    def drop(self, which: int) -> None:
+        """What else comes of it is among the batches."""
+
+    def tap(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
+        self.renders = renders
+
 
 class Named:
     """A request that tells which one it is and its tokens."""
@@ -36,10 +44,12 @@ class Named:
         self._which = which
 
     def render(self, update: Update) -> bytes:
+        if update.tokens[0] == BREAKS:
+            raise ValueError("no text")
         return b"%d:%d " % (self._which, update.tokens[0])
 
-    def render_tokens(self, tokens: Sequence[int]) -> None:
-        """None of them is plain."""
+    def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
+        return b"%d:%d " % (self._which, tokens[0])
 
 
 async def _sent(count: int, *batches: list[Arrival]) -> list[str]:
@@ -89,3 +99,19 @@ async def test_an_error_before_all_else_is_told_with_the_first_token() -> None:
 
 async def test_a_batch_of_which_the_queue_refuses_a_part_is_refused_whole() -> None:
     assert await _sent(2, [_token(0), (1, QueueFull("full"))]) == ["raise"]
+
+
+async def test_an_answer_that_cannot_be_told_says_no_more() -> None:
+    """Neither here nor past the task that asks, until its request has ended."""
+    assert await _sent(2, [_token(0), _token(1, BREAKS)], [_token(1), _token(0)]) == [
+        "0:7", "1:error", "0:7", "done",
+    ]  # fmt: skip
+    flight = Arrivals([_token(0), _token(1)], [_token(1, BREAKS)], [_token(0)])
+    chunks = Chunks(
+        cast(Flight, flight), [Named(0), Named(1)], lambda which, _: b"%d:error " % which, bytes
+    )
+    await chunks.next()
+    chunks.write_through(cast(Writer, None))
+    assert [render([5]) for render in flight.renders] == [b"0:5 ", b"1:5 "]
+    assert await chunks.next() == b"1:error "
+    assert [render([5]) for render in flight.renders] == [b"0:5 ", None]
