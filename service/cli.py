@@ -156,11 +156,12 @@ def score(
     loss = carried.finish()
     if loss.tokens == 0:
         raise ConfigError(f"{file}: nothing to score: the text has less than two tokens")
+    scored = read - unscored  # none of it where all that follows one token is the end mark
     figures = {
         "tokens": loss.tokens,
         "nats_per_token": loss.per_token,
         "perplexity": math.exp(loss.per_token),
-        "bits_per_byte": loss.nats / math.log(2) / (read - unscored),
+        "bits_per_byte": loss.nats / math.log(2) / scored if scored > 0 else None,
     }
     print(json.dumps(figures) if as_json else terminal.table(figures))
 

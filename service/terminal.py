@@ -122,11 +122,14 @@ def command_for_others() -> str:
     return shlex.join(["minserve", *(re.sub("(^|=)/.*/(?=.)", r"\1", word) for word in words)])
 
 
-def table(figures: Mapping[str, float]) -> str:
-    """One line per figure: its name and its value."""
-    shown = {
-        name.replace("_", " "): f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-        for name, value in figures.items()
-    }
+def table(figures: Mapping[str, float | None]) -> str:
+    """One line per figure: its name and its value, "-" for none."""
+    shown = {name.replace("_", " "): _figure(value) for name, value in figures.items()}
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

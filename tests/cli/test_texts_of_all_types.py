@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import processors
 
 from service import terminal_text
 from service.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
-from tests.tokenizer_types import TEXT, TYPES, save_model
+from tests.tokenizer_types import TEXT, TYPES, save_model, with_bos_and_end
 
 WHOLE = "\n".join(TEXT) + "\n" + " ".join(TEXT).replace("\n", " ")
 every_type = pytest.mark.parametrize("name", TYPES)
@@ -72,3 +74,27 @@ def test_a_stop_string_that_names_a_special_token(tmp_path: Path, minserve: Mins
     whole = minserve(*arguments).stdout
     cut = minserve(*arguments, "--stop", "<|im_start|>").stdout
     assert len(cut) < len(whole) and whole.startswith(cut.rstrip("\n"))
+
+
+def test_a_text_of_one_token_and_an_end_mark_is_scored(
+    tmp_path: Path, minserve: Minserve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the mark alone, which has no bytes."""
+
+    def with_end() -> Library:
+        library = with_bos_and_end()
+        library.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", 1)]
+        )
+        return library
+
+    monkeypatch.setitem(TYPES, "with_end", with_end)
+    save_model(tmp_path, "with_end")
+    arguments = ["score", "-", "--model", tmp_path, "--device", "cpu"]
+    done = minserve(*arguments, "--json", stdin=b"a")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert (figures["tokens"], figures["bits_per_byte"]) == (1, None)
+    assert minserve(*arguments, stdin=b"a").stdout.splitlines()[-1].split() == [
+        "bits", "per", "byte", "-",
+    ]  # fmt: skip
