@@ -3,6 +3,7 @@ the ids and the characters of the whole text."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -17,6 +18,7 @@ import pytest
 from engine.client import Update
 from engine.messages import unpack_ids
 from service.answer import Answer
+from service.continuations import Context
 from service.stop import StopStrings
 from service.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, running
@@ -25,7 +27,7 @@ from tests.tokenizer_types import TEXT, TYPES, end_of, save_tokenizer
 
 GENERATE, COMPLETIONS, SCORE = "/v1/generate", "/v1/completions", "/v1/score"
 every_type = pytest.mark.parametrize("name", TYPES)
-SPACED = ("sentencepiece", "metaspace_first", "metaspace_always", "unigram")
+SPACED = ("sentencepiece", "metaspace_first", "metaspace_always", "unigram", "unigram_words")
 # Whose grammars can be told which bytes tokens stand for.
 GUIDED = [name for name in TYPES if name != "wordpiece"]
 
@@ -221,6 +223,56 @@ async def test_a_continuation_that_joins_its_context_is_forked_where_they_part(
         assert apart["num_tokens"] == len(encode("the quick fox")) - len(encode("the quick"))
 
 
+@every_type
+async def test_a_long_context_is_encoded_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many continuations it has; their ids are those of the whole text all the same."""
+    context, continuations = "\n".join(TEXT), [f"ly {i}" for i in range(80)]
+    read: list[str] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **how: bool) -> Any:
+        read.append(text)
+        return encode(self, text, **how)
+
+    async with serving(tmp_path, name, eos=0, max_step_tokens=4096) as text:
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+        body = {"items": [{"context": context, "continuations": continuations}]}
+        told = (await text.service.post(SCORE, body))["results"][0]["continuations"]
+        monkeypatch.undo()
+        assert sum(map(len, read)) < len(continuations) * len(context) / 2
+        before = list(text.tokenizer.encode(context))
+        for continuation, one in zip(continuations, told, strict=True):
+            whole = list(text.tokenizer.encode(context + continuation))
+            common = next(i for i, id in enumerate(whole) if before[i : i + 1] != [id])
+            assert one["num_tokens"] == len(whole) - common
+        assert [*unpack_ids(text.service.runner.admitted[-1].prompt)] == whole
+
+
+async def test_the_event_loop_turns_while_many_continuations_are_read(tmp_path: Path) -> None:
+    """Also where a context has no place to be cut at."""
+    async with serving(tmp_path, "sentencepiece", eos=0) as text:
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        context = Context(
+            "a" * 20_000, "context", text.tokenizer, text.service.lifecycle.runtime.info,
+            begins=True, goes_on=False,
+        )  # fmt: skip
+        await context.ids()
+        other = asyncio.create_task(turn())
+        for _ in range(12):
+            await context.followed_by("b", "continuation")
+        other.cancel()
+        assert turns >= 4
+
+
 async def test_a_continuation_that_adds_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path, "wordpiece") as text:
         body = {"items": [{"context": "the quick", "continuations": [" "]}]}
@@ -274,6 +326,24 @@ async def test_a_text_in_pieces_has_the_ids_of_the_whole(
 
 
 # Where both meet.
+
+
+@pytest.mark.parametrize("name", SPACED)
+async def test_what_goes_on_after_a_state_keeps_its_first_space(name: str, tmp_path: Path) -> None:
+    """In an echo, its offsets, and the bytes that are counted."""
+    async with serving(tmp_path, name) as text:
+        await text.service.post("/v1/states", {"prompt": "The quick", "id": "kept"})
+        body = {"prompt": " brown", "echo": True, "logprobs": 0, "max_tokens": 0}
+        (choice,) = (await text.service.post(COMPLETIONS, {**body, "state": "kept"}))["choices"]
+        assert choice["text"] == " brown"
+        pieces = [len(name) for name in choice["logprobs"]["tokens"]]
+        starts = [sum(pieces[:i]) for i in range(len(pieces))]
+        assert choice["logprobs"]["text_offset"] == starts
+        (told,) = (await text.service.post(SCORE, {"texts": [" brown"], "state": "kept"}))[
+            "results"
+        ]
+        nats = -told["total_logprob"]
+        assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(" brown"))
 
 
 @pytest.mark.parametrize("name", GUIDED)
