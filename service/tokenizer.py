@@ -115,13 +115,9 @@ class Tokenizer:
         # Of two that begin alike the longer one is meant.
         names = sorted(self.special_ids, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names))) if names else None
-        # Those that a text is split at, as far as it can hold them, with the spaces that they take:
-        # looked for where a run of spaces begins, or a long one would take the square of its time.
-        others = [
-            (r"(?<!\s)\s*" if token["lstrip"] else "") + re.escape(token["content"])
-            for token in layout["added_tokens"]
-        ]
-        self._added = re.compile("|".join(others)) if others else None
+        # Those that a text is split at, as far as it can hold them.
+        others = map(_added_token, layout["added_tokens"])
+        self._added = re.compile("|".join(others)) if layout["added_tokens"] else None
         self._bytes = self._byte_table(layout)
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
         self._begin, self._end = self._marks()
@@ -416,6 +412,15 @@ def _check_unicode(text: str) -> bytes:
             f"the text holds a lone surrogate at character {error.start}, which is no "
             "Unicode character"
         ) from error
+
+
+def _added_token(token: dict[str, Any]) -> str:
+    """The expression for an added token in a text, with the spaces to its left that it takes."""
+    spelled = re.escape(token["content"])
+    if token["single_word"]:
+        spelled = rf"(?<!\w){spelled}(?!\w)"
+    # Looked for where a run of spaces begins: from each of a million it would take forever.
+    return rf"(?<!\s)\s*{spelled}" if token["lstrip"] else spelled
 
 
 def _ids(library: tokenizers.Tokenizer, text: str) -> array[int]:

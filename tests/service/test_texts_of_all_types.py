@@ -4,7 +4,6 @@ the ids and the characters of the whole text."""
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -550,4 +549,3 @@ async def test_names_of_the_most_tokens(service: Service) -> None:
     assert (await service.post(COMPLETIONS, body))["choices"][0]["text"] == "de"
     body["max_tokens"] = 2
     assert (await service.post(COMPLETIONS, body))["choices"][0]["text"] == "de"
-    assert json.dumps(body)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from engine.errors import InvalidRequest
@@ -218,31 +218,43 @@ def test_a_text_is_cut_where_its_parts_have_the_ids_of_the_whole(name: str) -> N
 
 def test_no_cut_is_found_where_tokens_join() -> None:
     """A vocabulary whose tokens reach over ends of lines and words."""
-    library = Library(models.BPE())
+    merges = [("b", "\n"), ("b\n", "a"), ("b", " "), ("b ", "a")]
+    names = ["a", "b", "\n", " ", ".", *map("".join, merges)]
+    library = Library(models.BPE({name: id for id, name in enumerate(names)}, merges))
     library.decoder = decoders.Fuse()
-    trainer = trainers.BpeTrainer(vocab_size=40, show_progress=False)
-    library.train_from_iterator(["ab\nab ab\nab ab\n"] * 40, trainer)
     tokenizer = Tokenizer(library)
-    text = "ab\nab ab\nab ab\n" * 200
-    cut = tokenizer.last_cut(text)
-    whole = tokenizer.encode(text)
-    if cut:
-        assert tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:]) == whole
-    assert tokenizer.encode("ab\n") + tokenizer.encode("ab ab\nab ab\n") != tokenizer.encode(
-        "ab\nab ab\nab ab\n"
-    )
+    text = "ab\nab ab\n" * 200
+    assert tokenizer.last_cut(text) == 0
+    # But where one begins behind a full stop.
+    cut = tokenizer.last_cut(f"{text}ab.\n{text[:450]}")
+    assert cut == len(f"{text}ab.\n")
+    pieces = Pieces(100, tokenizer.last_cut)
+    given = [pieces.feed(text[at : at + 50].encode()) for at in range(0, len(text), 50)]
+    # In the end between any characters, so that no more is kept.
+    assert [len(piece) for piece in given if piece] == [1600]
 
 
 @every_type
-@pytest.mark.parametrize("normalized", [False, True])
-def test_added_tokens_in_a_text_that_is_cut(name: str, normalized: bool) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"normalized": False},
+        {"normalized": True},
+        {"normalized": False, "lstrip": True},
+        {"normalized": False, "rstrip": True},
+        {"normalized": False, "single_word": True},
+    ],
+    ids=str,
+)
+def test_added_tokens_in_a_text_that_is_cut(name: str, how: dict[str, bool]) -> None:
     """Behind one some tokenizers let a text begin anew, wherever the text is cut."""
-    if normalized and name == "sentencepiece":
+    if how["normalized"] and name == "sentencepiece":
         return  # the library itself finds such a token behind a space alone
     library = TYPES[name]()
-    library.add_tokens([AddedToken("<think>", normalized=normalized)])
+    library.add_tokens([AddedToken("<think>", **how)])
     tokenizer = Tokenizer(library)
     text = "The quick<think>brown fox <think> jumps\n<think>over the lazy dog\nTo be " * 40
+    text += "x<think>y <think>z\n\n  <think>.\n" * 40
     pieces, ids, begins = Pieces(300, tokenizer.last_cut), tokenizer.encode(""), True
     for start in range(0, len(text), 100):
         piece = pieces.feed(text[start : start + 100].encode())
