@@ -265,6 +265,24 @@ def test_added_tokens_in_a_text_that_is_cut(name: str, how: dict[str, bool]) -> 
     assert list(ids) == [*tokenizer.begin_ids, *library.encode(text, add_special_tokens=False).ids]
 
 
+@every_type
+@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip"])
+def test_text_in_mid_sentence_that_holds_an_added_token(name: str, flag: str) -> None:
+    """Or its name inside of a word, which is none where it has to be a word itself."""
+    library = TYPES[name]()
+    library.add_tokens([AddedToken("<think>", normalized=False, **{flag: True})])
+    tokenizer = Tokenizer(library)
+    before = tokenizer.encode("The", marks=False)
+    for text in (
+        " fox<think>ly",
+        " fox <think> quick",
+        " fox  <think>",
+        " <think>quick\n<think> a",
+    ):
+        ids = before + tokenizer.encode(text, begins=False)
+        assert list(ids) == library.encode("The" + text, add_special_tokens=False).ids
+
+
 def test_a_long_run_of_spaces_where_added_tokens_take_spaces() -> None:
     """Their number of ways, the square of a million, is not tried."""
     library = TYPES["metaspace_first"]()
