@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from service.tokenizer import PlainTexts, Tokenizer
+from service.token_texts import PlainTexts
+from service.tokenizer import Tokenizer
 from service.wire import encode, event
 
 # Stands for the token's part in an event that is rendered to be a template.

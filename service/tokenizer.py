@@ -12,7 +12,7 @@ import asyncio
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import tokenizers
 from engine.errors import CheckpointError, InvalidRequest
 from engine.model_files import has_file, unreadable
 from engine.tokenizer_layout import hide_special_names, mid_sentence
+from service.cuts import places
 from service.detokenizer import (
     PRIMING_TOKENS,
     ByteDecoder,
@@ -29,64 +30,15 @@ from service.detokenizer import (
     LibraryDecoder,
     Vocabulary,
 )
+from service.token_texts import Names, PlainTexts
 
 # Longer texts are encoded on a thread, so that the event loop keeps turning.
 THREAD_CHARACTERS = 32_768
 # Characters on each side of a place that decide whether a text may be cut there.
 CUT_CHARACTERS = 256
-MOST_CUTS = 64  # places of each kind that are tried
 MOST_TEXTS = 4096  # that are tried as an example
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class PlainTexts(dict[int, str | None]):
-    """The text of each token of a byte-level vocabulary, where it is one whatever comes before and
-    after: None for tokens that hold a part of a character."""
-
-    def __init__(self, table: list[bytes]) -> None:
-        self._table = table
-        self.known: set[int] = set()  # tokens that are known to have one
-
-    def has_all(self, tokens: Sequence[int]) -> bool:
-        """Each of these tokens has a text."""
-        known = self.known
-        if known.issuperset(tokens):
-            return True
-        known.update(token for token in tokens if self[token] is not None)
-        return known.issuperset(tokens)
-
-    def joined(self, tokens: Sequence[int]) -> str | None:
-        """Their text; None where one of them has none."""
-        try:
-            return "".join(map(self.__getitem__, tokens))  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
-    def __missing__(self, token: int) -> str | None:
-        text: str | None
-        try:
-            text = self._table[token].decode() if token < len(self._table) else ""
-        except UnicodeDecodeError:
-            text = None
-        self[token] = text
-        return text
-
-
-class Names(dict[int, str]):
-    """Each token as a string: its text, or `bytes:\\xNN` where that is not whole UTF-8."""
-
-    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        self._bytes_of = bytes_of
-
-    def __missing__(self, token: int) -> str:
-        data = self._bytes_of(token)
-        try:
-            name = data.decode()
-        except UnicodeDecodeError:
-            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        self[token] = name
-        return name
 
 
 class Tokenizer:
@@ -240,7 +192,7 @@ class Tokenizer:
         characters of each, have to be those of both sides together."""
         if self._byte_ids is not None and not (parse_special and self._spelled):
             return len(text)
-        for place in _places(text, len(text) - CUT_CHARACTERS):
+        for place in places(text, len(text) - CUT_CHARACTERS):
             left = text[max(place - CUT_CHARACTERS, 0) : place]
             right = text[place : place + CUT_CHARACTERS]
             ids = [
@@ -439,22 +391,3 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
         yield decoder["type"]
         for part in decoder.get("decoders", ()):
             yield from _decoder_kinds(part)
-
-
-def _places(text: str, end: int) -> Iterator[int]:
-    """Where a text may be worth cutting before index `end`, the last first: between a line's end
-    and a character that is no white space, then between a word and the white space behind it."""
-    yield from islice(_line_begins(text, end), MOST_CUTS)
-    yield from islice(_word_ends(text, end), MOST_CUTS)
-
-
-def _line_begins(text: str, end: int) -> Iterator[int]:
-    while (end := text.rfind("\n", 0, max(end, 0))) >= 0:
-        if not text[end + 1 : end + 2].isspace():
-            yield end + 1
-
-
-def _word_ends(text: str, end: int) -> Iterator[int]:
-    while end > 0 and (end := max(text.rfind(" ", 0, end), text.rfind("\n", 0, end))) > 0:
-        if not text[end - 1].isspace():
-            yield end
