@@ -64,6 +64,29 @@ def grouped(pieces: list[Piece], interval: int) -> list[list[Piece]]:
     return [pieces[i : i + interval] for i in range(0, len(pieces), interval)]
 
 
+class _KeptPart:
+    """How many tokens stand before all that a stop string may cut off."""
+
+    __slots__ = ("_count", "_ends", "_fed", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._count = 0  # of all tokens
+        self._fed = 0  # characters that the stop strings have seen
+        # Where tokens end of which that is not known: their counts, and characters up to there.
+        self._ends: deque[tuple[int, int]] = deque()
+
+    def add(self, characters: int, passed: int, *, whole: bool) -> None:
+        """One token more, with so many characters; so many of all are `passed` for good. `whole`:
+        no character is open at its end."""
+        self._count += 1
+        self._fed += characters
+        if whole:
+            self._ends.append((self._count, self._fed))
+        while self._ends and self._ends[0][1] <= passed:
+            self.tokens, _ = self._ends.popleft()
+
+
 class Answer:
     """What has been generated for one prompt. Without a tokenizer all text is empty."""
 
@@ -99,18 +122,14 @@ class Answer:
             self._decoder = tokenizer.decoder(after=self._context, begins=begins)
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
-        self._fed = 0  # characters that the stop strings have seen
-        # Where a part of the tokens may have to be kept: how many stand before all that a stop
-        # string may cut off, and ends of the others, by their counts and characters.
-        self._in_part = keeps and stop is not None
-        self._kept = 0
-        self._ends_after: deque[tuple[int, int]] = deque()
+        # Where a part of the tokens may have to be kept.
+        self._kept = _KeptPart() if keeps and stop else None
         self._rule = rule
         self._over: FinishReason | None = None  # by the rule or a stop string
         self._awaits_state = False  # the answer is at its end, but for what is kept of it
         self._keeps = keeps
         # What may have to be kept in part is counted in `take`.
-        in_part = bool(ends) or rule is not None or self._in_part
+        in_part = bool(ends) or rule is not None or self._kept is not None
         if stop is not None and stop.marks:  # special tokens mean something
             in_part = True
         self._takes_plain = None if in_part else self._plain
@@ -201,12 +220,8 @@ class Answer:
         if self._stop.strings.marks:
             text += self._stop.strings.marks.get(token, "")
         passed = self._stop.feed(text)
-        if self._in_part:
-            self._fed += len(text)
-            if not self._holds:
-                self._ends_after.append((self.completion_tokens, self._fed))
-            while self._ends_after and self._ends_after[0][1] <= self._stop.passed:
-                self._kept, _ = self._ends_after.popleft()
+        if self._kept is not None:
+            self._kept.add(len(text), self._stop.passed, whole=not self._holds)
         return passed
 
     @property
@@ -321,9 +336,9 @@ class Answer:
         """How many of the answer's tokens stand in the state that is kept, where it is over: those
         that are whole before the stop string, or all that belong to it. None where no state is
         kept."""
-        if not self._in_part:
+        if self._kept is None:
             return None
-        return self._kept if self._cut else self.completion_tokens
+        return self._kept.tokens if self._cut else self.completion_tokens
 
     def _end(self) -> str:
         tail = "" if self._decoder is None else self._decoder.flush()

@@ -163,28 +163,21 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
             if isinstance(came, EngineError):
                 outcome.error = came
             else:
-                await _take(outcome, came)
-                if outcome.error is None:
+                try:
+                    if len(came.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
+                        await asyncio.to_thread(outcome.take, came)
+                    else:
+                        outcome.take(came)
                     _stop(flight, which, outcome.answer, came)
-                else:
+                    continue
+                except Exception as error:  # of this answer alone
+                    logger.exception("an answer could not be read")
+                    outcome.error = error
                     flight.drop(which)
-            if outcome.error is not None:
-                failed += 1
-                if failed == len(tasks) or ends_all(outcome.error):
-                    raise outcome.error
+            failed += 1
+            if failed == len(tasks) or ends_all(outcome.error):
+                raise outcome.error
     return outcomes
-
-
-async def _take(outcome: Outcome, update: Update) -> None:
-    """Adds what has come to an outcome; what goes wrong with it is its own error."""
-    try:
-        if len(update.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
-            await asyncio.to_thread(outcome.take, update)
-        else:
-            outcome.take(update)
-    except Exception as error:
-        logger.exception("an answer could not be read")
-        outcome.error = error
 
 
 # Gives the events of a task's new pieces; a coroutine where they are many.

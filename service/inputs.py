@@ -57,10 +57,13 @@ async def read_prompt(
     info: ModelInfo,
     *,
     may_be_empty: bool = False,
-    **how: bool,
+    begins: bool = True,
+    ends: bool = False,
+    marks: bool = True,
+    parse_special: bool = False,
 ) -> array[int]:
-    """The prompt's token ids, at least one unless it `may_be_empty`; a text is encoded as `how`
-    says (Tokenizer.encode). Raises ApiError 400 that names `param`."""
+    """The prompt's token ids, at least one unless it `may_be_empty`; a text is encoded as
+    `Tokenizer.encode` says. Raises ApiError 400 that names `param`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise invalid(
@@ -68,7 +71,9 @@ async def read_prompt(
                 "text cannot be read, because the model has no tokenizer.json; give token ids",
             )
         try:
-            ids = await tokenizer.encode_async(prompt, **how)
+            ids = await tokenizer.encode_async(
+                prompt, begins=begins, ends=ends, marks=marks, parse_special=parse_special
+            )
         except InvalidRequest as error:
             raise invalid(param, error.message) from error
     else:

@@ -98,18 +98,21 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def contained(
-    render: Callable[[], T], failed: Callable[[Exception], T], *, alone: bool = False
-) -> T:
-    """What `render` gives, of one answer of several; where it raises, what `failed` makes of that,
-    so that the others are given. An answer `alone` raises."""
-    try:
-        return render()
-    except Exception as error:
-        if alone:
-            raise
-        logger.exception("an answer could not be rendered")
-        return failed(error)
+def render_each(
+    count: int, render: Callable[[int], T], failed: Callable[[int, Exception], T]
+) -> list[T]:
+    """What `render` gives for each of a request's answers; where it raises, what `failed` makes of
+    that, so that the others are given. Raises where there is one answer alone."""
+    told: list[T] = []
+    for which in range(count):
+        try:
+            told.append(render(which))
+        except Exception as error:
+            if count == 1:
+                raise
+            logger.exception("an answer could not be rendered")
+            told.append(failed(which, error))
+    return told
 
 
 class Chunks:

@@ -168,11 +168,23 @@ class Tokenizer:
         ids = _ids(self._mid_library, goes_on)
         return ids if found is None else ids + self._ids(text[found.start() :])
 
-    async def encode_async(self, text: str, **how: bool) -> array[int]:
+    async def encode_async(
+        self,
+        text: str,
+        *,
+        begins: bool = True,
+        ends: bool = False,
+        marks: bool = True,
+        parse_special: bool = False,
+    ) -> array[int]:
         """`encode`, beside the event loop where the text is long."""
         if len(text) <= THREAD_CHARACTERS:
-            return self.encode(text, **how)
-        return await asyncio.to_thread(self.encode, text, **how)
+            return self.encode(
+                text, begins=begins, ends=ends, marks=marks, parse_special=parse_special
+            )
+        return await asyncio.to_thread(
+            self.encode, text, begins=begins, ends=ends, marks=marks, parse_special=parse_special
+        )
 
     @property
     def takes_spaces_off(self) -> bool:
@@ -216,9 +228,7 @@ class Tokenizer:
             assert self._vocabulary is not None
             return LibraryDecoder(self._vocabulary, after, begins=begins)
         decoder = ByteDecoder(self._bytes)
-        for token in after[-PRIMING_TOKENS:]:
-            decoder.feed(token)
-        decoder.late = 0
+        decoder.feed_all(after[-PRIMING_TOKENS:])
         return decoder
 
     def decode(self, tokens: Iterable[int]) -> str:

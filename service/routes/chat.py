@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -37,7 +36,7 @@ from service.scope import REQUEST_ID
 from service.settings import Settings
 from service.size import RequestSize
 from service.states import check_points, read_use
-from service.streaming import EventStream, contained, error_body, unless_client_leaves
+from service.streaming import EventStream, error_body, render_each, unless_client_leaves
 from service.structured import constrained, field_of, read_grammar
 from service.wire import JSONResponse, event, render
 
@@ -156,14 +155,9 @@ class _View(OpenAIView):
         answers = [outcome.answer for outcome in outcomes]
         return {
             **self._head,
-            "choices": [
-                contained(
-                    partial(self._whole, i, outcome),
-                    partial(self._failed, i),
-                    alone=len(outcomes) == 1,
-                )
-                for i, outcome in enumerate(outcomes)
-            ],
+            "choices": render_each(
+                len(outcomes), lambda i: self._whole(i, outcomes[i]), self._failed
+            ),
             "usage": total_usage(answers, self._draws),
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -43,7 +42,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import check_points, kept_state, read_use
-from service.streaming import EventStream, contained, error_body, unless_client_leaves
+from service.streaming import EventStream, error_body, render_each, unless_client_leaves
 from service.structured import constrained, field_of, read_grammar
 from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
@@ -212,14 +211,7 @@ class _View(OpenAIView):
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed, but for its usage."""
-        choices = [
-            contained(
-                partial(self._whole, i, outcome),
-                partial(self._failed, i),
-                alone=len(outcomes) == 1,
-            )
-            for i, outcome in enumerate(outcomes)
-        ]
+        choices = render_each(len(outcomes), lambda i: self._whole(i, outcomes[i]), self._failed)
         return {**self._head, "choices": choices}
 
     def render(

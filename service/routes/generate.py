@@ -32,7 +32,7 @@ from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, check_points, kept_state, read_use
 from service.stop import StopStrings
-from service.streaming import EventStream, contained, error_body, unless_client_leaves
+from service.streaming import EventStream, error_body, render_each, unless_client_leaves
 from service.structured import FIELDS, Wanted, constrained, field_of, read_grammars
 from service.template import HOLE, Template, parts_of
 from service.wire import JSONResponse, event, render
@@ -73,20 +73,9 @@ def _answer(
     runtime: Runtime, tasks: list[Task], outcomes: list[Outcome], answer_id: str
 ) -> JSONResponse:
     total = total_usage([outcome.answer for outcome in outcomes])
-
-    def failed(i: int, error: Exception) -> dict[str, Any]:
-        return {"index": i, **error_body(error)}
-
-    results = [
-        contained(
-            partial(_result, i, outcome, tasks[i], runtime),
-            partial(failed, i),
-            alone=len(outcomes) == 1,
-        )
-        if outcome.error is None
-        else failed(i, outcome.error)
-        for i, outcome in enumerate(outcomes)
-    ]
+    results = render_each(
+        len(outcomes), lambda i: _result(i, outcomes[i], tasks[i], runtime), _failed
+    )
     return JSONResponse(
         {"id": answer_id, "model": runtime.model_name, "results": results, "usage": total}
     )
@@ -193,7 +182,13 @@ def _column(value: Any, name: str, prompts: int) -> list[Any]:
     return list(value)
 
 
+def _failed(index: int, error: Exception) -> dict[str, Any]:
+    return {"index": index, **error_body(error)}
+
+
 def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[str, Any]:
+    if outcome.error is not None:
+        return _failed(index, outcome.error)
     result = {
         "index": index,
         "text": outcome.text if runtime.tokenizer else None,
@@ -239,7 +234,7 @@ def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str)
         return event(content)
 
     def render_error(index: int, error: Exception) -> bytes:
-        return event({"id": answer_id, "index": index, **error_body(error)})
+        return event({"id": answer_id, **_failed(index, error)})
 
     parts = parts_of(runtime.tokenizer, ids=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
@@ -34,7 +33,7 @@ from service.scope import REQUEST_ID
 from service.size import RequestSize
 from service.states import FIELDS as STATES
 from service.states import NO_STATES, StateUse, check_points, kept_state, read_use
-from service.streaming import contained, ends_all, error_body, unless_client_leaves
+from service.streaming import ends_all, error_body, render_each, unless_client_leaves
 from service.tokenizer import Tokenizer
 from service.wire import JSONResponse, render
 
@@ -87,14 +86,11 @@ async def score(
 
     def answer() -> JSONResponse:
         results = (
-            [
-                contained(
-                    partial(_text_result, i, tasks[i], scored[i], runtime),
-                    partial(_failed_text, i),
-                    alone=len(tasks) == 1,
-                )
-                for i in range(len(tasks))
-            ]
+            render_each(
+                len(tasks),
+                lambda i: _text_result(i, tasks[i], scored[i], runtime),
+                _failed_text,
+            )
             if body.texts is not None
             else _item_results(body.items or [], scored)
         )
