@@ -12,7 +12,7 @@ import socket
 import sys
 
 from engine.errors import ConfigError
-from engine.member import remote_member
+from engine.supervisor.supervisor_client import remote_member
 from service.api_server import run_application
 from service.settings import Settings
 

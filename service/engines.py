@@ -8,12 +8,12 @@ from typing import Protocol
 
 from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineLoading, Refused
-from engine.member import Event, NoEngine, Serving
 from engine.messages import ModelInfo
+from engine.supervisor.supervisor_client import Event, NoEngine, Serving
 
 
 class Engines(Protocol):
-    """What engine.member.Member does; see there. All on one event loop."""
+    """What engine.supervisor.supervisor_client.Member does; see there. All on one event loop."""
 
     async def start(self, collect: Callable[[], bytes]) -> None: ...
     async def next(self) -> Event: ...

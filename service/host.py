@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from engine.errors import EngineDead, EngineError
-from engine.member_processes import Command, MemberProcesses
-from engine.supervisor import Supervisor
+from engine.supervisor.api_process_pool import Command, MemberProcesses
+from engine.supervisor.supervisor import Supervisor
 from service.end_signals import EndSignals
 from service.settings import Settings
 

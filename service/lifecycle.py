@@ -16,8 +16,8 @@ from fastapi import Request
 
 from engine.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, EngineLoading
-from engine.member import NoEngine, Restarting, Serving, Stop
 from engine.messages import Stats
+from engine.supervisor.supervisor_client import NoEngine, Restarting, Serving, Stop
 from service.engines import Engines
 from service.flight import Flight
 from service.metrics import Metrics

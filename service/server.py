@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack, suppress
 
 from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
-from engine.supervisor import Supervisor
+from engine.supervisor.supervisor import Supervisor
 from service.keys import load_keys
 from service.listening import address_of, listening
 from service.settings import PREFIX, Settings, unknown_variables
@@ -57,7 +57,7 @@ def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.sock
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     _raise_file_limit()
     if len(listeners) == 1:
-        from engine.sole_member import SoleMember
+        from engine.supervisor.local_supervisor_client import SoleMember
         from service.api_server import run_application
 
         failure = run_application(SoleMember(supervisor), settings, listeners[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.errors import CheckpointError, EngineError
 from engine.messages import ModelInfo
-from engine.supervisor import Rules, Supervisor
+from engine.supervisor.supervisor import Rules, Supervisor
 from service import samples
 from service.model_text import load_text
 from service.settings import Settings

@@ -13,9 +13,9 @@ from msgspec import structs
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineError, EngineLoading
-from engine.pipe import MemoryPipe
-from engine.protocol import Down, Left, Serve, Using
-from engine.supervisor import Rules, Supervisor
+from engine.supervisor.channel import MemoryPipe
+from engine.supervisor.control_messages import Down, Left, Serve, Using
+from engine.supervisor.supervisor import Rules, Supervisor
 from tests.engine.test_supervisor import Charge, Engines, ruling, settle, told, until
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from engine import member_processes
-from engine import supervisor as supervisor_module
 from engine.config import EngineConfig
 from engine.errors import (
     CheckpointError,
@@ -22,11 +20,23 @@ from engine.errors import (
     EngineLoading,
     ReloadUnderWay,
 )
-from engine.member_processes import Command, MemberProcesses
 from engine.messages import ModelInfo
-from engine.pipe import MemoryPipe, memory_pipe
-from engine.protocol import Collect, Down, Gather, Left, Samples, Seat, Serve, Using, Welcome
-from engine.supervisor import Rules, Supervisor
+from engine.supervisor import api_process_pool as member_processes
+from engine.supervisor import supervisor as supervisor_module
+from engine.supervisor.api_process_pool import Command, MemberProcesses
+from engine.supervisor.channel import MemoryPipe, memory_pipe
+from engine.supervisor.control_messages import (
+    Collect,
+    Down,
+    Gather,
+    Left,
+    Samples,
+    Seat,
+    Serve,
+    Using,
+    Welcome,
+)
+from engine.supervisor.supervisor import Rules, Supervisor
 from tests.engine.fake import FakeRunner
 
 
@@ -339,7 +349,7 @@ async def test_while_it_shuts_down_nothing_is_started(monkeypatch: pytest.Monkey
 async def test_what_members_count_is_gathered_and_never_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.members.COLLECT_SECONDS", 0.2)
+    monkeypatch.setattr("engine.supervisor.api_registry.COLLECT_SECONDS", 0.2)
 
     def fold(samples: list[bytes]) -> bytes:
         return b"+".join(samples)

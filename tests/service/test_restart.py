@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.restarts import LONGEST_WAIT, Restarts
+from engine.supervisor.restart_policy import LONGEST_WAIT, Restarts
 from tests.service.harness import save_byte_tokenizer
 from tests.service.process import Process, children, serving
 

@@ -15,8 +15,8 @@ from engine.client import EngineClient
 from engine.engine import Engine
 from engine.group import EngineGroup
 from engine.home import home_of
-from engine.member import Event, Serving
 from engine.messages import ModelInfo
+from engine.supervisor.supervisor_client import Event, Serving
 from engine.transport import InlineTransport
 from service.app import create_app
 from service.settings import Settings

@@ -11,7 +11,7 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
 from engine.messages import Gone, ModelInfo
-from engine.protocol import Seat
+from engine.supervisor.control_messages import Seat
 from engine.transport import ProcessTransport
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable
 
 from engine.errors import EngineError
-from engine.member import Member
-from engine.pipe import memory_pipe
-from engine.supervisor import Supervisor
+from engine.supervisor.channel import memory_pipe
+from engine.supervisor.supervisor import Supervisor
+from engine.supervisor.supervisor_client import Member
 
 
 class SoleMember(Member):

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from engine.errors import EngineError
 from engine.messages import ModelInfo
-from engine.pipe import Pipe
-from engine.protocol import (
+from engine.supervisor.channel import Pipe
+from engine.supervisor.control_messages import (
     Answer,
     Collect,
     FromMember,

@@ -17,8 +17,8 @@ from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.familiar import Familiars
 from engine.group import EngineGroup
 from engine.messages import ModelInfo
-from engine.pipe import Pipe, SocketPipe
-from engine.protocol import (
+from engine.supervisor.channel import Pipe, SocketPipe
+from engine.supervisor.control_messages import (
     Answer,
     Collect,
     Cut,

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.charge import Charge
 from engine.config import EngineConfig
 from engine.errors import (
     CheckpointError,
@@ -27,10 +26,11 @@ from engine.errors import (
     EngineLoading,
     ReloadUnderWay,
 )
-from engine.members import MemberPipe, Members
 from engine.messages import ModelInfo
-from engine.protocol import Down, Problem, Serve
-from engine.restarts import Restarts
+from engine.supervisor.api_registry import MemberPipe, Members
+from engine.supervisor.control_messages import Down, Problem, Serve
+from engine.supervisor.engine_process import Charge
+from engine.supervisor.restart_policy import Restarts
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Starts and restarts engines and API processes, and tells each of the others."""
