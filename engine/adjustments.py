@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine import ops
 from engine.indices import to_device
-from engine.messages import SamplingParams, unpack_ids
 from engine.ops.adjust import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
 from engine.plan import Admission
+from engine.protocol.messages import SamplingParams, unpack_ids
 from engine.sequence import endings, has_penalties, is_adjusted
 
 _MOST_FLOAT = float(torch.finfo(torch.float32).max)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from engine.delivery import Delivery, Inbox, Taps
 from engine.errors import EngineError, EngineLoading
-from engine.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
-from engine.queued import Waiters
+from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.protocol.queue_policy import Waiters
 
 if TYPE_CHECKING:
     from engine.client import EngineClient

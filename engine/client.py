@@ -28,7 +28,7 @@ from engine.errors import (
     from_failed,
 )
 from engine.holding import Holding
-from engine.messages import (
+from engine.protocol.messages import (
     Abort,
     AskState,
     FinishReason,
@@ -44,7 +44,7 @@ from engine.messages import (
     Stats,
     StepEvents,
 )
-from engine.queued import Queued
+from engine.protocol.queue_policy import Queued
 from engine.transport import Transport
 
 __all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]

@@ -23,7 +23,7 @@ from engine.grammar import is_full, reason
 from engine.grammars import Grammars, Original
 from engine.mask_cost import SLOW_SECONDS
 from engine.mask_threads import MaskThreads
-from engine.messages import Grammar, SamplingParams
+from engine.protocol.messages import Grammar, SamplingParams
 from engine.sequence import endings, stop_ids
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from engine.indices import to_device
 from engine.models.cell import ModelState
 from engine.parameters import Parameters
 from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
-from engine.reports import MOST_TOP, words_of_report
+from engine.protocol.logprobs import MOST_TOP, words_of_report
 from engine.sampler import Drawing
 from engine.serving import ServingModel
 from engine.step_graphs import StepGraphs

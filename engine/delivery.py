@@ -15,8 +15,8 @@ import msgspec
 
 from engine.errors import EngineError
 from engine.holding import Holding
-from engine.messages import Finished, Request, unpack_ids
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Finished, Request, unpack_ids
 
 MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update of a stream
 

@@ -13,13 +13,13 @@ from engine import snapshot
 from engine.aside import Result
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.keeper import Keeper
-from engine.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
+from engine.protocol.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
+from engine.protocol.validation import check_ttl
 from engine.snapshot import Snapshot
 from engine.standing import Named, Standing
 from engine.state_files import check_id
 from engine.storing import Then, Told
 from engine.tiers import Kept
-from engine.validation import check_ttl
 
 MOST_LISTED = 1000
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from engine import prefix_file
 from engine.aside import Result
 from engine.errors import ConfigError, StateMalformed
-from engine.messages import ID_BYTES
 from engine.prefix import PrefixCache
 from engine.prefix_file import Head
+from engine.protocol.messages import ID_BYTES
 from engine.shares import Shares
 from engine.shelf import Shelf
 from engine.snapshot import MOST_HEADER, Shape

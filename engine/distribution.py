@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
-from engine.reports import MOST_TOP
+from engine.protocol.logprobs import MOST_TOP
 
 # splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), its
 # constants as signed 64-bit integers; int64 tensors and arrays wrap around as its arithmetic asks.

@@ -23,10 +23,10 @@ from engine.config import EngineConfig, host_rows
 from engine.desk import StateDesk
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.grammars import Grammars
-from engine.home import Home
 from engine.keeper import Keeper
 from engine.layout import open_shelf
-from engine.messages import (
+from engine.plan import Plan, StepResult
+from engine.protocol.messages import (
     AskState,
     FinishReason,
     ModelInfo,
@@ -35,7 +35,7 @@ from engine.messages import (
     Stats,
     StepEvents,
 )
-from engine.plan import Plan, StepResult
+from engine.protocol.placement import Home
 from engine.scheduler import Scheduler
 from engine.snapshot import Shape
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from engine.messages import Failed
+    from engine.protocol.messages import Failed
 
 
 class EngineError(Exception):

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Container
 from typing import Generic, TypeVar
 
-from engine.messages import ID_BYTES
+from engine.protocol.messages import ID_BYTES
 
 Engine = TypeVar("Engine")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine import json_schema
 from engine.errors import InvalidRequest
-from engine.messages import Grammar
+from engine.protocol.messages import Grammar
 from engine.spelling import can_spell, dead_end, has_all_bytes
 from engine.tokenizer_layout import mid_sentence
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.messages import Grammar
+from engine.protocol.messages import Grammar
 
 if TYPE_CHECKING:  # whoever starts the process needs `frame` alone
     from engine.grammar import TextTokens

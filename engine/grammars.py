@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError, InvalidRequest
 from engine.grammar import TextTokens, compile_grammar, load_tokens
 from engine.mask_cost import MaskCost
-from engine.messages import Grammar, SamplingParams
+from engine.protocol.messages import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

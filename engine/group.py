@@ -1,9 +1,9 @@
 """EngineGroup: several engines of one model, to be talked to as if they were one.
 
-A request that has to do with a kept state goes to the engine that keeps it (`engine.home`); any
-other to that with the least to do, or to the one that has read most of its prompt before
-(`engine.familiar`) where that has little more. Calls about states go where their ids say, and what
-several engines know is put together.
+A request that has to do with a kept state goes to the engine that keeps it
+(`engine.protocol.placement`); any other to that with the least to do, or to the one that has read
+most of its prompt before (`engine.familiar`) where that has little more. Calls about states go
+where their ids say, and what several engines know is put together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.client import EngineClient
 from engine.delivery import Delivery, Inbox, Taps
 from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
 from engine.familiar import Familiars, marks_of
-from engine.home import home_of
-from engine.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
-from engine.queued import Waiters, WaitersOfAll
+from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.protocol.placement import home_of
+from engine.protocol.queue_policy import Waiters, WaitersOfAll
 
 # An engine that has read so many of a prompt's tokens before may have one request more in flight
 # than the one with the least, if it has a free slot; at most this part of its slots more.

@@ -19,18 +19,18 @@ from typing import Any
 from engine.config import SCAN_CHUNK
 from engine.disk_cache import DiskCache
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.home import Home
 from engine.keeping import Keeping
 from engine.leaving import Leaving
-from engine.messages import (
+from engine.plan import INITIAL, Admission, Copy, Plan
+from engine.prefix import Found, Place, PrefixCache
+from engine.protocol.messages import (
     ID_BYTES,
     FinishReason,
     Request,
     SamplingParams,
     pack_ids,
 )
-from engine.plan import INITIAL, Admission, Copy, Plan
-from engine.prefix import Found, Place, PrefixCache
+from engine.protocol.placement import Home
 from engine.sequence import Sequence
 from engine.shelf import Shelf
 from engine.snapshot import Shape

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.messages import ID_BYTES, FinishReason, Keep
+from engine.protocol.messages import ID_BYTES, FinishReason, Keep
 from engine.standing import Standing
 from engine.tiers import Kept
 

@@ -2,8 +2,8 @@
 
 A single engine has the folder itself, of several each has one within, `RANK-of-ENGINES`: so every
 engine is alone in its own, but for the one that takes its place in a reload. When a server starts
-with another number of engines than before, each takes over what is its own now (`engine.home`) from
-where it lay, unless another server is still using that.
+with another number of engines than before, each takes over what is its own now
+(`engine.protocol.placement`) from where it lay, unless another server is still using that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from engine import disk_cache
 from engine.errors import ConfigError
 from engine.folder_lock import is_used
-from engine.home import Home, home_of_digest
+from engine.protocol.placement import Home, home_of_digest
 from engine.shelf import Shelf, digest_in, lock_of
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from engine import snapshot
 from engine.aside import Result
 from engine.errors import EngineError, StepFailed
 from engine.keeping import Keeping
-from engine.messages import ID_BYTES, Finished, FinishReason, pack_ids, unpack_ids
 from engine.plan import Copy
+from engine.protocol.messages import ID_BYTES, Finished, FinishReason, pack_ids, unpack_ids
 from engine.sequence import Sequence
 from engine.snapshot import MOST_RECENT, Shape
 from engine.standing import Standing

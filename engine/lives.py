@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterable
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.keeper import Keeper
-from engine.messages import Finished, FinishReason
 from engine.outbox import Outbox
 from engine.plan import Plan
+from engine.protocol.messages import Finished, FinishReason
 from engine.rounds import Rounds, Turn
 from engine.sequence import Sequence
 from engine.slots import SlotAllocator

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
-from engine.messages import (
+from engine.protocol.messages import (
     Abort,
     AskState,
     FinishReason,

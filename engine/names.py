@@ -15,7 +15,7 @@ from collections.abc import Callable
 from engine.aside import Result
 from engine.claims import Claims, Key
 from engine.errors import ConfigError, EngineError, StateNotStored
-from engine.messages import ID_BYTES, StateInfo
+from engine.protocol.messages import ID_BYTES, StateInfo
 from engine.ranking import Ranking
 from engine.shelf import Shelf, tag_of
 from engine.snapshot import Shape

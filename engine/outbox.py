@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
-from engine.messages import (
+from engine.protocol.logprobs import Reports
+from engine.protocol.messages import (
     Failed,
     Finished,
     Run,
@@ -15,7 +16,6 @@ from engine.messages import (
     StepEvents,
     pack_ids,
 )
-from engine.reports import Reports
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from engine import distribution
 from engine.columns import HostColumns
-from engine.messages import SamplingParams
 from engine.plan import Admission
+from engine.protocol.messages import SamplingParams
 from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
 
 _MOST_FLOAT = float(np.finfo(np.float32).max)

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import EngineError, InvalidRequest, StepFailed
-from engine.messages import Request
-from engine.reports import Reports, words_of_report
+from engine.protocol.logprobs import Reports, words_of_report
+from engine.protocol.messages import Request
 
 MOST_STEPS = 32  # of a round
 

@@ -27,8 +27,8 @@ from collections.abc import Callable
 import msgspec
 
 from engine.config import SCAN_CHUNK
-from engine.messages import ID_BYTES
 from engine.plan import Copy
+from engine.protocol.messages import ID_BYTES
 from engine.sequence import Sequence
 from engine.shares import Weights
 from engine.tiers import Kept, Tiers

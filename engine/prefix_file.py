@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from engine.errors import StateMalformed
-from engine.messages import ID_BYTES, unpack_ids
+from engine.protocol.messages import ID_BYTES, unpack_ids
 from engine.snapshot import MOST_HEADER, Shape
 
 FORMAT = "minserve.prefix.1"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.distribution import token_reports
 from engine.indices import to_device
-from engine.reports import Reports, words_of_report
+from engine.protocol.logprobs import Reports, words_of_report
 
 
 class Reported(NamedTuple):

@@ -17,8 +17,8 @@ from enum import Enum, auto
 
 from engine.batch import DecodeBatch
 from engine.mask_cost import MaskBudget
-from engine.messages import Stats
 from engine.plan import DecodeRow, Plan, StepResult
+from engine.protocol.messages import Stats
 from engine.sequence import Sequence
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back

@@ -27,7 +27,6 @@ from engine.graphs import buckets, long_prompts, prompt_buckets
 from engine.hosted import HostedDraws, rows_of
 from engine.hosted_step import HostedStep
 from engine.mark import Mark, Marks
-from engine.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.parameters import Parameters
 from engine.places import Places, exported
 from engine.plan import (
@@ -41,8 +40,9 @@ from engine.plan import (
     StepResult,
 )
 from engine.prompts import PromptStep
+from engine.protocol.logprobs import Reports
+from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.reported import Reported
-from engine.reports import Reports
 from engine.sampler import Drawing, Sampler
 from engine.scoring import score, to_scored
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain

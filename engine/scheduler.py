@@ -26,7 +26,9 @@ from engine.intake import Intake
 from engine.keeper import Keeper
 from engine.lives import Lives
 from engine.mask_cost import MaskBudget
-from engine.messages import (
+from engine.plan import Plan, PrefillChunk, Sampled, StepResult
+from engine.protocol.logprobs import Reports
+from engine.protocol.messages import (
     Request,
     Run,
     Scores,
@@ -34,12 +36,10 @@ from engine.messages import (
     StepEvents,
     pack_ids,
 )
-from engine.plan import Plan, PrefillChunk, Sampled, StepResult
-from engine.reports import Reports
+from engine.protocol.validation import check_request
 from engine.rounds import Rounds, Turn
 from engine.sequence import Sequence
 from engine.tiers import Kept
-from engine.validation import check_request
 from engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from engine.messages import (
+from engine.protocol.logprobs import MOST_TOP, Reports
+from engine.protocol.messages import (
     ID_BYTES,
     Finished,
     FinishReason,
@@ -20,7 +21,6 @@ from engine.messages import (
     Timing,
     unpack_ids,
 )
-from engine.reports import MOST_TOP, Reports
 
 if TYPE_CHECKING:
     from engine.keeping import Keeping

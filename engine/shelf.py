@@ -30,7 +30,7 @@ from typing import BinaryIO
 from engine.aside import Aside, Done, Result, Work
 from engine.errors import ConfigError
 from engine.folder_lock import FolderLock
-from engine.home import DIGEST_CHARACTERS, digest_of
+from engine.protocol.placement import DIGEST_CHARACTERS, digest_of
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +226,8 @@ def lock_of(folder: Path, model: str) -> Path:
 
 
 def digest_in(name: str, model: str) -> str | None:
-    """Of `engine.home.digest_of`, what the name of one of the model's files has; None for what is
-    no such name."""
+    """Of `engine.protocol.placement.digest_of`, what the name of one of the model's files has; None
+    for what is no such name."""
     mine = _model_part(model)
     digest = name[len(mine) : -len(SUFFIX)]
     if not (name.startswith(mine) and name.endswith(SUFFIX)) or len(digest) != DIGEST_CHARACTERS:

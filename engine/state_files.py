@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from engine import snapshot
 from engine.errors import InvalidRequest, StateMalformed
+from engine.protocol.validation import check_ttl
 from engine.shelf import Shelf
 from engine.snapshot import Shape, Snapshot
-from engine.validation import check_ttl
 
 MOST_TIME = 2.0**40  # seconds since the epoch
 MOST_ID = 128  # characters

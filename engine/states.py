@@ -24,8 +24,8 @@ from engine import snapshot
 from engine.aside import Result
 from engine.claims import Key
 from engine.errors import EngineError, StateNotFound, StateNotStored, StateQuota, StepFailed
-from engine.messages import StateInfo
 from engine.names import Names, reason_of
+from engine.protocol.messages import StateInfo
 from engine.shelf import Shelf, Unsynced
 from engine.snapshot import Shape
 from engine.standing import Named, Standing

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
-from engine.messages import StateInfo
+from engine.protocol.messages import StateInfo
 from engine.standing import Named
 
 Told = StateInfo | EngineError | None  # None: of a state that is no more

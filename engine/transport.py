@@ -21,7 +21,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.errors import EngineDead
 from engine.loop import EngineLoop, SteppedEngine
-from engine.messages import FromEngine, Gone, Ping, Shutdown, ToEngine
+from engine.protocol.messages import FromEngine, Gone, Ping, Shutdown, ToEngine
 from engine.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)

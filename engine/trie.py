@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from engine.messages import ID_BYTES
+from engine.protocol.messages import ID_BYTES
 
 NODE_BYTES = 400  # about what a node takes beside its run
 

@@ -22,10 +22,10 @@ import sys
 from engine.arrivals import Arrivals
 from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
-from engine.messages import Grammar
 from engine.pace import Pace
 from engine.prefix import Place
-from engine.queued import Counts
+from engine.protocol.messages import Grammar
+from engine.protocol.queue_policy import Counts
 from engine.ranking import Ranking
 from engine.sequence import Sequence
 from engine.tiers import Kept

@@ -28,7 +28,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
 from engine.loop import EngineLoop, Undecodable
-from engine.messages import (
+from engine.protocol.messages import (
     AskState,
     Failed,
     FromEngine,

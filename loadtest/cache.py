@@ -17,8 +17,8 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.messages import AskState, Keep, Request, SamplingParams, StateReply, pack_ids
 from engine.plan import Plan
+from engine.protocol.messages import AskState, Keep, Request, SamplingParams, StateReply, pack_ids
 from engine.runner import Runner
 
 CLIENT = "loadtest"

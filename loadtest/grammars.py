@@ -32,7 +32,7 @@ from engine.constraints import Constraints
 from engine.engine import Engine
 from engine.grammar import compile_grammar, load_tokens
 from engine.grammars import Grammars
-from engine.messages import Grammar, Request, SamplingParams, pack_ids
+from engine.protocol.messages import Grammar, Request, SamplingParams, pack_ids
 from loadtest.lm_models import SIZES, subject
 from loadtest.report import print_environment, print_table, save_json
 

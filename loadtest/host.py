@@ -35,7 +35,8 @@ from engine import collector, rounds
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
-from engine.messages import (
+from engine.plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
+from engine.protocol.messages import (
     FromEngine,
     ModelInfo,
     Request,
@@ -45,7 +46,6 @@ from engine.messages import (
     ToEngine,
     pack_ids,
 )
-from engine.plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
 TOKEN = 5000  # not one of the small integers that Python keeps

@@ -13,8 +13,8 @@ from time import perf_counter
 
 import torch
 
-from engine.messages import SamplingParams
 from engine.models.lm import LM
+from engine.protocol.messages import SamplingParams
 from engine.runner import Runner
 from loadtest.layers_timing import Budget
 from loadtest.lm_driving import (

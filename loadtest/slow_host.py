@@ -16,8 +16,8 @@ from pathlib import Path
 from engine import collector
 from engine.engine import Engine
 from engine.loop import EngineLoop
-from engine.messages import FromEngine, StepEvents
 from engine.plan import Plan, StepResult
+from engine.protocol.messages import FromEngine, StepEvents
 from loadtest.host import ANSWER, MOST_HOST_BYTES, POST, Clock, MockRunner, PostingMailbox, posts
 from loadtest.report import print_environment, print_table, save_json
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine import messages
+from engine.protocol import messages
 from service import playground, reference
 from service.errors import ApiError, respond
 from service.keys import ApiKeys, Key, KeyRing, load_keys

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from engine.client import Update
-from engine.messages import Finished, FinishReason
-from engine.reports import Reports, TokenLogprobs
+from engine.protocol.logprobs import Reports, TokenLogprobs
+from engine.protocol.messages import Finished, FinishReason
 from service.detokenizer import Decoder
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Tokenizer

@@ -70,7 +70,7 @@ def generate(
     from engine.checkpoint import load_config, resolve
     from engine.client import EngineClient
     from engine.engine import Engine
-    from engine.messages import SamplingParams
+    from engine.protocol.messages import SamplingParams
     from engine.transport import InlineTransport
     from service.terminal_generate import generate_text, seed_of, top_k_of
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
 from service.errors import invalid
 from service.inputs import end_of_text, read_prompt
 from service.tokenizer import THREAD_CHARACTERS, Tokenizer

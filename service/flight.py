@@ -13,7 +13,7 @@ from typing import Any
 from engine.backend import Backend
 from engine.client import Delivery, EngineClient, Inbox, Update
 from engine.errors import Draining, EngineError, ReaderBehind
-from engine.messages import FinishReason, Request, StateAction, StateInfo, StateReply
+from engine.protocol.messages import FinishReason, Request, StateAction, StateInfo, StateReply
 from service.direct import Writer
 from service.metrics import Metrics
 from service.places import Places

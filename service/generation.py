@@ -12,7 +12,7 @@ import msgspec
 
 from engine.client import Update
 from engine.errors import EngineError
-from engine.messages import SamplingParams
+from engine.protocol.messages import SamplingParams
 from service.answer import Answer, EndRule, Piece, Whole
 from service.beginnings import Points, junctions_of
 from service.flight import Flight

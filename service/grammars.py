@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope
 
 from engine.errors import EngineError
 from engine.grammar_check import LENGTH_BYTES, frame
-from engine.messages import Grammar, ModelInfo
+from engine.protocol.messages import Grammar, ModelInfo
 from engine.transport import module_environment
 from service.scope import ARRIVED, FLIGHT
 from service.streaming import unless_client_leaves

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engine.errors import Draining, EngineError, TimedOut
-from engine.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
+from engine.protocol.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
 from service.errors import invalid
 from service.flight import Flight
 from service.inputs import read_prompt, read_timeout

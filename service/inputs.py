@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.messages import MOST_PRIORITY, ModelInfo, SamplingParams
+from engine.protocol.messages import MOST_PRIORITY, ModelInfo, SamplingParams
 from service.chat_template import Asked, ChatTemplate
 from service.errors import ApiError, invalid
 from service.schemas.chat import ChatMessage, TemplateFields

@@ -16,7 +16,7 @@ from fastapi import Request
 
 from engine.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, EngineLoading
-from engine.messages import Stats
+from engine.protocol.messages import Stats
 from engine.supervisor.supervisor_client import NoEngine, Restarting, Serving, Stop
 from service.engines import Engines
 from service.flight import Flight

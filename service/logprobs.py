@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
 from service.answer import Piece, Whole
 from service.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.errors import BY_CODE
-from engine.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
+from engine.protocol.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
 from service.outcomes import OUTCOMES
 from service.samples import RestartsCollector, Snapshot
 from service.tally import Counts, Tally

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
 from service.chat_template import ChatTemplate
 from service.tokenizer import Tokenizer
 

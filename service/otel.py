@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from engine.errors import ConfigError
-from engine.messages import Finished, SamplingParams
+from engine.protocol.messages import Finished, SamplingParams
 from service.scope import ERROR_CODE, FLIGHT, OUTCOME, REQUEST_ID, STATUS
 from service.traces import Trace
 

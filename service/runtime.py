@@ -8,7 +8,7 @@ import time
 from fastapi import Request
 
 from engine.backend import Backend
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
 from service.chat_template import ChatTemplate
 from service.flight import Flight
 from service.metrics import Metrics

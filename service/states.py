@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.config import MOST_TTL
 from engine.errors import StateError, StateNotFound
-from engine.messages import Finished, Keep, StateInfo
+from engine.protocol.messages import Finished, Keep, StateInfo
 from service.errors import invalid
 from service.flight import Flight
 from service.runtime import Runtime

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from pydantic_core import to_json
 
-from engine.messages import Grammar, GrammarKind, SamplingParams
+from engine.protocol.messages import Grammar, GrammarKind, SamplingParams
 from service.errors import invalid
 from service.grammars import RequestCheck
 from service.runtime import Runtime

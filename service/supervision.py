@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import CheckpointError, EngineError
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
 from engine.supervisor.supervisor import Rules, Supervisor
 from service import samples
 from service.model_text import load_text

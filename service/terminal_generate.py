@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from engine.client import EngineClient
 from engine.errors import ConfigError, InvalidRequest
-from engine.messages import Request, SamplingParams, pack_ids
+from engine.protocol.messages import Request, SamplingParams, pack_ids
 from service.stop import StopMatcher, StopStrings
 from service.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.messages import Finished, Request
+from engine.protocol.messages import Finished, Request
 from service.scope import TRACE
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.reports import WORDS, Reports, TokenLogprobs
+from engine.protocol.logprobs import WORDS, Reports, TokenLogprobs
 
 
 def packed(tokens: Sequence[TokenLogprobs], top: int) -> Reports:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.reports import words_of_report
+from engine.protocol.logprobs import words_of_report
 
 
 class Logprobs(NamedTuple):
@@ -42,7 +42,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
     Args:
         logits: float32 [rows, vocab].
         targets: int64 [rows], ids below vocab.
-        top: at most engine.reports.MOST_TOP and vocab.
+        top: at most engine.protocol.logprobs.MOST_TOP and vocab.
 
     Returns:
         int32 [rows, 2 + 2 * top]. Where a logit is NaN or +infinity, or all are -infinity, its

@@ -10,7 +10,7 @@ import time
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
-from engine.messages import Gone, ModelInfo
+from engine.protocol.messages import Gone, ModelInfo
 from engine.supervisor.control_messages import Seat
 from engine.transport import ProcessTransport
 

@@ -16,7 +16,7 @@ from engine.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.familiar import Familiars
 from engine.group import EngineGroup
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
 from engine.supervisor.channel import Pipe, SocketPipe
 from engine.supervisor.control_messages import (
     Answer,

@@ -20,7 +20,7 @@ import uvicorn
 
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
-from engine.messages import Finished, Ready, Request, SamplingParams, StepEvents, pack_ids
+from engine.protocol.messages import Finished, Ready, Request, SamplingParams, StepEvents, pack_ids
 from engine.transport import ProcessTransport
 from service.tokenizer import Tokenizer
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
-from engine.messages import (
+from engine.protocol.logprobs import Reports
+from engine.protocol.messages import (
     AskState,
     Finished,
     FinishReason,
@@ -28,7 +29,6 @@ from engine.messages import (
     Timing,
     pack_ids,
 )
-from engine.reports import Reports
 from loadtest.frontend.board import Board
 
 NAP = 20e-6  # seconds between looks at the board

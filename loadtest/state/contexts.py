@@ -7,7 +7,7 @@ import base64
 import time
 from typing import Any
 
-from engine.messages import pack_ids
+from engine.protocol.messages import pack_ids
 from loadtest.report import percentile
 from loadtest.state.asker import Asker, Texts
 from service.tokenizer import Tokenizer

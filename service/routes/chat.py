@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.messages import ModelInfo, SamplingParams, pack_ids
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, Piece, grouped, total_usage, usage
 from service.errors import invalid

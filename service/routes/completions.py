@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.messages import ModelInfo, SamplingParams, pack_ids
+from engine.protocol.messages import ModelInfo, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, Piece, Whole, grouped, total_usage, usage
 from service.best_of import choose

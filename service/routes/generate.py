@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.messages import SamplingParams, pack_ids
+from engine.protocol.messages import SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import Answer, Piece, Whole, grouped, total_usage
 from service.errors import invalid

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.errors import Draining, EngineError, TimedOut
-from engine.messages import Finished, SamplingParams, pack_ids
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Finished, SamplingParams, pack_ids
 from service.admission import InferenceRoute, get_flight
 from service.answer import usage
 from service.beginnings import Points, junctions_of

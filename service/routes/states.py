@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from msgspec import structs
 
-from engine.messages import Keep, SamplingParams, StateReply, pack_ids
+from engine.protocol.messages import Keep, SamplingParams, StateReply, pack_ids
 from service.admission import TEXT as TEXT_TYPES
 from service.admission import FlightRoute, InferenceRoute, StrictRequest, get_flight
 from service.answer import usage

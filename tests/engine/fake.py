@@ -31,7 +31,6 @@ from engine.constraints import Constraints
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.grammars import Grammars
-from engine.messages import ModelInfo, Request, unpack_ids
 from engine.plan import (
     INITIAL,
     Copy,
@@ -42,7 +41,8 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.reports import Reports, TokenLogprobs, words_of_report
+from engine.protocol.logprobs import Reports, TokenLogprobs, words_of_report
+from engine.protocol.messages import ModelInfo, Request, unpack_ids
 from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from tests.reports import log32, packed
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.adjustments import Adjustments
-from engine.messages import Request, SamplingParams, pack_ids
 from engine.parameters import Parameters
 from engine.plan import Admission
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.reported import Reported
-from engine.reports import TokenLogprobs
 from engine.sampler import Allowed, Drawing, Rows, Sampler
 
 

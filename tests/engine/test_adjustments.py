@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.adjustments import Adjustments
-from engine.messages import Request, SamplingParams, pack_ids
 from engine.plan import Admission
+from engine.protocol.messages import Request, SamplingParams, pack_ids
 
 VOCAB, EOS = 50, 49
 

@@ -22,7 +22,8 @@ from engine.errors import (
     InvalidRequest,
     StepFailed,
 )
-from engine.messages import (
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import (
     Failed,
     Finished,
     FromEngine,
@@ -39,7 +40,6 @@ from engine.messages import (
     ToEngine,
     pack_ids,
 )
-from engine.reports import TokenLogprobs
 from engine.transport import InlineTransport, SocketTransport
 from tests.engine.fake import FakeRunner, log_probabilities, recite
 from tests.reports import packed

@@ -17,7 +17,7 @@ from engine import constraints
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.mask_threads import MaskThreads
-from engine.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
+from engine.protocol.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
 from tests.engine.test_engine import serve
 from tests.engine.texts import matches, schemas
 

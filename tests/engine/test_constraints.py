@@ -17,7 +17,7 @@ from engine import grammar as grammar_module
 from engine.constraints import Constraints
 from engine.grammars import Grammars
 from engine.mask_threads import MaskThreads, Rows
-from engine.messages import Grammar, SamplingParams
+from engine.protocol.messages import Grammar, SamplingParams
 from tests.engine.test_grammars import finish, settle
 from tests.engine.texts import save_bytes, save_characters
 

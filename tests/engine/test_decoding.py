@@ -19,7 +19,10 @@ from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.graphs import buckets
-from engine.messages import (
+from engine.models.lm import LM
+from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs
+from engine.protocol.messages import (
     Failed,
     Finished,
     Grammar,
@@ -28,9 +31,6 @@ from engine.messages import (
     pack_ids,
     unpack_ids,
 )
-from engine.models.lm import LM
-from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
-from engine.reports import MOST_TOP, Reports, TokenLogprobs
 from engine.runner import Runner
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of

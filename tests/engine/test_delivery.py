@@ -12,8 +12,8 @@ from engine.client import Delivery, Inbox
 from engine.delivery import MOST_TAKEN
 from engine.errors import StepFailed
 from engine.holding import Holding
-from engine.messages import Finished, Request, SamplingParams, pack_ids
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 
 FINISHED = Finished(0, "length", 1, 0, 9)
 

@@ -18,10 +18,10 @@ from engine.checkpoint import save_model
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
-from engine.messages import Finished, Request, SamplingParams, pack_ids
 from engine.models.lm import LM
 from engine.plan import Plan
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.runner import Runner
 from engine.serving import serving_model
 

@@ -15,8 +15,8 @@ from engine import disk_cache, prefix_file, shelf
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
-from engine.messages import Finished, Keep, Request, SamplingParams, pack_ids
 from engine.prefix_file import Head
+from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
 from engine.runner import Runner
 from engine.shelf import SUFFIX
 from engine.snapshot import Shape

@@ -10,7 +10,7 @@ import torch
 
 from engine import distribution
 from engine.ops import read_reports
-from engine.reports import MOST_TOP
+from engine.protocol.logprobs import MOST_TOP
 from tests.logits import logits_with_ties, order
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -11,7 +11,7 @@ import pytest
 
 from engine import engine as engine_module
 from engine.engine import Engine
-from engine.messages import Failed, Finished, Request, SamplingParams, StepEvents, pack_ids
+from engine.protocol.messages import Failed, Finished, Request, SamplingParams, StepEvents, pack_ids
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities, recite
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

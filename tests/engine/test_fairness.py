@@ -8,7 +8,7 @@ import pytest
 
 from engine.budget import PromptBudget
 from engine.config import SCAN_CHUNK
-from engine.messages import Failed, Finished, Request, SamplingParams, pack_ids
+from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.sequence import Sequence
 from tests.engine.witness import Witness
 

@@ -9,7 +9,7 @@ from engine.familiar import (
     Familiars,
     marks_of,
 )
-from engine.messages import pack_ids
+from engine.protocol.messages import pack_ids
 
 
 def prompt(*blocks: int, rest: int = 0) -> bytes:

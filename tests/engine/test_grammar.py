@@ -14,7 +14,7 @@ from tokenizers import normalizers
 
 from engine.errors import InvalidRequest
 from engine.grammar import TextTokens, check_grammar, compile_grammar, load_tokens
-from engine.messages import Grammar, GrammarKind
+from engine.protocol.messages import Grammar, GrammarKind
 from tests.engine.texts import CHARACTERS, save_bytes, save_characters, save_merges
 from tests.tokenizer_types import TYPES
 

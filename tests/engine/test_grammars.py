@@ -14,7 +14,7 @@ import pytest
 from engine import grammars as module
 from engine.errors import EngineError, InvalidRequest
 from engine.grammars import Grammars
-from engine.messages import Grammar, SamplingParams
+from engine.protocol.messages import Grammar, SamplingParams
 from tests.engine.texts import save_bytes
 
 
@@ -215,7 +215,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from engine.grammars import Grammars
-from engine.messages import Grammar
+from engine.protocol.messages import Grammar
 grammars = Grammars(Path(sys.argv[1]), 257)
 for n in range(5000):
     grammars.ask(Grammar("regex", f"(a|b|c){{{n + 100}}}x*"))

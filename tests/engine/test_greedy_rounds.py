@@ -14,11 +14,11 @@ from engine import decoding
 from engine.checkpoint import save_model
 from engine.columns import Columns, draw_rows
 from engine.config import ModelConfig
-from engine.messages import Request
 from engine.models import hopper
 from engine.models.cell import ModelState, StepToBests
 from engine.models.lm import LM
 from engine.plan import DecodeRow, Plan
+from engine.protocol.messages import Request
 from engine.runner import Runner
 from engine.serving import ServingModel
 from tests.engine.test_decoding import (

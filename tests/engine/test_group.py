@@ -14,8 +14,8 @@ from engine.delivery import Delivery
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineLoading, EngineUnavailable, StateBusy, StateNotFound
 from engine.group import EngineGroup
-from engine.home import home_of
-from engine.messages import Finished, Keep, Request, SamplingParams, pack_ids
+from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
+from engine.protocol.placement import home_of
 from engine.transport import InlineTransport
 from tests.engine.fake import FakeRunner, recite
 

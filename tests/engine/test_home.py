@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.home import Home, home_of, home_of_digest
+from engine.protocol.placement import Home, home_of, home_of_digest
 from engine.shelf import Shelf, digest_in
 
 IDS = [f"id-{number}" for number in range(1000)]

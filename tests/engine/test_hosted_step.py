@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.hosted import HostedDraws
 from engine.hosted_step import HostedStep
-from engine.messages import SamplingParams
+from engine.protocol.messages import SamplingParams
 from engine.sampler import Drawing, Rows
 from tests.engine.sampling import Sampling, logprobs_of
 from tests.engine.test_masks import PARAMS, allow, masks_of

@@ -9,8 +9,8 @@ import pytest
 
 from engine import disk_cache
 from engine.errors import ConfigError
-from engine.home import Home, home_of
 from engine.layout import open_shelf
+from engine.protocol.placement import Home, home_of
 from engine.shelf import Shelf
 
 MODEL, VARIANT, OTHER = "model", "variant", "another model"

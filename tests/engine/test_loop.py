@@ -10,7 +10,7 @@ import pytest
 from engine import loop as loop_module
 from engine.engine import Engine
 from engine.loop import EngineLoop, Undecodable
-from engine.messages import (
+from engine.protocol.messages import (
     AskState,
     FromEngine,
     Gone,

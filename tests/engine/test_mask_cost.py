@@ -14,7 +14,7 @@ from engine.constraints import Constraints
 from engine.engine import Engine
 from engine.grammars import Grammars
 from engine.mask_cost import ROUND_SECONDS, SLOW_SECONDS, MaskBudget, MaskCost
-from engine.messages import Grammar, SamplingParams
+from engine.protocol.messages import Grammar, SamplingParams
 from tests.engine.fake import FakeRunner
 from tests.engine.test_constrained_engine import ask
 from tests.engine.test_constraints import allowed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.adjustments import Adjustments
-from engine.messages import SamplingParams
+from engine.protocol.messages import SamplingParams
 from engine.sampler import Allowed
 from tests.engine.test_sampler import DEVICES, EOS, VOCAB, random_logits, sampler_with
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.messages import Request
 from engine.places import Places, exported
 from engine.plan import INITIAL, Admission, Copy, Export, Put
+from engine.protocol.messages import Request
 from engine.state import StatePool
 
 CONFIG = ModelConfig(cell="mingru", vocab_size=5, d_model=8, n_layers=2, conv_kernel=3)

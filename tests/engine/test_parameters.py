@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from engine.columns import FILLED_WORDS, HostColumns, host_columns
-from engine.messages import Request, SamplingParams, pack_ids
 from engine.parameters import Parameters
 from engine.plan import Admission
+from engine.protocol.messages import Request, SamplingParams, pack_ids
 
 SLOTS, VOCAB, EOS = 4, 50, 49
 

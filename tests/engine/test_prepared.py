@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import Failed, Finished, Keep
+from engine.protocol.messages import Failed, Finished, Keep
 from engine.shelf import Shelf
 from tests.engine.test_state_files import files
 from tests.engine.test_states import Talk

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import ops
-from engine.reports import MOST_TOP, Reports, TokenLogprobs, words_of_report
+from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs, words_of_report
 from tests.reports import in_float32, packed
 
 

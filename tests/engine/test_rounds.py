@@ -16,9 +16,16 @@ import pytest
 from engine.batch import DecodeBatch
 from engine.engine import Engine
 from engine.grammars import Grammars
-from engine.messages import Finished, Request, SamplingParams, StepEvents, pack_ids, unpack_ids
 from engine.plan import Drawn, Plan, Sampled, StepResult
 from engine.prefix import PrefixCache
+from engine.protocol.messages import (
+    Finished,
+    Request,
+    SamplingParams,
+    StepEvents,
+    pack_ids,
+    unpack_ids,
+)
 from engine.scheduler import Scheduler
 from engine.sequence import MOST_STOP_IDS, Sequence
 from tests.engine.fake import FakeRunner, recite

@@ -19,11 +19,11 @@ from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.graphs import buckets
-from engine.messages import Request, SamplingParams, pack_ids, unpack_ids
 from engine.models.lm import LM
 from engine.models.packed import PackedLM
 from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Request, SamplingParams, pack_ids, unpack_ids
 from engine.runner import Runner
 
 VOCAB = 61

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.distribution import stream_ids
-from engine.messages import SamplingParams
 from engine.ops import draw_
+from engine.protocol.messages import SamplingParams
 from tests.engine.sampling import Sampling
 from tests.ops.torch_draws import uniform
 

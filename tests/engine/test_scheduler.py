@@ -11,9 +11,9 @@ import pytest
 
 from engine.config import SCAN_CHUNK
 from engine.errors import StepFailed
-from engine.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.plan import Plan, Sampled, StepResult
 from engine.prefix import FEW_TOKENS
+from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.scheduler import Scheduler
 from engine.slots import SlotAllocator
 

@@ -15,7 +15,7 @@ import pytest
 
 from engine import disk_cache
 from engine.folder_lock import FolderLock
-from engine.messages import Finished, Keep
+from engine.protocol.messages import Finished, Keep
 from engine.shelf import Shelf
 from tests.engine.test_disk_cache import cached, prompt, settle, start
 from tests.engine.test_states import Talk, code, text

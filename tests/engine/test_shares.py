@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.messages import Keep
+from engine.protocol.messages import Keep
 from engine.shares import Shares, Weights
 from tests.engine.test_states import Finished, Talk, code, text
 

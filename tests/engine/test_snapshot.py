@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load
 
 from engine.errors import EngineError, StateMalformed, StateMismatch
-from engine.messages import pack_ids
+from engine.protocol.messages import pack_ids
 from engine.snapshot import MOST_TAIL, Shape, Snapshot, read, write
 
 SHAPES = [

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from engine import shelf, snapshot
-from engine.messages import AskState, Failed, Keep
+from engine.protocol.messages import AskState, Failed, Keep
 from engine.shelf import SUFFIX, TEMPORARY, Shelf
 from loadtest.fuzz.snapshots import without_digest
 from tests.engine.test_states import Talk, code, text

@@ -35,7 +35,10 @@ from engine import disk_cache
 from engine.checkpoint import save_model
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.messages import (
+from engine.models.lm import LM
+from engine.plan import Copy, Plan
+from engine.protocol.logprobs import Reports, TokenLogprobs
+from engine.protocol.messages import (
     AskState,
     Failed,
     Finished,
@@ -46,9 +49,6 @@ from engine.messages import (
     StateReply,
     pack_ids,
 )
-from engine.models.lm import LM
-from engine.plan import Copy, Plan
-from engine.reports import Reports, TokenLogprobs
 from engine.runner import Runner
 from engine.traffic import Traffic
 from tests.engine.test_trie import nodes_of

@@ -12,7 +12,7 @@ from engine import snapshot
 from engine.client import EngineClient
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
-from engine.messages import (
+from engine.protocol.messages import (
     AskState,
     Failed,
     Finished,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine import shelf
-from engine.messages import AskState, Failed, Finished, Keep, StateReply
+from engine.protocol.messages import AskState, Failed, Finished, Keep, StateReply
 from engine.shelf import TEMPORARY
 from tests.engine.test_shared_folder import beside, listed, turn
 from tests.engine.test_state_files import after, files

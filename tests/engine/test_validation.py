@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.messages import Request, SamplingParams, pack_ids
-from engine.validation import check_request
+from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.validation import check_request
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 100_000])

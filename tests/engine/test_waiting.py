@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.arrivals import Arrivals
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
-from engine.messages import Request, SamplingParams, pack_ids
 from engine.pace import MEMORY_SECONDS, Pace
+from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.ranking import SPARE, Ranking
 from engine.sequence import Sequence
 from engine.tiers import Kept

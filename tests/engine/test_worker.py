@@ -30,7 +30,15 @@ from engine.errors import (
     InvalidRequest,
     StepFailed,
 )
-from engine.messages import FromEngine, Ping, Pong, Ready, Request, SamplingParams, pack_ids
+from engine.protocol.messages import (
+    FromEngine,
+    Ping,
+    Pong,
+    Ready,
+    Request,
+    SamplingParams,
+    pack_ids,
+)
 from engine.transport import ProcessTransport
 from tests.engine.fake import recite
 

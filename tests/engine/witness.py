@@ -14,7 +14,9 @@ from typing import Any
 
 from engine.config import SCAN_CHUNK
 from engine.engine import Engine
-from engine.messages import (
+from engine.plan import Plan, StepResult
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import (
     Failed,
     Finished,
     Request,
@@ -23,8 +25,6 @@ from engine.messages import (
     pack_ids,
     unpack_ids,
 )
-from engine.plan import Plan, StepResult
-from engine.reports import TokenLogprobs
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities
 
 VOCAB, EOS = 8, 7

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.messages import Request, SamplingParams, pack_ids
+from engine.protocol.messages import Request, SamplingParams, pack_ids
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
 from loadtest.frontend.command import main

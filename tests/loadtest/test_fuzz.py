@@ -13,7 +13,7 @@ import pytest
 from engine import snapshot
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.messages import pack_ids
+from engine.protocol.messages import pack_ids
 from engine.runner import Runner
 from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator

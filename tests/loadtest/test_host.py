@@ -9,7 +9,7 @@ from time import process_time
 
 import pytest
 
-from engine.messages import Finished, Request, Shutdown, Stats, StepEvents, pack_ids
+from engine.protocol.messages import Finished, Request, Shutdown, Stats, StepEvents, pack_ids
 from loadtest import slow_host
 from loadtest.host import (
     POST,

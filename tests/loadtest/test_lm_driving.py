@@ -15,8 +15,8 @@ import torch
 from engine import checkpoint
 from engine.config import EngineConfig
 from engine.graphs import buckets
-from engine.messages import pack_ids
 from engine.plan import Plan, StepResult
+from engine.protocol.messages import pack_ids
 from engine.runner import Runner
 from loadtest import engine as command
 from loadtest import lm_driving

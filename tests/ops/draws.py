@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine import distribution, ops
-from engine.messages import SamplingParams
 from engine.ops import draw
 from engine.ops.linear_best import draw_best_
+from engine.protocol.messages import SamplingParams
 from tests.ops import torch_draws
 
 STEPS = 3

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.messages import SamplingParams
 from engine.ops import draw
+from engine.protocol.messages import SamplingParams
 from tests.ops.draws import PARAMETERS, STEPS, rows_of, sampled
 from tests.ops.helpers import DEVICES, int32, same_bits
 

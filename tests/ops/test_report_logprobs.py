@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.messages import SamplingParams
-from engine.reports import words_of_report
+from engine.protocol.logprobs import words_of_report
+from engine.protocol.messages import SamplingParams
 from tests.ops.draws import STEPS, rows_of
 from tests.ops.helpers import DEVICES, int32, same_bits
 from tests.ops.test_target_logprobs import with_ties

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.reports import words_of_report
+from engine.protocol.logprobs import words_of_report
 from tests.ops.helpers import DEVICES, op, same_bits
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import StepFailed
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
 from service.answer import Answer, Piece
 from service.best_of import choose
 from service.generation import Outcome

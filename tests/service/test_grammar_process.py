@@ -16,7 +16,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.grammar_check import frame
-from engine.messages import Grammar, ModelInfo
+from engine.protocol.messages import Grammar, ModelInfo
 from service import grammars
 from service.grammars import GrammarCheck
 from tests.engine.fake import FakeRunner

@@ -9,8 +9,8 @@ import pytest
 
 from engine.checkpoint import resolve
 from engine.client import Update
-from engine.messages import Finished, pack_ids
-from engine.reports import TokenLogprobs
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.messages import Finished, pack_ids
 from service.answer import Answer, Piece
 from service.generation import Outcome
 from service.logprobs import LEAST_LOGPROB, LogprobArrays

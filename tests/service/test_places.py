@@ -9,7 +9,7 @@ import pytest
 
 from engine.backend import Backend
 from engine.errors import QueueFull, ShareFull
-from engine.queued import Queued
+from engine.protocol.queue_policy import Queued
 from service.errors import ApiError
 from service.places import Places
 

@@ -14,8 +14,8 @@ import pytest
 from engine.client import EngineClient
 from engine.engine import Engine
 from engine.group import EngineGroup
-from engine.home import home_of
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
+from engine.protocol.placement import home_of
 from engine.supervisor.supervisor_client import Event, Serving
 from engine.transport import InlineTransport
 from service.app import create_app

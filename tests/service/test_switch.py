@@ -14,7 +14,7 @@ import msgspec
 from engine.client import EngineClient
 from engine.engine import Engine
 from engine.errors import EngineDead
-from engine.messages import ModelInfo
+from engine.protocol.messages import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Restarting, Serving
 from engine.transport import InlineTransport
 from service.app import create_app

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from engine.client import Delivery, Inbox, Update
 from engine.errors import EngineDead
-from engine.messages import Finished, Request, SamplingParams, pack_ids
+from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
 from service.answer import Answer, Piece, grouped
 from service.generation import Outcome, Task, TaskVoice, stream

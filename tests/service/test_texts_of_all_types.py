@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.client import Update
-from engine.messages import unpack_ids
+from engine.protocol.messages import unpack_ids
 from service.answer import Answer
 from service.continuations import Context
 from service.stop import StopStrings

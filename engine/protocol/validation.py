@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.config import MOST_TTL
 from engine.errors import InvalidRequest
-from engine.messages import (
+from engine.protocol.messages import (
     ID_BYTES,
     LEAST_PRIORITY,
     MOST_PRIORITY,

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.reports import Reports, TokenLogprobs
+from engine.protocol.logprobs import Reports, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "timeout"]
 
