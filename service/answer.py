@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from engine.client import Update
+from engine.client.client import Update
 from engine.protocol.logprobs import Reports, TokenLogprobs
 from engine.protocol.messages import Finished, FinishReason
 from service.detokenizer import Decoder

@@ -10,7 +10,7 @@ from functools import partial
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
 from engine.errors import EngineError
 from service import errors, otel, refusals
 from service.access import KeyCheck, load_access

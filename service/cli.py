@@ -68,10 +68,10 @@ def generate(
 ) -> None:
     """Writes what a model says after a prompt, as it comes. Needs no server."""
     from engine.checkpoint import load_config, resolve
-    from engine.client import EngineClient
+    from engine.client.client import EngineClient
+    from engine.client.socket_transport import InlineTransport
     from engine.engine import Engine
     from engine.protocol.messages import SamplingParams
-    from engine.transport import InlineTransport
     from service.terminal_generate import generate_text, seed_of, top_k_of
 
     text = "".join(terminal_text.text_pieces(Path("-"))) if prompt == "-" else prompt

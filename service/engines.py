@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineLoading, Refused
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Serving

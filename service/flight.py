@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from engine.backend import Backend
-from engine.client import Delivery, EngineClient, Inbox, Update
+from engine.client.client import Delivery, EngineClient, Inbox, Update
+from engine.client.interface import Backend
 from engine.errors import Draining, EngineError, ReaderBehind
 from engine.protocol.messages import FinishReason, Request, StateAction, StateInfo, StateReply
 from service.direct import Writer
@@ -318,7 +318,7 @@ class _Tap:
         self._writer = writer
 
     def take(self, news: list[Delivery]) -> list[Delivery]:
-        """As engine.delivery.Tap."""
+        """As engine.client.request_stream.Tap."""
         writer = self._writer
         if not writer.is_open():
             return news

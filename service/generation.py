@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.client import Update
+from engine.client.client import Update
 from engine.errors import EngineError
 from engine.protocol.messages import SamplingParams
 from service.answer import Answer, EndRule, Piece, Whole

@@ -23,10 +23,10 @@ import msgspec
 from fastapi import Request
 from starlette.types import Receive, Scope
 
+from engine.client.socket_transport import module_environment
 from engine.errors import EngineError
 from engine.grammar_check import LENGTH_BYTES, frame
 from engine.protocol.messages import Grammar, ModelInfo
-from engine.transport import module_environment
 from service.scope import ARRIVED, FLIGHT
 from service.streaming import unless_client_leaves
 from service.turns import Turns

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fastapi import Request
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, EngineLoading
 from engine.protocol.messages import Stats
 from engine.supervisor.supervisor_client import NoEngine, Restarting, Serving, Stop

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.backend import Backend
+from engine.client.interface import Backend
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.errors import QueueFull, ShareFull
 from service.errors import ApiError

@@ -7,7 +7,7 @@ import time
 
 from fastapi import Request
 
-from engine.backend import Backend
+from engine.client.interface import Backend
 from engine.protocol.messages import ModelInfo
 from service.chat_template import ChatTemplate
 from service.flight import Flight

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.client import Update
+from engine.client.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, ReaderBehind, StepFailed
 from service.direct import Connection, Writer, begin
 from service.errors import ApiError, forget, from_engine

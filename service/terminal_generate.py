@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
 from engine.errors import ConfigError, InvalidRequest
 from engine.protocol.messages import Request, SamplingParams, pack_ids
 from service.stop import StopMatcher, StopStrings

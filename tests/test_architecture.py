@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCH_FREE = [
     "service.app",
     "service.settings",
-    "engine.client",
+    "engine.client.client",
     "engine.collector",
     "engine.protocol.messages",
     "engine.config",
@@ -24,15 +24,15 @@ TORCH_FREE = [
 ]
 # What the service (its composition root, cli.py, apart) may see of the engine.
 SERVICE_MAY_IMPORT = {
-    "engine.backend",
-    "engine.client",
+    "engine.client.interface",
+    "engine.client.client",
     "engine.collector",
     "engine.grammar_check",
     "engine.supervisor.supervisor_client",
     "engine.supervisor.api_process_pool",
     "engine.supervisor.local_supervisor_client",
     "engine.supervisor.supervisor",
-    "engine.transport",
+    "engine.client.socket_transport",
     "engine.protocol.messages",
     "engine.protocol.logprobs",
     "engine.config",

@@ -7,12 +7,12 @@ import contextlib
 import logging
 import time
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
 from engine.protocol.messages import Gone, ModelInfo
 from engine.supervisor.control_messages import Seat
-from engine.transport import ProcessTransport
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from engine.backend import Backend
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.interface import Backend
+from engine.client.prefix_affinity import Familiars
+from engine.client.router import EngineGroup
+from engine.client.socket_transport import SocketTransport
 from engine.errors import EngineDead, EngineError, EngineUnavailable
-from engine.familiar import Familiars
-from engine.group import EngineGroup
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.channel import Pipe, SocketPipe
 from engine.supervisor.control_messages import (
@@ -35,7 +36,6 @@ from engine.supervisor.control_messages import (
     Using,
     Welcome,
 )
-from engine.transport import SocketTransport
 
 log = logging.getLogger(__name__)
 

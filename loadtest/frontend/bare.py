@@ -19,9 +19,9 @@ import msgspec
 import uvicorn
 
 from engine.checkpoint import resolve
+from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.protocol.messages import Finished, Ready, Request, SamplingParams, StepEvents, pack_ids
-from engine.transport import ProcessTransport
 from service.tokenizer import Tokenizer
 
 ENGINE = "loadtest.frontend.mock:load"

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine.client import TURN_MESSAGES, Delivery, EngineClient, Update
+from engine.client.client import TURN_MESSAGES, Delivery, EngineClient, Update
+from engine.client.socket_transport import InlineTransport, SocketTransport
 from engine.engine import Engine
 from engine.errors import (
     CheckpointError,
@@ -40,7 +41,6 @@ from engine.protocol.messages import (
     ToEngine,
     pack_ids,
 )
-from engine.transport import InlineTransport, SocketTransport
 from tests.engine.fake import FakeRunner, log_probabilities, recite
 from tests.reports import packed
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine import holding
-from engine.client import Delivery, Inbox
-from engine.delivery import MOST_TAKEN
+from engine.client import flush_timer as holding
+from engine.client.client import Delivery, Inbox
+from engine.client.flush_timer import Holding
+from engine.client.request_stream import MOST_TAKEN
 from engine.errors import StepFailed
-from engine.holding import Holding
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.familiar import (
+from engine.client.prefix_affinity import (
     BLOCK_TOKENS,
     FIRST_BLOCKS,
     MOST_BLOCKS,

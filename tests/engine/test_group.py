@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine.client import EngineClient
-from engine.delivery import Delivery
+from engine.client.client import EngineClient
+from engine.client.request_stream import Delivery
+from engine.client.router import EngineGroup
+from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineLoading, EngineUnavailable, StateBusy, StateNotFound
-from engine.group import EngineGroup
 from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
 from engine.protocol.placement import home_of
-from engine.transport import InlineTransport
 from tests.engine.fake import FakeRunner, recite
 
 ASK = {"timeout": 10.0, "owner": "alice"}

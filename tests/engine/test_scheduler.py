@@ -92,7 +92,7 @@ class Log:
 
 
 def test_scheduling_needs_no_torch() -> None:
-    code = "import sys, engine.engine, engine.client; print('torch' in sys.modules)"
+    code = "import sys, engine.engine, engine.client.client; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.socket_folder import PREFIX, SocketFolder
+from engine.client.ipc_folder import PREFIX, SocketFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,7 @@ def test_it_is_private_and_goes(own_folder: Path) -> None:
 def test_a_killed_process_leaves_its_folder_for_the_next_to_remove(own_folder: Path) -> None:
     code = (
         "import sys, socket, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from engine.socket_folder import SocketFolder\n"
+        "from engine.client.ipc_folder import SocketFolder\n"
         "folder = SocketFolder(); server = socket.socket(socket.AF_UNIX)\n"
         "server.bind(str(folder.socket)); print(folder.path, flush=True); sys.stdin.read()"
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine import snapshot
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
 from engine.protocol.messages import (
@@ -25,7 +26,6 @@ from engine.protocol.messages import (
 )
 from engine.sequence import MOST_STOP_IDS, Sequence
 from engine.shelf import Shelf
-from engine.transport import InlineTransport
 from tests.engine.fake import FakeRunner
 
 

@@ -19,8 +19,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-import engine.transport as transport_module
-from engine.client import EngineClient
+import engine.client.socket_transport as transport_module
+from engine.client.client import EngineClient
+from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.errors import (
     CheckpointError,
@@ -39,7 +40,6 @@ from engine.protocol.messages import (
     SamplingParams,
     pack_ids,
 )
-from engine.transport import ProcessTransport
 from tests.engine.fake import recite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,10 +244,10 @@ async def test_a_worker_that_does_not_listen_is_ended_by_force(
 def test_the_worker_does_not_outlive_its_parent() -> None:
     code = """
 import asyncio
-import engine.transport as transport_module
-from engine.client import EngineClient
+import engine.client.socket_transport as transport_module
+from engine.client.client import EngineClient
 from engine.config import EngineConfig
-from engine.transport import ProcessTransport
+from engine.client.socket_transport import ProcessTransport
 
 async def main():
     transport = ProcessTransport(EngineConfig(), engine="tests.engine.fake:fake_engine")

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.training.tokenizer import byte_level_tokenizer
-from engine.transport import InlineTransport
 from service.app import create_app
 from service.lifecycle import Lifecycle
 from service.settings import Settings

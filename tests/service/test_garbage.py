@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.delivery import Delivery
+from engine.client.request_stream import Delivery
 from service import lifecycle
 from service.errors import ApiError
 from service.flight import Flight

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine.client import Update
+from engine.client.client import Update
 from service import stop as stop_module
 from service.generation import Outcome
 from service.inputs import _stop_strings

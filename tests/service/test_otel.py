@@ -298,9 +298,9 @@ def test_without_the_packages_it_is_a_mistake_in_the_settings(
 def test_nothing_is_imported_where_no_traces_are_taken() -> None:
     code = (
         "import sys\n"
-        "from engine.client import EngineClient\n"
+        "from engine.client.client import EngineClient\n"
         "from engine.config import EngineConfig\n"
-        "from engine.transport import ProcessTransport\n"
+        "from engine.client.socket_transport import ProcessTransport\n"
         "from service.app import create_app\n"
         "from service.settings import Settings\n"
         "create_app(EngineClient(ProcessTransport(EngineConfig())), Settings())\n"

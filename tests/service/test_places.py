@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from engine.backend import Backend
+from engine.client.interface import Backend
 from engine.errors import QueueFull, ShareFull
 from engine.protocol.queue_policy import Queued
 from service.errors import ApiError

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.router import EngineGroup
+from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
-from engine.group import EngineGroup
 from engine.protocol.messages import ModelInfo
 from engine.protocol.placement import home_of
 from engine.supervisor.supervisor_client import Event, Serving
-from engine.transport import InlineTransport
 from service.app import create_app
 from service.settings import Settings
 from tests.service.harness import Service, fake_runner, http_client, until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine import holding
+from engine.client import flush_timer as holding
 from tests.service.chat import chat_runner
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.test_lifecycle import Connection

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from engine.client import Update
+from engine.client.client import Update
 from engine.errors import EngineError, QueueFull, StepFailed
 from service.direct import Writer
 from service.flight import Arrival, Flight, RenderTokens

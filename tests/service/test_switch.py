@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from engine.client import EngineClient
+from engine.client.client import EngineClient
+from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import EngineDead
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Restarting, Serving
-from engine.transport import InlineTransport
 from service.app import create_app
 from service.settings import Settings
 from tests.service.harness import Service, error_message, fake_runner, http_client, until

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from engine.client import Delivery, Inbox, Update
+from engine.client.client import Delivery, Inbox, Update
 from engine.errors import EngineDead
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.client import Update
+from engine.client.client import Update
 from engine.protocol.messages import unpack_ids
 from service.answer import Answer
 from service.continuations import Context

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from engine.delivery import Delivery, Inbox, Taps
+from engine.client.request_stream import Delivery, Inbox, Taps
 from engine.errors import EngineError, EngineLoading
 from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
 from engine.protocol.queue_policy import Waiters
 
 if TYPE_CHECKING:
-    from engine.client import EngineClient
+    from engine.client.client import EngineClient
 
 State = Literal["loading", "ready", "dead"]
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 
-from engine.backend import State
-from engine.delivery import Delivery, Inbox, Taps, Update
+from engine.client.flush_timer import Holding
+from engine.client.interface import State
+from engine.client.request_stream import Delivery, Inbox, Taps, Update
+from engine.client.socket_transport import Transport
 from engine.errors import (
     BY_CODE,
     EngineDead,
@@ -27,7 +29,6 @@ from engine.errors import (
     InvalidRequest,
     from_failed,
 )
-from engine.holding import Holding
 from engine.protocol.messages import (
     Abort,
     AskState,
@@ -45,7 +46,6 @@ from engine.protocol.messages import (
     StepEvents,
 )
 from engine.protocol.queue_policy import Queued
-from engine.transport import Transport
 
 __all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
+from engine.client.flush_timer import Holding
 from engine.errors import EngineError
-from engine.holding import Holding
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, unpack_ids
 

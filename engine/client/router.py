@@ -2,8 +2,8 @@
 
 A request that has to do with a kept state goes to the engine that keeps it
 (`engine.protocol.placement`); any other to that with the least to do, or to the one that has read
-most of its prompt before (`engine.familiar`) where that has little more. Calls about states go
-where their ids say, and what several engines know is put together.
+most of its prompt before (`engine.client.prefix_affinity`) where that has little more. Calls about
+states go where their ids say, and what several engines know is put together.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from engine.backend import State
-from engine.client import EngineClient
-from engine.delivery import Delivery, Inbox, Taps
+from engine.client.client import EngineClient
+from engine.client.interface import State
+from engine.client.prefix_affinity import Familiars, marks_of
+from engine.client.request_stream import Delivery, Inbox, Taps
 from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
-from engine.familiar import Familiars, marks_of
 from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
 from engine.protocol.placement import home_of
 from engine.protocol.queue_policy import Waiters, WaitersOfAll

@@ -18,11 +18,11 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from engine.client.ipc_folder import SocketFolder
 from engine.config import EngineConfig
 from engine.errors import EngineDead
 from engine.loop import EngineLoop, SteppedEngine
 from engine.protocol.messages import FromEngine, Gone, Ping, Shutdown, ToEngine
-from engine.socket_folder import SocketFolder
 
 log = logging.getLogger(__name__)
 
