@@ -36,7 +36,7 @@ from engine.protocol.messages import (
     StepEvents,
 )
 from engine.protocol.placement import Home
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.snapshot import Shape
 
 log = logging.getLogger(__name__)

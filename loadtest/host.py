@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine import collector, rounds
+from engine import collector
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
@@ -46,6 +46,7 @@ from engine.protocol.messages import (
     ToEngine,
     pack_ids,
 )
+from engine.scheduler import decode_scheduler as rounds
 from loadtest.report import median, print_environment, print_table, save_json
 
 TOKEN = 5000  # not one of the small integers that Python keeps

@@ -20,8 +20,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.plan import MOST_STEPS, Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
-from engine.rounds import ROUND_SECONDS
 from engine.runner import Runner
+from engine.scheduler.decode_scheduler import ROUND_SECONDS
 from engine.sequence import is_adjusted, is_greedy, top_of
 
 #: Sequences begin with tokens this far apart.

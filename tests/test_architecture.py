@@ -19,7 +19,7 @@ TORCH_FREE = [
     "engine.config",
     "engine.errors",
     "engine.model_files",
-    "engine.scheduler",
+    "engine.scheduler.scheduler",
     "engine.plan",
 ]
 # What the service (its composition root, cli.py, apart) may see of the engine.

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import rounds as rounds_module
 from engine import step_graphs
 from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
@@ -32,6 +31,7 @@ from engine.protocol.messages import (
     unpack_ids,
 )
 from engine.runner import Runner
+from engine.scheduler import decode_scheduler as rounds_module
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of

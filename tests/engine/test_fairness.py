@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from engine.budget import PromptBudget
 from engine.config import SCAN_CHUNK
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
+from engine.scheduler.prefill_budget import PromptBudget
 from engine.sequence import Sequence
 from tests.engine.witness import Witness
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.history import STEPS, History
+from engine.scheduler.token_ring import STEPS, History
 
 
 def test_every_row_reads_what_it_drew_since_whenever() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.intake import Intake
+from engine.scheduler.intake import Intake
 
 
 def test_alone_the_device_takes_all() -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 import msgspec
 import pytest
 
-from engine.batch import DecodeBatch
 from engine.engine import Engine
 from engine.grammars import Grammars
 from engine.plan import Drawn, Plan, Sampled, StepResult
@@ -26,7 +25,8 @@ from engine.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from engine.scheduler import Scheduler
+from engine.scheduler.decode_batch import DecodeBatch
+from engine.scheduler.scheduler import Scheduler
 from engine.sequence import MOST_STOP_IDS, Sequence
 from tests.engine.fake import FakeRunner, recite
 from tests.engine.witness import VOCAB, StrictRunner, Witness

@@ -14,7 +14,7 @@ from engine.errors import StepFailed
 from engine.plan import Plan, Sampled, StepResult
 from engine.prefix import FEW_TOKENS
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.slots import SlotAllocator
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.arrivals import Arrivals
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
-from engine.pace import MEMORY_SECONDS, Pace
 from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.ranking import SPARE, Ranking
+from engine.scheduler.departure_rate import MEMORY_SECONDS, Pace
+from engine.scheduler.fifo_by_key import Arrivals
+from engine.scheduler.request_queue import OTHERS_TURN, WaitingQueue
 from engine.sequence import Sequence
 from engine.tiers import Kept
-from engine.waiting import OTHERS_TURN, WaitingQueue
 
 
 def sequence(

@@ -12,13 +12,13 @@ from collections.abc import Hashable, Iterable
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.keeper import Keeper
-from engine.outbox import Outbox
 from engine.plan import Plan
 from engine.protocol.messages import Finished, FinishReason
-from engine.rounds import Rounds, Turn
+from engine.scheduler.decode_scheduler import Rounds, Turn
+from engine.scheduler.output import Outbox
+from engine.scheduler.request_queue import WaitingQueue
 from engine.sequence import Sequence
 from engine.slots import SlotAllocator
-from engine.waiting import WaitingQueue
 
 
 class Lives:

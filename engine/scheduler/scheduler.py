@@ -19,12 +19,9 @@ from collections.abc import Callable, Collection, Hashable
 
 import msgspec
 
-from engine.budget import PromptBudget
 from engine.errors import EngineError, StateNotFound
 from engine.grammars import Grammars
-from engine.intake import Intake
 from engine.keeper import Keeper
-from engine.lives import Lives
 from engine.mask_cost import MaskBudget
 from engine.plan import Plan, PrefillChunk, Sampled, StepResult
 from engine.protocol.logprobs import Reports
@@ -37,10 +34,13 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.protocol.validation import check_request
-from engine.rounds import Rounds, Turn
+from engine.scheduler.decode_scheduler import Rounds, Turn
+from engine.scheduler.intake import Intake
+from engine.scheduler.prefill_budget import PromptBudget
+from engine.scheduler.request_queue import WaitingQueue
+from engine.scheduler.request_table import Lives
 from engine.sequence import Sequence
 from engine.tiers import Kept
-from engine.waiting import WaitingQueue
 
 log = logging.getLogger(__name__)
 
