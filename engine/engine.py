@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.cache.state_calls import StateDesk
+from engine.cache.state_manager import Keeper
+from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
-from engine.desk import StateDesk
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.grammars import Grammars
-from engine.keeper import Keeper
-from engine.layout import open_shelf
 from engine.plan import Plan, StepResult
 from engine.protocol.messages import (
     AskState,
@@ -37,7 +38,6 @@ from engine.protocol.messages import (
 )
 from engine.protocol.placement import Home
 from engine.scheduler.scheduler import Scheduler
-from engine.snapshot import Shape
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from engine.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from engine.keeping import Keeping
+    from engine.cache.sequence_state import Keeping
     from engine.mask_cost import MaskCost
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8

@@ -1,7 +1,7 @@
 """StatePool: the recurrent state of every sequence, one row each, in device memory.
 
-The scheduler hands rows out (engine/slots.py); this file only moves them. All of it is fp32,
-whatever the weights are: a bf16 state loses 2 to 20 % over a long text.
+The scheduler hands rows out (engine/cache/slot_allocator.py); this file only moves them. All of it
+is fp32, whatever the weights are: a bf16 state loses 2 to 20 % over a long text.
 """
 
 from __future__ import annotations

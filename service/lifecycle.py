@@ -26,7 +26,8 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# Bytes that a snapshot may have beside its state; engine.snapshot knows better, but later.
+# Bytes that a snapshot may have beside its state; engine.cache.storage.snapshot knows better, but
+# later.
 SNAPSHOT_REST = 2**17
 LOOK_SECONDS = 0.02  # between looks at what is in flight
 UNREAD_SECONDS = 0.25  # between looks at what streams' readers are behind by

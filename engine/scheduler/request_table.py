@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
+from engine.cache.slot_allocator import SlotAllocator
+from engine.cache.state_manager import Keeper
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
-from engine.keeper import Keeper
 from engine.plan import Plan
 from engine.protocol.messages import Finished, FinishReason
 from engine.scheduler.decode_scheduler import Rounds, Turn
 from engine.scheduler.output import Outbox
 from engine.scheduler.request_queue import WaitingQueue
 from engine.sequence import Sequence
-from engine.slots import SlotAllocator
 
 
 class Lives:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection, Hashable
 
 import msgspec
 
+from engine.cache.state_manager import Keeper
+from engine.cache.tiered_store import Kept
 from engine.errors import EngineError, StateNotFound
 from engine.grammars import Grammars
-from engine.keeper import Keeper
 from engine.mask_cost import MaskBudget
 from engine.plan import Plan, PrefillChunk, Sampled, StepResult
 from engine.protocol.logprobs import Reports
@@ -40,7 +41,6 @@ from engine.scheduler.prefill_budget import PromptBudget
 from engine.scheduler.request_queue import WaitingQueue
 from engine.scheduler.request_table import Lives
 from engine.sequence import Sequence
-from engine.tiers import Kept
 
 log = logging.getLogger(__name__)
 

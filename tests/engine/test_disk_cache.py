@@ -11,15 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine import disk_cache, prefix_file, shelf
+from engine.cache import disk_tier as disk_cache
+from engine.cache.storage import file_store as shelf
+from engine.cache.storage import prefix_file
+from engine.cache.storage.file_store import SUFFIX
+from engine.cache.storage.prefix_file import Head
+from engine.cache.storage.snapshot import Shape
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
-from engine.prefix_file import Head
 from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
 from engine.runner import Runner
-from engine.shelf import SUFFIX
-from engine.snapshot import Shape
 from tests.engine.fake import FakeRunner
 from tests.engine.test_states import Talk, text
 from tests.engine.test_trie import nodes_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from engine.cache.storage.file_store import Shelf, digest_in
 from engine.protocol.placement import Home, home_of, home_of_digest
-from engine.shelf import Shelf, digest_in
 
 IDS = [f"id-{number}" for number in range(1000)]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import disk_cache
+from engine.cache import disk_tier as disk_cache
+from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.state_folder import open_shelf
 from engine.errors import ConfigError
-from engine.layout import open_shelf
 from engine.protocol.placement import Home, home_of
-from engine.shelf import Shelf
 
 MODEL, VARIANT, OTHER = "model", "variant", "another model"
 IDS = [f"id-{number}" for number in range(40)]

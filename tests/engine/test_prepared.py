@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.cache.storage.file_store import Shelf
 from engine.protocol.messages import Failed, Finished, Keep
-from engine.shelf import Shelf
 from tests.engine.test_state_files import files
 from tests.engine.test_states import Talk
 

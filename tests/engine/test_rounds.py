@@ -13,10 +13,10 @@ from collections import Counter
 import msgspec
 import pytest
 
+from engine.cache.prefix_cache import PrefixCache
 from engine.engine import Engine
 from engine.grammars import Grammars
 from engine.plan import Drawn, Plan, Sampled, StepResult
-from engine.prefix import PrefixCache
 from engine.protocol.messages import (
     Finished,
     Request,

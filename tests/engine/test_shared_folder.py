@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine import disk_cache
-from engine.folder_lock import FolderLock
+from engine.cache import disk_tier as disk_cache
+from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.folder_lock import FolderLock
 from engine.protocol.messages import Finished, Keep
-from engine.shelf import Shelf
 from tests.engine.test_disk_cache import cached, prompt, settle, start
 from tests.engine.test_states import Talk, code, text
 
@@ -254,7 +254,7 @@ def settle_beside(talk: Talk) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from engine.folder_lock import FolderLock
+from engine.cache.storage.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 assert lock.take("s")
 print("held", flush=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from engine.cache.fair_lru import Shares, Weights
 from engine.protocol.messages import Keep
-from engine.shares import Shares, Weights
 from tests.engine.test_states import Finished, Talk, code, text
 
 

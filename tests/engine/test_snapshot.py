@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from engine.cache.storage.snapshot import MOST_TAIL, Shape, Snapshot, read, write
 from engine.errors import EngineError, StateMalformed, StateMismatch
 from engine.protocol.messages import pack_ids
-from engine.snapshot import MOST_TAIL, Shape, Snapshot, read, write
 
 SHAPES = [
     Shape("one", 50, (2, 6), None),

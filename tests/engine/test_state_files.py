@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import shelf, snapshot
+from engine.cache.storage import file_store as shelf
+from engine.cache.storage import snapshot
+from engine.cache.storage.file_store import SUFFIX, TEMPORARY, Shelf
 from engine.protocol.messages import AskState, Failed, Keep
-from engine.shelf import SUFFIX, TEMPORARY, Shelf
 from loadtest.fuzz.snapshots import without_digest
 from tests.engine.test_states import Talk, code, text
 

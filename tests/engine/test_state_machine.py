@@ -31,7 +31,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine import disk_cache
+from engine.cache import disk_tier as disk_cache
+from engine.cache.transfer import Traffic
 from engine.checkpoint import save_model
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
@@ -50,7 +51,6 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.runner import Runner
-from engine.traffic import Traffic
 from tests.engine.test_trie import nodes_of
 
 VOCAB = 61

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine import snapshot
+from engine.cache.storage import snapshot
+from engine.cache.storage.file_store import Shelf
 from engine.client.client import EngineClient
 from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
@@ -25,7 +26,6 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.sequence import MOST_STOP_IDS, Sequence
-from engine.shelf import Shelf
 from tests.engine.fake import FakeRunner
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine import shelf
+from engine.cache.storage import file_store as shelf
+from engine.cache.storage.file_store import TEMPORARY
 from engine.protocol.messages import AskState, Failed, Finished, Keep, StateReply
-from engine.shelf import TEMPORARY
 from tests.engine.test_shared_folder import beside, listed, turn
 from tests.engine.test_state_files import after, files
 from tests.engine.test_states import Talk, code, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.tiers import MOVED_AT_ONCE, MOVED_PER_PLAN, Kept, Tiers
+from engine.cache.tiered_store import MOVED_AT_ONCE, MOVED_PER_PLAN, Kept, Tiers
 
 
 def cached(tiers: Tiers, count: int) -> Iterator[Kept]:

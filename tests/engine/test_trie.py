@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cache.radix_tree import Node, Trie
 from engine.protocol.messages import pack_ids
-from engine.trie import Node, Trie
 
 Texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12)
 

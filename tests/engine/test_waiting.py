@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cache.tiered_store import Kept
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
 from engine.protocol.messages import Request, SamplingParams, pack_ids
@@ -18,7 +19,6 @@ from engine.scheduler.departure_rate import MEMORY_SECONDS, Pace
 from engine.scheduler.fifo_by_key import Arrivals
 from engine.scheduler.request_queue import OTHERS_TURN, WaitingQueue
 from engine.sequence import Sequence
-from engine.tiers import Kept
 
 
 def sequence(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import snapshot
+from engine.cache.storage import snapshot
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.protocol.messages import pack_ids

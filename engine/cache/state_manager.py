@@ -16,13 +16,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from engine.cache.disk_tier import DiskCache
+from engine.cache.leaving import Leaving
+from engine.cache.named_states import States
+from engine.cache.prefix_cache import Found, Place, PrefixCache
+from engine.cache.resume_point import Standing
+from engine.cache.sequence_state import Keeping
+from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.snapshot import Shape
+from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.transfer import Traffic
 from engine.config import SCAN_CHUNK
-from engine.disk_cache import DiskCache
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.keeping import Keeping
-from engine.leaving import Leaving
 from engine.plan import INITIAL, Admission, Copy, Plan
-from engine.prefix import Found, Place, PrefixCache
 from engine.protocol.messages import (
     ID_BYTES,
     FinishReason,
@@ -32,12 +38,6 @@ from engine.protocol.messages import (
 )
 from engine.protocol.placement import Home
 from engine.sequence import Sequence
-from engine.shelf import Shelf
-from engine.snapshot import Shape
-from engine.standing import Standing
-from engine.states import States
-from engine.tiers import Kept, Tiers
-from engine.traffic import Traffic
 
 
 class Keeper(Leaving):

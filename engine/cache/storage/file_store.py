@@ -27,9 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.aside import Aside, Done, Result, Work
+from engine.cache.storage.folder_lock import FolderLock
+from engine.cache.storage.worker_threads import Aside, Done, Result, Work
 from engine.errors import ConfigError
-from engine.folder_lock import FolderLock
 from engine.protocol.placement import DIGEST_CHARACTERS, digest_of
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine import snapshot
+from engine.cache.storage import snapshot
+from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.snapshot import Shape, Snapshot
 from engine.errors import InvalidRequest, StateMalformed
 from engine.protocol.validation import check_ttl
-from engine.shelf import Shelf
-from engine.snapshot import Shape, Snapshot
 
 MOST_TIME = 2.0**40  # seconds since the epoch
 MOST_ID = 128  # characters

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from engine import snapshot
-from engine.aside import Aside, Done, Result, Work
+from engine.cache.storage import snapshot
+from engine.cache.storage.file_store import Parse, Shelf
+from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.worker_threads import Aside, Done, Result, Work
+from engine.cache.tiered_store import Kept, Tiers
 from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
 from engine.plan import Export, Plan, Put
-from engine.shelf import Parse, Shelf
-from engine.snapshot import Shape
-from engine.tiers import Kept, Tiers
 
 log = logging.getLogger(__name__)
 

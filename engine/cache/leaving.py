@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine import snapshot
-from engine.aside import Result
+from engine.cache.named_states import States
+from engine.cache.resume_point import Standing
+from engine.cache.sequence_state import Keeping
+from engine.cache.storage import snapshot
+from engine.cache.storage.snapshot import MOST_RECENT, Shape
+from engine.cache.storage.worker_threads import Result
+from engine.cache.store_waiters import Told
+from engine.cache.tiered_store import Tiers
+from engine.cache.transfer import Traffic
 from engine.errors import EngineError, StepFailed
-from engine.keeping import Keeping
 from engine.plan import Copy
 from engine.protocol.messages import ID_BYTES, Finished, FinishReason, pack_ids, unpack_ids
 from engine.sequence import Sequence
-from engine.snapshot import MOST_RECENT, Shape
-from engine.standing import Standing
-from engine.states import States
-from engine.storing import Told
-from engine.tiers import Tiers
-from engine.traffic import Traffic
 
 Tell = Callable[[Finished | EngineError], None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.snapshot import Snapshot
-from engine.tiers import Kept
+from engine.cache.storage.snapshot import Snapshot
+from engine.cache.tiered_store import Kept
 
 
 @dataclass(eq=False, slots=True)

@@ -20,18 +20,18 @@ from collections.abc import Callable, Hashable
 
 from msgspec.structs import replace
 
-from engine import snapshot
-from engine.aside import Result
-from engine.claims import Key
+from engine.cache.name_locks import Key
+from engine.cache.resume_point import Named, Standing
+from engine.cache.state_names import Names, reason_of
+from engine.cache.storage import snapshot
+from engine.cache.storage.file_store import Shelf, Unsynced
+from engine.cache.storage.named_state_file import check_id, entries
+from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.worker_threads import Result
+from engine.cache.store_waiters import Storing, Then, Told, Waiter
+from engine.cache.tiered_store import Kept, Tiers
 from engine.errors import EngineError, StateNotFound, StateNotStored, StateQuota, StepFailed
-from engine.names import Names, reason_of
 from engine.protocol.messages import StateInfo
-from engine.shelf import Shelf, Unsynced
-from engine.snapshot import Shape
-from engine.standing import Named, Standing
-from engine.state_files import check_id, entries
-from engine.storing import Storing, Then, Told, Waiter
-from engine.tiers import Kept, Tiers
 
 log = logging.getLogger(__name__)
 

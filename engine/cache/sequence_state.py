@@ -10,9 +10,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.cache.resume_point import Standing
+from engine.cache.tiered_store import Kept
 from engine.protocol.messages import ID_BYTES, FinishReason, Keep
-from engine.standing import Standing
-from engine.tiers import Kept
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence

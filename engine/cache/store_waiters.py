@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
+from engine.cache.resume_point import Named
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.protocol.messages import StateInfo
-from engine.standing import Named
 
 Told = StateInfo | EngineError | None  # None: of a state that is no more
 Then = Callable[[Told], None]

@@ -12,18 +12,18 @@ import bisect
 import logging
 from collections.abc import Callable
 
-from engine.aside import Result
-from engine.claims import Claims, Key
+from engine.cache.name_locks import Claims, Key
+from engine.cache.resume_point import Named, Standing
+from engine.cache.storage.file_store import Shelf, tag_of
+from engine.cache.storage.named_state_file import name_of, parse
+from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.worker_threads import Result
+from engine.cache.store_waiters import Storing, Waiter, Waiters
+from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.transfer import MORE_BYTES
 from engine.errors import ConfigError, EngineError, StateNotStored
 from engine.protocol.messages import ID_BYTES, StateInfo
 from engine.ranking import Ranking
-from engine.shelf import Shelf, tag_of
-from engine.snapshot import Shape
-from engine.standing import Named, Standing
-from engine.state_files import name_of, parse
-from engine.storing import Storing, Waiter, Waiters
-from engine.tiers import Kept, Tiers
-from engine.traffic import MORE_BYTES
 
 log = logging.getLogger(__name__)
 

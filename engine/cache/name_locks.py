@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.named_state_file import name_of
+from engine.cache.storage.snapshot import Shape
 from engine.errors import StateBusy
-from engine.shelf import Shelf
-from engine.snapshot import Shape
-from engine.state_files import name_of
 
 Key = tuple[str, str]  # owner and id
 

@@ -12,11 +12,11 @@ import logging
 import re
 from pathlib import Path
 
-from engine import disk_cache
+from engine.cache import disk_tier as disk_cache
+from engine.cache.storage.file_store import Shelf, digest_in, lock_of
+from engine.cache.storage.folder_lock import is_used
 from engine.errors import ConfigError
-from engine.folder_lock import is_used
 from engine.protocol.placement import Home, home_of_digest
-from engine.shelf import Shelf, digest_in, lock_of
 
 log = logging.getLogger(__name__)
 

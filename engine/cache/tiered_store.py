@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
+from engine.cache.fair_lru import Shares, Weights
+from engine.cache.slot_allocator import SlotAllocator
 from engine.config import has_room
 from engine.plan import Copy, Put
-from engine.shares import Shares, Weights
-from engine.slots import SlotAllocator
 
 _NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `Kept`
 # Of states that only the prefix cache holds, those that leave the device for the sake of others,

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from engine.cache.storage.snapshot import MOST_HEADER, Shape
 from engine.errors import StateMalformed
 from engine.protocol.messages import ID_BYTES, unpack_ids
-from engine.snapshot import MOST_HEADER, Shape
 
 FORMAT = "minserve.prefix.1"
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from engine import snapshot
-from engine.aside import Result
+from engine.cache.resume_point import Named, Standing
+from engine.cache.state_manager import Keeper
+from engine.cache.storage import snapshot
+from engine.cache.storage.named_state_file import check_id
+from engine.cache.storage.snapshot import Snapshot
+from engine.cache.storage.worker_threads import Result
+from engine.cache.store_waiters import Then, Told
+from engine.cache.tiered_store import Kept
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.keeper import Keeper
 from engine.protocol.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
 from engine.protocol.validation import check_ttl
-from engine.snapshot import Snapshot
-from engine.standing import Named, Standing
-from engine.state_files import check_id
-from engine.storing import Then, Told
-from engine.tiers import Kept
 
 MOST_LISTED = 1000
 

@@ -21,17 +21,17 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine import prefix_file
-from engine.aside import Result
+from engine.cache.fair_lru import Shares
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.storage import prefix_file
+from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.prefix_file import Head
+from engine.cache.storage.snapshot import MOST_HEADER, Shape
+from engine.cache.storage.worker_threads import Result
+from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.transfer import Traffic
 from engine.errors import ConfigError, StateMalformed
-from engine.prefix import PrefixCache
-from engine.prefix_file import Head
 from engine.protocol.messages import ID_BYTES
-from engine.shares import Shares
-from engine.shelf import Shelf
-from engine.snapshot import MOST_HEADER, Shape
-from engine.tiers import Kept, Tiers
-from engine.traffic import Traffic
 
 log = logging.getLogger(__name__)
 

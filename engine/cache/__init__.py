@@ -1,0 +1,1 @@
+"""Cached states: the prefix cache, named states and their tiers; no torch."""

@@ -1,0 +1,1 @@
+"""Cached states as files: snapshots, named states, cached prefixes, and their folder."""
