@@ -52,7 +52,8 @@ STORE_SECONDS = 2.0  # at the end, for states that somebody waits for to be writ
 
 
 class PlanRunner(Protocol):
-    """What the engine needs of a runner (engine.runner.Runner; tests bring their own)."""
+    """What the engine needs of a runner (engine.runner.model_runner.Runner; tests bring their
+    own)."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -144,7 +145,7 @@ class Engine:
 
         Raises CheckpointError, DeviceError or ConfigError.
         """
-        from engine.runner import Runner  # here, so that all else works without torch
+        from engine.runner.model_runner import Runner  # here, so that all else works without torch
 
         runner = Runner(config)
         runner.warm_up()

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.plan import Plan
 from engine.protocol.messages import AskState, Keep, Request, SamplingParams, StateReply, pack_ids
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 
 CLIENT = "loadtest"
 IN_FLIGHT = 128

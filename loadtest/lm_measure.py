@@ -15,7 +15,7 @@ import torch
 
 from engine.models.lm import LM
 from engine.protocol.messages import SamplingParams
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from loadtest.layers_timing import Budget
 from loadtest.lm_driving import (
     GREEDY,

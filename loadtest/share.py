@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from loadtest.grammars import make_tokenizer
 from loadtest.http.command import measure
 from loadtest.http.options import LENGTHS, parser

@@ -72,7 +72,7 @@ def draw_(
         top_k: int32 [rows]; 0: all.
         top_p: float64 [rows]; 1: all.
         min_p: float32 [rows]; 0: none is dropped.
-        streams: int64 [rows]: engine.distribution.stream_ids.
+        streams: int64 [rows]: engine.runner.sampling.random_streams.stream_ids.
         stop_ids: int32 [rows, stop ids], padded with -1.
 
     Raises:

@@ -96,7 +96,7 @@ class FakeRow:
 
 
 class FakeRunner:
-    """Runs plans as engine.runner.Runner does, on lists of tokens.
+    """Runs plans as engine.runner.model_runner.Runner does, on lists of tokens.
 
     Of SamplingParams it follows temperature, top_k, logit_bias, min_tokens, stop_token_ids,
     ignore_eos, seed, choice, logprobs and, where `folder` holds a tokenizer.json, grammar; the

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.adjustments import Adjustments
 from engine.plan import Admission
 from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.runner.sampling.logits_processors import Adjustments
 
 VOCAB, EOS = 50, 49
 

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import step_graphs
 from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
-from engine.graphs import buckets
 from engine.models.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs
@@ -30,7 +28,9 @@ from engine.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from engine.runner import Runner
+from engine.runner import step_graphs
+from engine.runner.cuda_graphs import buckets
+from engine.runner.model_runner import Runner
 from engine.scheduler import decode_scheduler as rounds_module
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from tests.engine.test_rounds import tokens_of

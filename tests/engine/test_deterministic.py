@@ -22,7 +22,7 @@ from engine.models.lm import LM
 from engine.plan import Plan
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from engine.serving import serving_model
 
 VOCAB = 1037  # in rows of logits that begin at no multiple of anything

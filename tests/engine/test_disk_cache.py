@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
 from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from tests.engine.fake import FakeRunner
 from tests.engine.test_states import Talk, text
 from tests.engine.test_trie import nodes_of

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import distribution
 from engine.ops import read_reports
 from engine.protocol.logprobs import MOST_TOP
+from engine.runner.sampling import random_streams as distribution
 from tests.logits import logits_with_ties, order
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

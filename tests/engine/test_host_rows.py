@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import host_rows
-from engine.host_rows import HostRows, pinned
+from engine.runner import host_pool as host_rows
+from engine.runner.host_pool import HostRows, pinned
 
 WIDTH = 6
 

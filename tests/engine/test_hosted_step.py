@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.hosted import HostedDraws
-from engine.hosted_step import HostedStep
 from engine.protocol.messages import SamplingParams
-from engine.sampler import Drawing, Rows
+from engine.runner.guided_decoding import HostedDraws
+from engine.runner.guided_step import HostedStep
+from engine.runner.sampling.sampler import Drawing, Rows
 from tests.engine.sampling import Sampling, logprobs_of
 from tests.engine.test_masks import PARAMS, allow, masks_of
 from tests.engine.test_sampler import EOS, VOCAB, random_logits

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.adjustments import Adjustments
 from engine.protocol.messages import SamplingParams
-from engine.sampler import Allowed
+from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.sampler import Allowed
 from tests.engine.test_sampler import DEVICES, EOS, VOCAB, random_logits, sampler_with
 
 PARAMS: list[dict[str, Any]] = [

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import prompts
-from engine.adjustments import Adjustments
 from engine.checkpoint import load_model, quantize_model, save_model
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
-from engine.graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.models.cell import ModelState
 from engine.models.hopper import HopperLM
 from engine.models.lm import LM
-from engine.parameters import Parameters
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
-from engine.prompts import PromptStep, Read
+from engine.runner import prefill as prompts
+from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
+from engine.runner.prefill import PromptStep, Read
+from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.logits_processors import Adjustments
 from engine.serving import PlainModel, ServingModel
 from tests.engine.test_runner import (
     SLOTS,

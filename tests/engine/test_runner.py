@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine import scoring, state
 from engine.checkpoint import load_model, save_model
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
-from engine.graphs import buckets
 from engine.models.lm import LM
 from engine.models.packed import PackedLM
 from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Request, SamplingParams, pack_ids, unpack_ids
-from engine.runner import Runner
+from engine.runner import prompt_logprobs as scoring
+from engine.runner import state_pool as state
+from engine.runner.cuda_graphs import buckets
+from engine.runner.model_runner import Runner
 
 VOCAB = 61
 SLOTS = 12

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distribution import stream_ids
 from engine.ops import draw_
 from engine.protocol.messages import SamplingParams
+from engine.runner.sampling.random_streams import stream_ids
 from tests.engine.sampling import Sampling
 from tests.ops.torch_draws import uniform
 

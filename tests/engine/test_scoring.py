@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import scoring
-from engine.distribution import token_reports
 from engine.ops import read_reports
 from engine.plan import PrefillChunk
+from engine.runner import prompt_logprobs as scoring
+from engine.runner.sampling.random_streams import token_reports
 
 VOCAB, WIDTH = 300, 16
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import state as state_module
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from engine.state import StatePool
+from engine.runner import state_pool as state_module
+from engine.runner.state_pool import StatePool
 
 CONFIG = ModelConfig(cell="mingru", vocab_size=10, d_model=8, n_layers=3, conv_kernel=4)
 INITIAL = torch.linspace(-1, 1, CONFIG.n_layers * CONFIG.inner).view(CONFIG.n_layers, -1)

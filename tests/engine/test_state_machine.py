@@ -50,7 +50,7 @@ from engine.protocol.messages import (
     StateReply,
     pack_ids,
 )
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from tests.engine.test_trie import nodes_of
 
 VOCAB = 61

@@ -14,7 +14,7 @@ from engine.cache.storage import snapshot
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.protocol.messages import pack_ids
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator
 from loadtest.fuzz.raw import Outcome, fuzz

@@ -14,10 +14,10 @@ import torch
 
 from engine import checkpoint
 from engine.config import EngineConfig
-from engine.graphs import buckets
 from engine.plan import Plan, StepResult
 from engine.protocol.messages import pack_ids
-from engine.runner import Runner
+from engine.runner.cuda_graphs import buckets
+from engine.runner.model_runner import Runner
 from loadtest import engine as command
 from loadtest import lm_driving
 from loadtest.lm_driving import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from loadtest import lm_driving, share
 
 SUMMARY: dict[str, Any] = {"tokens_per_second": 90.0, "latency_ms": {"ttft": {"p50": 200.0}}}

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from engine.config import ModelConfig
-from engine.graphs import buckets
 from engine.models.hopper import _possible_ways_of_prompts, supports_widths
 from engine.models.ways import TO_A_HEAD, Way, nearest, to_be_timed
+from engine.runner.cuda_graphs import buckets
 
 
 def test_powers_of_two_and_the_largest_are_timed() -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from engine import distribution, ops
+from engine import ops
 from engine.ops import draw
 from engine.ops.linear_best import draw_best_
 from engine.protocol.messages import SamplingParams
+from engine.runner.sampling import random_streams as distribution
 from tests.ops import torch_draws
 
 STEPS = 3

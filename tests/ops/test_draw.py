@@ -1,4 +1,5 @@
-"""draw_ gives the tokens of engine.sampler, whatever logits and parameters, and moves rows on."""
+"""draw_ gives the tokens of engine.runner.sampling.sampler, whatever logits and parameters, and
+moves rows on."""
 
 from __future__ import annotations
 

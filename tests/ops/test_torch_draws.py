@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distribution import stream_ids
+from engine.runner.sampling.random_streams import stream_ids
 from tests.logits import column, logits_with_ties, order, probabilities
 from tests.ops import torch_draws
 

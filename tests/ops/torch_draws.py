@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.distribution import _GOLDEN, _mix, _shift_right, ranked
+from engine.runner.sampling.random_streams import _GOLDEN, _mix, _shift_right, ranked
 
 # The most likely token weighs 2**38, so a vocabulary of 2**24 sums to less than 2**63. Tokens less
 # than 2**-38 times as likely as the best are not drawn but by a try that nothing filters.
@@ -60,9 +60,9 @@ def keep_min_p(octaves: Tensor, min_p: Tensor) -> Tensor:
 def uniform(streams: Tensor, positions: Tensor, refused: int = 0) -> Tensor:
     """Number `positions[i]` of stream `streams[i]`, uniform in [0, 1): float64 [rows].
 
-    Random access into splitmix64, as `engine.distribution` has it: its state after n steps is known
-    without taking them. After so many that were refused, that number of the stream that begins with
-    the first one's bits.
+    Random access into splitmix64, as `engine.runner.sampling.random_streams` has it: its state
+    after n steps is known without taking them. After so many that were refused, that number of the
+    stream that begins with the first one's bits.
     """
     bits = _mix(streams + (positions + 1) * _GOLDEN)
     if refused > 0:

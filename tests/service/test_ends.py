@@ -11,7 +11,7 @@ import pytest
 
 from engine.checkpoint import save_model
 from engine.config import EngineConfig
-from engine.runner import Runner
+from engine.runner.model_runner import Runner
 from tests.models.folders import edit_config
 from tests.models.variants import build
 from tests.service.harness import Service, running, save_byte_tokenizer

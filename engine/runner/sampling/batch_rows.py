@@ -1,6 +1,6 @@
 """Columns: what `ops.draw_` needs of the rows that it draws for, packed in one piece of memory.
 
-A piece is filled on the host (engine/parameters.py) and uploaded at once.
+A piece is filled on the host (engine/runner/sampling/batch_params.py) and uploaded at once.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.graphs import BucketGraphs
+from engine.runner.cuda_graphs import BucketGraphs
 
 # So many steps of a graph at most, and for about so long, half a round, since what is left of a
 # round is taken step by step.

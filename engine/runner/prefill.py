@@ -22,15 +22,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adjustments import Adjustments
-from engine.columns import Columns, HostColumns, columns, draw_rows, host_columns
-from engine.graphs import MOST_PADDING, BucketGraphs
 from engine.models.cell import ModelState
 from engine.ops import copy_words_
-from engine.parameters import Parameters
 from engine.plan import PrefillChunk
-from engine.reported import report
-from engine.sampler import ROW_WORDS, Drawing, Rows, Sampler
+from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs
+from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.batch_rows import Columns, HostColumns, columns, draw_rows, host_columns
+from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.logprobs import report
+from engine.runner.sampling.sampler import ROW_WORDS, Drawing, Rows, Sampler
 from engine.serving import ServingModel
 
 # How many times as long as its launches a long prompt may take for a graph to pay: a round has more

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from engine.constraints import Constraints
 from engine.device import upload
-from engine.hosted_step import HostedStep, Masks
 from engine.plan import Admission, Plan
-from engine.sampler import Allowed, Drawing, Rows, Sampler
+from engine.runner.guided_step import HostedStep, Masks
+from engine.runner.sampling.sampler import Allowed, Drawing, Rows, Sampler
 
 
 class HostedDraws:

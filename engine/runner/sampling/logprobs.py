@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.distribution import token_reports
 from engine.indices import to_device
 from engine.protocol.logprobs import Reports, words_of_report
+from engine.runner.sampling.random_streams import token_reports
 
 
 class Reported(NamedTuple):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.adjustments import Adjustments
-from engine.columns import (
+from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.batch_rows import (
     FILLED_WORDS,
     Columns,
     HostColumns,
@@ -24,8 +24,8 @@ from engine.columns import (
     draw_rows,
     host_columns,
 )
-from engine.parameters import Parameters
-from engine.reported import Reported, report
+from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.logprobs import Reported, report
 
 ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is drawn for
 

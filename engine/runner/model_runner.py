@@ -18,17 +18,9 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint, device, ops
-from engine.adjustments import Adjustments
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.constraints import Constraints
-from engine.decoding import DecodeState, Round, to_drawn
 from engine.grammars import Grammars
-from engine.graphs import buckets, long_prompts, prompt_buckets
-from engine.hosted import HostedDraws, rows_of
-from engine.hosted_step import HostedStep
-from engine.mark import Mark, Marks
-from engine.parameters import Parameters
-from engine.places import Places, exported
 from engine.plan import (
     MOST_STEPS,
     Admission,
@@ -39,15 +31,23 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.prompts import PromptStep
 from engine.protocol.logprobs import Reports
 from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
-from engine.reported import Reported
-from engine.sampler import Drawing, Sampler
-from engine.scoring import score, to_scored
+from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
+from engine.runner.device_batch import DecodeState, Round, to_drawn
+from engine.runner.device_events import Mark, Marks
+from engine.runner.guided_decoding import HostedDraws, rows_of
+from engine.runner.guided_step import HostedStep
+from engine.runner.prefill import PromptStep
+from engine.runner.prompt_logprobs import score, to_scored
+from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.logprobs import Reported
+from engine.runner.sampling.sampler import Drawing, Sampler
+from engine.runner.state_copies import Places, exported
+from engine.runner.state_pool import StatePool
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.serving import serving_model
-from engine.state import StatePool
 
 
 class _Draws(NamedTuple):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.host_rows import HostRows
 from engine.indices import to_device
 from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
-from engine.state import StatePool
+from engine.runner.host_pool import HostRows
+from engine.runner.state_pool import StatePool
 
 
 class Places:

@@ -1,11 +1,12 @@
 """DecodeState: a decode batch on the device, whose rows draw, go on and end by themselves.
 
 What a row needs (its slot, last token, position, parameters) lies in one piece of device memory,
-the columns of engine/columns.py. It is uploaded at once when the batch is made, and left there
-while rounds follow one another: a step reads it, and the draw moves it on. A sequence that joins
-later is copied in from where its first token was drawn, so that the host need not know that.
-What a round brings (which rows are left, how many tokens each drew, and these) lies at the end of
-the same memory and is fetched at once; log-probabilities, where rows ask for any, lie elsewhere.
+the columns of engine/runner/sampling/batch_rows.py. It is uploaded at once when the batch is made,
+and left there while rounds follow one another: a step reads it, and the draw moves it on. A
+sequence that joins later is copied in from where its first token was drawn, so that the host need
+not know that. What a round brings (which rows are left, how many tokens each drew, and these) lies
+at the end of the same memory and is fetched at once; log-probabilities, where rows ask for any, lie
+elsewhere.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.adjustments import Adjustments
-from engine.columns import (
+from engine.indices import to_device
+from engine.models.cell import ModelState
+from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
+from engine.protocol.logprobs import MOST_TOP, words_of_report
+from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.batch_rows import (
     FILLED_WORDS,
     RESULT_WORD,
     Columns,
@@ -32,14 +37,10 @@ from engine.columns import (
     host_columns,
     words_of,
 )
-from engine.indices import to_device
-from engine.models.cell import ModelState
-from engine.parameters import Parameters
-from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
-from engine.protocol.logprobs import MOST_TOP, words_of_report
-from engine.sampler import Drawing
+from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.sampler import Drawing
+from engine.runner.step_graphs import StepGraphs
 from engine.serving import ServingModel
-from engine.step_graphs import StepGraphs
 
 _WORDS = FILLED_WORDS + MOST_STEPS
 

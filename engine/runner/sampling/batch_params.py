@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import distribution
-from engine.columns import HostColumns
 from engine.plan import Admission
 from engine.protocol.messages import SamplingParams
+from engine.runner.sampling import random_streams as distribution
+from engine.runner.sampling.batch_rows import HostColumns
 from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
 
 _MOST_FLOAT = float(np.finfo(np.float32).max)

@@ -1,0 +1,1 @@
+"""A step plan on the device: prefill, decode, state pools, CUDA graphs."""
