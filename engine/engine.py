@@ -25,7 +25,6 @@ from engine.cache.storage.snapshot import Shape
 from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
 from engine.errors import EngineDead, EngineError, StepFailed
-from engine.grammars import Grammars
 from engine.plan import Plan, StepResult
 from engine.protocol.messages import (
     AskState,
@@ -38,6 +37,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.placement import Home
 from engine.scheduler.scheduler import Scheduler
+from engine.structured_output.grammar_cache import Grammars
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from engine.protocol.messages import (
 
 if TYPE_CHECKING:
     from engine.cache.sequence_state import Keeping
-    from engine.mask_cost import MaskCost
+    from engine.structured_output.masks import MaskCost
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself

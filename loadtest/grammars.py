@@ -28,11 +28,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.config import EngineConfig
-from engine.constraints import Constraints
 from engine.engine import Engine
-from engine.grammar import compile_grammar, load_tokens
-from engine.grammars import Grammars
 from engine.protocol.messages import Grammar, Request, SamplingParams, pack_ids
+from engine.structured_output.compiler import compile_grammar, load_tokens
+from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.matchers import Constraints
 from loadtest.lm_models import SIZES, subject
 from loadtest.report import print_environment, print_table, save_json
 

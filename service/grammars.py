@@ -1,9 +1,9 @@
 """Grammars: what requests ask of their texts, compiled once before the engine hears of them.
 
 Compiling what a stranger wrote may take forever and cannot be interrupted, so it happens in a
-process of its own (engine.grammar_check), which is killed when it has used up its processor time or
-memory and started again for the next grammar. Verdicts are remembered. Grammars are compiled one at
-a time, those of different keys in turn.
+process of its own (engine.structured_output.sandbox), which is killed when it has used up its
+processor time or memory and started again for the next grammar. Verdicts are remembered. Grammars
+are compiled one at a time, those of different keys in turn.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from starlette.types import Receive, Scope
 
 from engine.client.socket_transport import module_environment
 from engine.errors import EngineError
-from engine.grammar_check import LENGTH_BYTES, frame
 from engine.protocol.messages import Grammar, ModelInfo
+from engine.structured_output.sandbox import LENGTH_BYTES, frame
 from service.scope import ARRIVED, FLIGHT
 from service.streaming import unless_client_leaves
 from service.turns import Turns
@@ -137,7 +137,13 @@ class GrammarCheck:
         if self._process is not None and self._process.returncode is None and self._serves is info:
             return self._process
         await self._end()
-        command = ["-P", "-m", "engine.grammar_check", info.folder, str(info.vocab_size)]
+        command = [
+            "-P",
+            "-m",
+            "engine.structured_output.sandbox",
+            info.folder,
+            str(info.vocab_size),
+        ]
         command += [str(self._seconds), str(MEMORY)]
         try:
             self._process = await asyncio.create_subprocess_exec(

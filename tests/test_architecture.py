@@ -27,7 +27,7 @@ SERVICE_MAY_IMPORT = {
     "engine.client.interface",
     "engine.client.client",
     "engine.collector",
-    "engine.grammar_check",
+    "engine.structured_output.sandbox",
     "engine.supervisor.supervisor_client",
     "engine.supervisor.api_process_pool",
     "engine.supervisor.local_supervisor_client",

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.constraints import Constraints
 from engine.device import upload
 from engine.plan import Admission, Plan
 from engine.runner.guided_step import HostedStep, Masks
 from engine.runner.sampling.sampler import Allowed, Drawing, Rows, Sampler
+from engine.structured_output.matchers import Constraints
 
 
 class HostedDraws:

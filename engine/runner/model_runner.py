@@ -19,8 +19,6 @@ from torch import Tensor
 
 from engine import checkpoint, device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
-from engine.constraints import Constraints
-from engine.grammars import Grammars
 from engine.plan import (
     MOST_STEPS,
     Admission,
@@ -48,6 +46,8 @@ from engine.runner.state_copies import Places, exported
 from engine.runner.state_pool import StatePool
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.serving import serving_model
+from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.matchers import Constraints
 
 
 class _Draws(NamedTuple):

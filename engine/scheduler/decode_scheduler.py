@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from engine.mask_cost import MaskBudget
 from engine.plan import DecodeRow, Plan, StepResult
 from engine.protocol.messages import Stats
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.sequence import Sequence
+from engine.structured_output.masks import MaskBudget
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
 # Likewise, of a large batch of which no token is told before the end, and of one beside sequences

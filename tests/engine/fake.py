@@ -27,10 +27,8 @@ import numpy as np
 from msgspec import structs
 
 from engine.config import EngineConfig
-from engine.constraints import Constraints
 from engine.engine import Engine
 from engine.errors import CheckpointError
-from engine.grammars import Grammars
 from engine.plan import (
     INITIAL,
     Copy,
@@ -44,6 +42,8 @@ from engine.plan import (
 from engine.protocol.logprobs import Reports, TokenLogprobs, words_of_report
 from engine.protocol.messages import ModelInfo, Request, unpack_ids
 from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
+from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.matchers import Constraints
 from tests.reports import log32, packed
 
 

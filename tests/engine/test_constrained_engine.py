@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import grammars as grammars_module
 from engine.engine import Engine
-from engine.grammar import compile_grammar
 from engine.protocol.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
+from engine.structured_output import grammar_cache as grammars_module
+from engine.structured_output.compiler import compile_grammar
 from tests.engine.fake import FakeClock, FakeRunner, recite
 from tests.engine.test_engine import ends_of, serve
 from tests.engine.test_grammars import settle

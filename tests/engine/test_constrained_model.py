@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import constraints
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.mask_threads import MaskThreads
 from engine.protocol.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
+from engine.structured_output import matchers as constraints
+from engine.structured_output.mask_threads import MaskThreads
 from tests.engine.test_engine import serve
 from tests.engine.texts import matches, schemas
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import constraints as module
-from engine import grammar as grammar_module
-from engine.constraints import Constraints
-from engine.grammars import Grammars
-from engine.mask_threads import MaskThreads, Rows
 from engine.protocol.messages import Grammar, SamplingParams
+from engine.structured_output import compiler as grammar_module
+from engine.structured_output import matchers as module
+from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.mask_threads import MaskThreads, Rows
+from engine.structured_output.matchers import Constraints
 from tests.engine.test_grammars import finish, settle
 from tests.engine.texts import save_bytes, save_characters
 

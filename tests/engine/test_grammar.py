@@ -13,8 +13,13 @@ import pytest
 from tokenizers import normalizers
 
 from engine.errors import InvalidRequest
-from engine.grammar import TextTokens, check_grammar, compile_grammar, load_tokens
 from engine.protocol.messages import Grammar, GrammarKind
+from engine.structured_output.compiler import (
+    TextTokens,
+    check_grammar,
+    compile_grammar,
+    load_tokens,
+)
 from tests.engine.texts import CHARACTERS, save_bytes, save_characters, save_merges
 from tests.tokenizer_types import TYPES
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import grammars as module
 from engine.errors import EngineError, InvalidRequest
-from engine.grammars import Grammars
 from engine.protocol.messages import Grammar, SamplingParams
+from engine.structured_output import grammar_cache as module
+from engine.structured_output.grammar_cache import Grammars
 from tests.engine.texts import save_bytes
 
 
@@ -214,7 +214,7 @@ def test_an_unforeseen_error_is_no_fault_of_the_request(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from engine.grammars import Grammars
+from engine.structured_output.grammar_cache import Grammars
 from engine.protocol.messages import Grammar
 grammars = Grammars(Path(sys.argv[1]), 257)
 for n in range(5000):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.json_schema import OPTIONS, WHITESPACE, prepared
+from engine.structured_output.schema_checks import OPTIONS, WHITESPACE, prepared
 
 ODD = 2**53 + 1  # no double
 

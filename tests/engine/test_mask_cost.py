@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import constraints as constraints_module
-from engine import mask_cost
-from engine.constraints import Constraints
 from engine.engine import Engine
-from engine.grammars import Grammars
-from engine.mask_cost import ROUND_SECONDS, SLOW_SECONDS, MaskBudget, MaskCost
 from engine.protocol.messages import Grammar, SamplingParams
+from engine.structured_output import masks as mask_cost
+from engine.structured_output import matchers as constraints_module
+from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.masks import ROUND_SECONDS, SLOW_SECONDS, MaskBudget, MaskCost
+from engine.structured_output.matchers import Constraints
 from tests.engine.fake import FakeRunner
 from tests.engine.test_constrained_engine import ask
 from tests.engine.test_constraints import allowed

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from engine.errors import EngineError
-from engine.grammar_check import frame
 from engine.protocol.messages import Grammar, ModelInfo
+from engine.structured_output.sandbox import frame
 from service import grammars
 from service.grammars import GrammarCheck
 from tests.engine.fake import FakeRunner
@@ -184,7 +184,7 @@ async def test_no_other_package_takes_the_engines_place(
 
 def test_a_process_ends_silently_when_who_asked_is_gone(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
-    command = [sys.executable, "-m", "engine.grammar_check"]
+    command = [sys.executable, "-m", "engine.structured_output.sandbox"]
     command += [str(tmp_path), str(size), "1", "99999999"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,5 +1,5 @@
 """A process that compiles grammars to find out whether they can be: `python -m
-engine.grammar_check FOLDER VOCAB_SIZE SECONDS BYTES`.
+engine.structured_output.sandbox FOLDER VOCAB_SIZE SECONDS BYTES`.
 
 Grammars come on stdin and verdicts go to stdout, one for one, each as four bytes of length (least
 first) and a msgpack value: messages.Grammar, and null or a text that says what is wrong. A grammar
@@ -24,7 +24,7 @@ from engine.errors import InvalidRequest
 from engine.protocol.messages import Grammar
 
 if TYPE_CHECKING:  # whoever starts the process needs `frame` alone
-    from engine.grammar import TextTokens
+    from engine.structured_output.compiler import TextTokens
 
 LENGTH_BYTES = 4
 STDERR = 2
@@ -41,7 +41,7 @@ def check(
 ) -> str | None:
     """What is wrong with a grammar; None when nothing is. Ends the process after `seconds`, or when
     it takes `more` bytes than before."""
-    from engine.grammar import check_grammar
+    from engine.structured_output.compiler import check_grammar
 
     if isinstance(tokens, InvalidRequest):
         return tokens.message
@@ -90,7 +90,7 @@ def _limit_memory(more: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Answers until stdin ends."""
-    from engine.grammar import load_tokens
+    from engine.structured_output.compiler import load_tokens
 
     folder, vocab_size, seconds, more = arguments
     # What is sent to the whole process group is for the server, which then closes us.

@@ -2,7 +2,8 @@
 
 A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
 a GPU that goes on beside the model's step, whose logits the masks are laid on. Many masks are
-computed by threads (engine.mask_threads), and can be begun as soon as the last tokens are known.
+computed by threads (engine.structured_output.mask_threads), and can be begun as soon as the last
+tokens are known.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar import is_full, reason
-from engine.grammars import Grammars, Original
-from engine.mask_cost import SLOW_SECONDS
-from engine.mask_threads import MaskThreads
 from engine.protocol.messages import Grammar, SamplingParams
 from engine.sequence import endings, stop_ids
+from engine.structured_output.compiler import is_full, reason
+from engine.structured_output.grammar_cache import Grammars, Original
+from engine.structured_output.mask_threads import MaskThreads
+from engine.structured_output.masks import SLOW_SECONDS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,8 +1,8 @@
 """What masks cost, and how many slow ones a round may have.
 
-A mask takes microseconds as a rule. Within the limits of engine.grammar one can take ten
-milliseconds, and a request may have hundreds of prompts: everybody would wait for seconds at each
-of their tokens. So those whose masks are slow take turns.
+A mask takes microseconds as a rule. Within the limits of engine.structured_output.compiler one can
+take ten milliseconds, and a request may have hundreds of prompts: everybody would wait for seconds
+at each of their tokens. So those whose masks are slow take turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MaskThreads: the masks of many matchers, by threads of the library, while the engine goes on.
 
-Matchers that are copies of one wait for each other (engine.grammars), so those are given together:
-threads take neighbours. Only the thread that calls them knows of these objects; the library's hold
-no lock of Python's.
+Matchers that are copies of one wait for each other (engine.structured_output.grammar_cache), so
+those are given together: threads take neighbours. Only the thread that calls them knows of these
+objects; the library's hold no lock of Python's.
 """
 
 from __future__ import annotations

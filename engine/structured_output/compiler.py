@@ -6,7 +6,8 @@ model stands behind that one, so models without an end-of-text token are no exce
 
 Compiling takes under a millisecond as a rule, but text exists that keeps the library busy for
 minutes or wants gigabytes, and nothing can interrupt it. So whoever compiles what strangers sent
-does it in a process that can be killed (engine.grammar_check); the limits here bound the rest.
+does it in a process that can be killed (engine.structured_output.sandbox); the limits here bound
+the rest.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine import json_schema
 from engine.errors import InvalidRequest
 from engine.protocol.messages import Grammar
-from engine.spelling import can_spell, dead_end, has_all_bytes
+from engine.structured_output import schema_checks as json_schema
+from engine.structured_output.spelling import can_spell, dead_end, has_all_bytes
 from engine.tokenizer_layout import mid_sentence
 
 if TYPE_CHECKING:

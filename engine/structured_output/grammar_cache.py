@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, InvalidRequest
-from engine.grammar import TextTokens, compile_grammar, load_tokens
-from engine.mask_cost import MaskCost
 from engine.protocol.messages import Grammar, SamplingParams
+from engine.structured_output.compiler import TextTokens, compile_grammar, load_tokens
+from engine.structured_output.masks import MaskCost
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

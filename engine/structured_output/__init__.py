@@ -1,0 +1,1 @@
+"""Grammars, their matchers and token masks; the only user of llguidance."""
