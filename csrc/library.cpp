@@ -171,13 +171,13 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // the copy engine's description of a weight, to 128 bytes on the CPU
   m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
   // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits
-  // [batch, vocabulary]. plan, exchange and ended are those of engine/ops/whole_step.py
+  // [batch, vocabulary]. plan, exchange and ended are those of engine/ops/persistent_decode.py
   m.def(
       "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
       "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
       "bool linear_candidate=False, bool normalize_gates=True, bool fixed_order=False) -> Tensor");
   // the same of up to about a hundred sequences and a small model: weights as
-  // engine/ops/cluster_step.py packs them, plan the addresses of what results are added to. Without
+  // engine/ops/cluster_decode.py packs them, plan the addresses of what results are added to. Without
   // a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]
   m.def(
       "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "

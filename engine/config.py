@@ -68,7 +68,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one language model (see engine/models/lm.py for what each field builds).
+    """The shape of one language model (see engine/models/minrnn/lm.py for what each field builds).
 
     Raises ConfigError for values that no model can have.
     """
@@ -94,7 +94,8 @@ class ModelConfig:
     # What ends a text, each by itself; the first one also begins it. A list in the file.
     eos_token_id: int | tuple[int, ...] | None = None
     dtype: DtypeName = "bfloat16"  # of the stored weights, of those that are not quantised
-    # Of the matrices, one scale per row (engine/quantization.py); a tied embedding is one of them.
+    # Of the matrices, one scale per row (engine/models/quantize.py); a tied embedding is one of
+    # them.
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:

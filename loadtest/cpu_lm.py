@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from engine import device
 from engine.config import ModelConfig
-from engine.models.lm import LM, Layer
-from engine.models.packed import PackedLM
+from engine.models.backends.cpu import PackedLM
+from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
 from loadtest.report import median
 

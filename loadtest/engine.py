@@ -33,11 +33,11 @@ from typing import Any, get_args
 
 import torch
 
-from engine import checkpoint
 from engine import device as machine
 from engine.config import CellName, DtypeName, EngineConfig
 from engine.device import available_memory, resolve_device, usable_cpus
 from engine.errors import EngineError
+from engine.models import loader as checkpoint
 from loadtest.layers_timing import Budget
 from loadtest.lm_bars import checks
 from loadtest.lm_driving import load

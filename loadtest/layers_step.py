@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import CellName, ModelConfig
-from engine.models.cell import Cell
-from engine.models.lm import CELLS
+from engine.models.minrnn.cell import Cell
+from engine.models.minrnn.lm import CELLS
 from loadtest.layers_timing import step_seconds
 from loadtest.measuring import Figures, Precision, in_force, peak_bytes
 

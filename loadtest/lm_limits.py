@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 from loadtest.lm_models import head_matrix, layer_matrices
 from loadtest.timing import (
     Call,

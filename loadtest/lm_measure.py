@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 from engine.protocol.messages import SamplingParams
 from engine.runner.model_runner import Runner
 from loadtest.layers_timing import Budget

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine import checkpoint
 from engine.config import CellName, DtypeName, ModelConfig
-from engine.models.lm import LM
+from engine.models import loader as checkpoint
+from engine.models.minrnn.lm import LM
 
 #: The name says the parameters with minGRU cells; minLSTM has a third gate and so a few more.
 SIZES: dict[str, dict[str, Any]] = {

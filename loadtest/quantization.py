@@ -22,12 +22,12 @@ from typing import cast, get_args
 import torch
 from torch import Tensor
 
-from engine.checkpoint import bundled_names, load_config, load_model, resolve
 from engine.config import DtypeName, Quantization
 from engine.device import resolve_device, resolve_dtype
-from engine.models.lm import LM
+from engine.models.loader import bundled_names, load_config, load_model, resolve
+from engine.models.minrnn.lm import LM
+from engine.models.quantize import dequantize, quantize
 from engine.models.quantized import quantized_matrices
-from engine.quantization import dequantize, quantize
 from engine.training.data import split
 from engine.training.evaluation import carried_loss, windows_loss
 from engine.training.recipe import Recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from engine.checkpoint import load_model, resolve
+from engine.models.loader import load_model, resolve
 from engine.training.evaluation import carried_loss
 from loadtest.report import print_environment, save_json
 

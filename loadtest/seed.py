@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engine.config import ModelConfig
-from engine.models.lm import CELLS
+from engine.models.minrnn.lm import CELLS
 from loadtest.layers_timing import Budget, step_seconds
 from loadtest.measuring import PRECISIONS, Figures, Precision, in_force, reported
 from loadtest.report import print_table

@@ -67,10 +67,10 @@ def generate(
     threads: options.Threads = None,
 ) -> None:
     """Writes what a model says after a prompt, as it comes. Needs no server."""
-    from engine.checkpoint import load_config, resolve
     from engine.client.client import EngineClient
     from engine.client.socket_transport import InlineTransport
     from engine.engine import Engine
+    from engine.models.loader import load_config, resolve
     from engine.protocol.messages import SamplingParams
     from service.terminal_generate import generate_text, seed_of, top_k_of
 
@@ -120,9 +120,9 @@ def score(
     """Tells how well a model predicts a text, read once from its beginning to its end."""
     import torch
 
-    from engine.checkpoint import load_config, load_model, resolve
     from engine.device import resolve_device, resolve_dtype, usable_cpus
-    from engine.serving import serving_model
+    from engine.models.backends.selector import serving_model
+    from engine.models.loader import load_config, load_model, resolve
     from engine.training.evaluation import CarriedLoss
 
     folder = resolve(model)
@@ -274,7 +274,7 @@ def convert(
     """Makes a checkpoint folder of another project's weights (minGRU-pytorch, minRNNs)."""
     import shutil
 
-    from engine.convert import convert as run
+    from engine.models.convert import convert as run
     from service.tokenizer import Tokenizer
 
     if tokenizer is not None:

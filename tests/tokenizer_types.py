@@ -22,9 +22,9 @@ from tokenizers import (
     trainers,
 )
 
-from engine import checkpoint
 from engine.config import ModelConfig
-from engine.models.lm import LM
+from engine.models import loader as checkpoint
+from engine.models.minrnn.lm import LM
 
 TEXT = [
     "The quick brown fox quickly jumps over the lazy dog, don't you see? Yes, no; 1, 2, 3!",

@@ -1,6 +1,6 @@
 // A packed language model in memory, and the work of one call on it. No torch in here.
 //
-// All weights lie in one block of memory (engine/models/packed.py writes it). A matrix of
+// All weights lie in one block of memory (engine/models/backends/cpu.py writes it). A matrix of
 // `outputs` x `inputs` is cut into panels of 16 outputs, four panels to a group (three where three
 // gates lie side by side); a group is stored step after step along the inputs, all its panels side
 // by side, so that whoever multiplies with neighbouring outputs reads memory in one straight run:

@@ -8,7 +8,7 @@
 namespace minserve {
 
 // What is made of a product's rows. `embed` has no product: it looks rows of a table up. The
-// numbers are also those of the plan that Python writes (engine/ops/whole_step.py).
+// numbers are also those of the plan that Python writes (engine/ops/persistent_decode.py).
 enum class PhaseKind : int { embed, residual, gates, gelu, logits };
 
 // What all weights of products are.

@@ -1,10 +1,10 @@
 """Quantised matrices as modules: QuantLinear and QuantEmbedding stand where a model whose config
 names a quantisation would have torch's own.
 
-Both hold `weight`, 8-bit [rows, columns], and `scale`, fp32 [rows] (engine/quantization.py). They
-are the reference that quicker implementations are compared with: a product reads the whole 8-bit
-matrix into the activations' type first. That is exact and works on every device, fp8 on the CPU
-included, but it is slower than an unquantised product.
+Both hold `weight`, 8-bit [rows, columns], and `scale`, fp32 [rows] (engine/models/quantize.py).
+They are the reference that quicker implementations are compared with: a product reads the whole
+8-bit matrix into the activations' type first. That is exact and works on every device, fp8 on the
+CPU included, but it is slower than an unquantised product.
 
 A model that holds them takes no gradients.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import ModelConfig, Quantization
-from engine.quantization import QUANTIZED_DTYPES, NotFiniteError, dequantize, quantize, widen
+from engine.models.quantize import QUANTIZED_DTYPES, NotFiniteError, dequantize, quantize, widen
 
 
 class _QuantMatrix(nn.Module):

@@ -5,25 +5,25 @@ shape function and, where there is one, the gradient. Those of the differentiabl
 the number of gates alone and are written once, in scan_train.
 """
 
-from engine.ops.adjust import adjust_
 from engine.ops.conv_scan import conv_scan
 from engine.ops.conv_step import conv_step
-from engine.ops.copy_words import copy_words_
-from engine.ops.draw import draw_
 from engine.ops.library import SCAN_CHUNK, cpu_isa, cuda_archs, has_cuda_kernels
 from engine.ops.linear_scan import linear_scan
+from engine.ops.logits_processors import adjust_
+from engine.ops.logprobs import (
+    Logprobs,
+    read_reports,
+    report_logprobs_,
+    target_logprobs,
+)
 from engine.ops.mingru_scan import mingru_scan
 from engine.ops.mingru_scan_train import mingru_scan_train
 from engine.ops.mingru_step import mingru_step
 from engine.ops.minlstm_scan import minlstm_scan
 from engine.ops.minlstm_scan_train import minlstm_scan_train
 from engine.ops.minlstm_step import minlstm_step
-from engine.ops.target_logprobs import (
-    Logprobs,
-    read_reports,
-    report_logprobs_,
-    target_logprobs,
-)
+from engine.ops.pinned_copy import copy_words_
+from engine.ops.sampling import draw_
 
 __all__ = [
     "SCAN_CHUNK",

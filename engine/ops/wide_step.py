@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
-    from engine.ops.cluster_step import ClusterLayer
+    from engine.ops.cluster_decode import ClusterLayer
 
 #: Blocks that share a model's weights.
 BLOCKS = 8

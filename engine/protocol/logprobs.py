@@ -46,7 +46,7 @@ class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of some tokens, packed as the device reports them."""
 
     top: int  # how many best tokens each has
-    packed: bytes  # int32 words, as engine/ops/target_logprobs.py says
+    packed: bytes  # int32 words, as engine/ops/logprobs.py says
 
     def part(self, begin: int, end: int) -> Reports:
         """Of tokens `begin` to `end`."""

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.cell import ModelState
+from engine.models.backends.selector import ServingModel
+from engine.models.minrnn.cell import ModelState
 from engine.ops import copy_words_
 from engine.runner.cuda_graphs import BucketGraphs
 from engine.runner.sampling.batch_params import Parameters
@@ -23,7 +24,6 @@ from engine.runner.sampling.batch_rows import Columns, HostColumns, columns, dra
 from engine.runner.sampling.logits_processors import Adjustments
 from engine.runner.sampling.logprobs import report
 from engine.runner.sampling.sampler import ROW_WORDS, Drawing, Rows
-from engine.serving import ServingModel
 
 
 class Masks(NamedTuple):

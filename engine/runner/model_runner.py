@@ -17,8 +17,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from engine import checkpoint, device, ops
+from engine import device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
+from engine.models import loader as checkpoint
+from engine.models.backends.selector import serving_model
 from engine.plan import (
     MOST_STEPS,
     Admission,
@@ -45,7 +47,6 @@ from engine.runner.sampling.sampler import Drawing, Sampler
 from engine.runner.state_copies import Places, exported
 from engine.runner.state_pool import StatePool
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
-from engine.serving import serving_model
 from engine.structured_output.grammar_cache import Grammars
 from engine.structured_output.matchers import Constraints
 

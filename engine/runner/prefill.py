@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.cell import ModelState
+from engine.models.backends.selector import ServingModel
+from engine.models.minrnn.cell import ModelState
 from engine.ops import copy_words_
 from engine.plan import PrefillChunk
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs
@@ -31,7 +32,6 @@ from engine.runner.sampling.batch_rows import Columns, HostColumns, columns, dra
 from engine.runner.sampling.logits_processors import Adjustments
 from engine.runner.sampling.logprobs import report
 from engine.runner.sampling.sampler import ROW_WORDS, Drawing, Rows, Sampler
-from engine.serving import ServingModel
 
 # How many times as long as its launches a long prompt may take for a graph to pay: a round has more
 # for the host to do than to launch. And for the launches to be what takes the time.

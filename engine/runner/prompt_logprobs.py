@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.indices import to_device
+from engine.ops.upload import to_device
 from engine.plan import PrefillChunk, Scored
 from engine.protocol.logprobs import MOST_TOP, Reports, words_of_report
 from engine.runner.sampling.random_streams import token_reports

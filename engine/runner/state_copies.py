@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.indices import to_device
+from engine.ops.upload import to_device
 from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
 from engine.runner.host_pool import HostRows
 from engine.runner.state_pool import StatePool

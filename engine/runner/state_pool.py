@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.device import available_memory
 from engine.errors import ConfigError
-from engine.indices import to_device
-from engine.models.cell import ModelState
+from engine.models.minrnn.cell import ModelState
+from engine.ops.upload import to_device
 
 
 class StatePool:

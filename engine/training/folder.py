@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from engine.checkpoint import load_model, save_model
-from engine.models.lm import LM
+from engine.models.loader import load_model, save_model
+from engine.models.minrnn.lm import LM
 from engine.training.curve import draw
 from engine.training.evaluation import Loss, carried_loss, windows_loss
 from engine.training.state import FILE_NAME

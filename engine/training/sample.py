@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 
 
 @torch.inference_mode()

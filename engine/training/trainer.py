@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError, DeviceError, EngineError
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 from engine.training.curve import Curve, Point
 from engine.training.data import Split, Windows
 from engine.training.evaluation import windows_loss

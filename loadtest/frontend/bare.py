@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from engine.checkpoint import resolve
 from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
+from engine.models.loader import resolve
 from engine.protocol.messages import Finished, Ready, Request, SamplingParams, StepEvents, pack_ids
 from service.tokenizer import Tokenizer
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from pathlib import Path
 
-from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
+from engine.models.loader import resolve
 from engine.protocol.logprobs import Reports
 from engine.protocol.messages import (
     AskState,

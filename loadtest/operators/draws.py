@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.ops import draw
+from engine.ops import sampling as draw
 from loadtest.operators.limits import Limits
 from loadtest.operators.rows import Row, reported
 from loadtest.timing import graph_seconds_per_call, rotation, seconds_per_call

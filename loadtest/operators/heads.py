@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.ops import draw, library
+from engine.ops import library
+from engine.ops import sampling as draw
 from engine.ops.linear_best import draw_best_, ids_of, linear_best
 from loadtest.operators.draws import arguments
 from loadtest.operators.limits import Limits

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import ModelConfig
-from engine.models.lm import LM, Layer
+from engine.models.minrnn.lm import LM, Layer
 from loadtest.lm_models import head_matrix
 
 Result = TypeVar("Result")

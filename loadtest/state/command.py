@@ -83,7 +83,7 @@ async def _measure(subject: Subject, args: argparse.Namespace) -> dict[str, Any]
 
 
 def _reading(args: argparse.Namespace) -> float:
-    from engine.checkpoint import load_config, resolve
+    from engine.models.loader import load_config, resolve
     from service.tokenizer import Tokenizer
 
     folder = resolve(args.model)

@@ -19,9 +19,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from engine.checkpoint import load_model
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.models.loader import load_model
 from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.training.evaluation import carried_loss
 from tests.cli.conftest import TEXT, TINY, Minserve, command, environment

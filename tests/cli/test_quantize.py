@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import load_config, load_model
 from engine.config import EngineConfig, Quantization
 from engine.engine import Engine
+from engine.models.loader import load_config, load_model
 from engine.training.evaluation import carried_loss
 from service import cli
 from service.settings import Settings

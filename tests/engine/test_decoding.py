@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
 from engine.engine import Engine
-from engine.models.lm import LM
+from engine.models.loader import load_model, save_model
+from engine.models.minrnn.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs
 from engine.protocol.messages import (

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import save_model
 from engine.config import ModelConfig
-from engine.models import hopper
-from engine.models.cell import ModelState, StepToBests
-from engine.models.lm import LM
+from engine.models.backends import hopper
+from engine.models.backends.selector import ServingModel
+from engine.models.loader import save_model
+from engine.models.minrnn.cell import ModelState, StepToBests
+from engine.models.minrnn.lm import LM
 from engine.plan import DecodeRow, Plan
 from engine.protocol.messages import Request
 from engine.runner import device_batch as decoding
 from engine.runner.model_runner import Runner
 from engine.runner.sampling.batch_rows import Columns, draw_rows
-from engine.serving import ServingModel
 from tests.engine.test_decoding import (
     Overlapping,
     batch_of,

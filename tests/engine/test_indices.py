@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import indices
-from engine.indices import Ring, to_device
+from engine.ops import upload as indices
+from engine.ops.upload import Ring, to_device
 
 
 def test_values_keep_their_shape() -> None:

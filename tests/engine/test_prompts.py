@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import load_model, quantize_model, save_model
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
-from engine.models.cell import ModelState
-from engine.models.hopper import HopperLM
-from engine.models.lm import LM
+from engine.models.backends.hopper import HopperLM
+from engine.models.backends.selector import PlainModel, ServingModel
+from engine.models.loader import load_model, quantize_model, save_model
+from engine.models.minrnn.cell import ModelState
+from engine.models.minrnn.lm import LM
 from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
 from engine.runner import prefill as prompts
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.runner.prefill import PromptStep, Read
 from engine.runner.sampling.batch_params import Parameters
 from engine.runner.sampling.logits_processors import Adjustments
-from engine.serving import PlainModel, ServingModel
 from tests.engine.test_runner import (
     SLOTS,
     VOCAB,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import quantization
 from engine.config import Quantization
-from engine.quantization import (
+from engine.models import quantize as quantization
+from engine.models.quantize import (
     LARGEST,
     QUANTIZED_DTYPES,
     NotFiniteError,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import load_model, save_model
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
-from engine.models.lm import LM
-from engine.models.packed import PackedLM
+from engine.models.backends.cpu import PackedLM
+from engine.models.loader import load_model, save_model
+from engine.models.minrnn.lm import LM
 from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Request, SamplingParams, pack_ids, unpack_ids

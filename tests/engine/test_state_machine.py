@@ -33,10 +33,10 @@ from hypothesis.stateful import (
 
 from engine.cache import disk_tier as disk_cache
 from engine.cache.transfer import Traffic
-from engine.checkpoint import save_model
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.models.lm import LM
+from engine.models.loader import save_model
+from engine.models.minrnn.lm import LM
 from engine.plan import Copy, Plan
 from engine.protocol.logprobs import Reports, TokenLogprobs
 from engine.protocol.messages import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import checkpoint
 from engine.config import EngineConfig
+from engine.models import loader as checkpoint
 from engine.plan import Plan, StepResult
 from engine.protocol.messages import pack_ids
 from engine.runner.cuda_graphs import buckets

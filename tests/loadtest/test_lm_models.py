@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import checkpoint
 from engine.config import CellName, ModelConfig
 from engine.errors import CheckpointError
+from engine.models import loader as checkpoint
 from loadtest import lm_limits
 from loadtest.lm_models import random_model, size_config, subject, work
 from loadtest.timing import Call

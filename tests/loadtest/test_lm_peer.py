@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.config import CellName, ModelConfig
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 from loadtest.lm_models import random_model
 from loadtest.peers import torch_lm
 from loadtest.peers.torch_lm import Decoder, min_lm, prompt_reader, read_prompt

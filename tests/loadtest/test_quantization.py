@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig
-from engine.models.lm import LM
+from engine.models.loader import load_model, save_model
+from engine.models.minrnn.lm import LM
 from engine.training.evaluation import carried_loss, windows_loss
 from engine.training.tokenizer import byte_level_tokenizer
 from loadtest import quantization

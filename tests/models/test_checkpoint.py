@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import checkpoint
-from engine.checkpoint import fingerprint, load_config, load_model, resolve, save_model
 from engine.config import DtypeName, ModelConfig
 from engine.errors import CheckpointError, ConfigError
+from engine.models import loader as checkpoint
+from engine.models.loader import fingerprint, load_config, load_model, resolve, save_model
 from tests.models.folders import (
     FORBIDDEN,
     UNREADABLE,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.checkpoint import load_config, load_model, quantize_model, save_model
 from engine.config import DtypeName, EngineConfig, ModelConfig, Quantization
-from engine.convert import convert
 from engine.errors import CheckpointError, ConfigError
-from engine.models.lm import LM
+from engine.models.convert import convert
+from engine.models.loader import load_config, load_model, quantize_model, save_model
+from engine.models.minrnn.lm import LM
 from engine.models.quantized import quantized_matrices
 from tests.models.folders import Weights, edit_config, edit_weights
 from tests.models.variants import DEVICES, VARIANTS, build

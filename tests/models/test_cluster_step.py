@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.cluster_step import ClusterStep, takes
-from engine.models.hopper import HopperLM
-from engine.models.lm import LM
-from engine.models.ways import OF_CLUSTERS, Way
-from engine.ops import cluster_step, wide_step
-from engine.ops.cluster_step import ClusterLayer, ClusterProgram
+from engine.models.backends.cluster_decode import ClusterStep, takes
+from engine.models.backends.dispatch import OF_CLUSTERS, Way
+from engine.models.backends.hopper import HopperLM
+from engine.models.minrnn.lm import LM
+from engine.ops import cluster_decode as cluster_step
+from engine.ops import wide_step
+from engine.ops.cluster_decode import ClusterLayer, ClusterProgram
 from tests.models.test_hopper import build, copied, exact_of
 from tests.models.variants import int32, relative_error
 
@@ -235,7 +236,7 @@ class Form:
 
     def of(self, model: LM) -> ClusterStep:
         most = len(model.embedding.weight) if self.head else 0
-        with patch("engine.models.cluster_step.SMALL_VOCABULARY", most):
+        with patch("engine.models.backends.cluster_decode.SMALL_VOCABULARY", most):
             return ClusterStep(model, wide=self.wide)
 
     def logits(self, got: Tensor, model: LM) -> Tensor:
@@ -307,7 +308,7 @@ def test_ids_and_slots_that_are_not_there(form: Form) -> None:
 
 @pytest.mark.gpu
 def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.models.cluster_step.works", lambda run: False)
+    monkeypatch.setattr("engine.models.backends.cluster_decode.works", lambda run: False)
     model = build(MODELS["mingru"], torch.bfloat16)
     quick, state = HopperLM(model), model.new_state(16)
     assert not set(OF_CLUSTERS) & set(quick._kernels)

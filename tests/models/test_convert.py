@@ -14,9 +14,9 @@ from minGRU_pytorch.minLM import minLM
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.checkpoint import load_config, load_model, save_model
-from engine.convert import convert
 from engine.errors import CheckpointError, ConfigError
+from engine.models.convert import convert
+from engine.models.loader import load_config, load_model, save_model
 from tests.models.variants import build
 
 Weights = dict[str, Tensor]

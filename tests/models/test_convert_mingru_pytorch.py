@@ -17,12 +17,12 @@ from minGRU_pytorch.minLSTM import minLSTM
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.checkpoint import load_model
 from engine.config import ModelConfig
-from engine.convert import convert
 from engine.errors import CheckpointError
-from engine.models.cell import Cell
-from engine.models.lm import CELLS, LM
+from engine.models.convert import convert
+from engine.models.loader import load_model
+from engine.models.minrnn.cell import Cell
+from engine.models.minrnn.lm import CELLS, LM
 from tests.models.variants import DEVICES, int32, relative_error
 
 VOCAB, WIDTH = 37, 24

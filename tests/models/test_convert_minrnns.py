@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import load_model
-from engine.convert import convert
 from engine.errors import CheckpointError
-from engine.models.lm import LM
+from engine.models.convert import convert
+from engine.models.loader import load_model
+from engine.models.minrnn.lm import LM
 from tests.models.reference import g, gelu, sigmoid
 from tests.models.variants import int32
 

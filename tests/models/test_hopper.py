@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.config import SCAN_CHUNK, ModelConfig
-from engine.models import hopper
-from engine.models.cell import ModelState
-from engine.models.hopper import HopperLM, supports
-from engine.models.lm import LM
-from engine.models.ways import OF_CLUSTERS, TO_A_HEAD, Way
+from engine.models.backends import hopper
+from engine.models.backends.dispatch import OF_CLUSTERS, TO_A_HEAD, Way
+from engine.models.backends.hopper import HopperLM, supports
+from engine.models.minrnn.cell import ModelState
+from engine.models.minrnn.lm import LM
 from engine.ops import library
 from engine.ops.linear_best import PART, best_of, ids_of
 from tests.models.variants import int32, relative_error

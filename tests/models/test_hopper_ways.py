@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from engine.config import ModelConfig
-from engine.models.hopper import _possible_ways_of_prompts, supports_widths
-from engine.models.ways import TO_A_HEAD, Way, nearest, to_be_timed
+from engine.models.backends.dispatch import TO_A_HEAD, Way, nearest, to_be_timed
+from engine.models.backends.hopper import _possible_ways_of_prompts, supports_widths
 from engine.runner.cuda_graphs import buckets
 
 

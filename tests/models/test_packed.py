@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import SCAN_CHUNK
-from engine.models.cell import ModelState
-from engine.models.lm import LM
-from engine.models.packed import PackedLM, can_pack, pack_matrix
+from engine.models.backends.cpu import PackedLM, can_pack, pack_matrix
+from engine.models.minrnn.cell import ModelState
+from engine.models.minrnn.lm import LM
 from tests.models import reference
 from tests.models.variants import VARIANTS, build, config_of, int32, relative_error
 

@@ -18,7 +18,7 @@ ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]  # each has all of th
 
 CHECK = """
 import torch
-from engine.models.packed import PackedLM
+from engine.models.backends.cpu import PackedLM
 from engine.ops import cpu_isa
 from tests.models import reference
 from tests.models.test_packed import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.models.cell import ModelState
-from engine.models.head import Head
-from engine.models.products import ProductsLM, supports
-from engine.serving import PlainModel
+from engine.models.backends.cublas import ProductsLM, supports
+from engine.models.backends.lm_head import Head
+from engine.models.backends.selector import PlainModel
+from engine.models.minrnn.cell import ModelState
 from tests.models.test_hopper import CONFIGS, build, exact_of
 from tests.models.variants import int32, relative_error
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import quantize_model
 from engine.config import Quantization
 from engine.errors import ConfigError
-from engine.models.lm import LM
+from engine.models.backends.widened import bytes_of_copy, widened
+from engine.models.loader import quantize_model
+from engine.models.minrnn.lm import LM
+from engine.models.quantize import QUANTIZED_DTYPES, NotFiniteError, dequantize
 from engine.models.quantized import QuantEmbedding, QuantLinear, quantized_matrices
-from engine.models.widened import bytes_of_copy, widened
-from engine.quantization import QUANTIZED_DTYPES, NotFiniteError, dequantize
 from tests.models import reference
 from tests.models.variants import DEVICES, VARIANTS, build, int32, relative_error
 
@@ -234,7 +234,7 @@ def test_a_widened_copy_is_the_model_with_rounded_weights(
     model = quantize_model(
         build({"cell": "minlstm", "conv_kernel": 3, "cell_bias": True}).to(dtype), kind
     )
-    monkeypatch.setattr("engine.models.widened._BLOCK", 100)  # some rows at once
+    monkeypatch.setattr("engine.models.backends.widened._BLOCK", 100)  # some rows at once
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wide = widened(model)
     assert wide.config == dataclasses.replace(model.config, quantization=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.models import quickest
+from engine.models.backends import autotune as quickest
 
 
 @pytest.mark.parametrize(

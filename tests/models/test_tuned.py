@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models import tuned
-from engine.models.tuned import TunedProducts
+from engine.models.backends import tuned
+from engine.models.backends.tuned import TunedProducts
 
 
 class Library:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.models.unit_norms import move_norm_weights
+from engine.models.backends.weight_transforms import move_norm_weights
 from tests.models.variants import VARIANTS, build
 
 

@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import quantize_model
 from engine.config import ModelConfig, Quantization
-from engine.models.hopper import HopperLM
-from engine.models.lm import LM
-from engine.models.ways import OF_CLUSTERS, Way
-from engine.models.whole_step import WholeStep, most_rows
-from engine.models.widened import bytes_of_copy
-from engine.ops import whole_step
-from engine.ops.whole_step import MOST_PHASES, Phase, Program
-from engine.quantization import QUANTIZED_DTYPES
-from engine.serving import PlainModel, serving_model
+from engine.models.backends.dispatch import OF_CLUSTERS, Way
+from engine.models.backends.hopper import HopperLM
+from engine.models.backends.persistent_decode import WholeStep, most_rows
+from engine.models.backends.selector import PlainModel, serving_model
+from engine.models.backends.widened import bytes_of_copy
+from engine.models.loader import quantize_model
+from engine.models.minrnn.lm import LM
+from engine.models.quantize import QUANTIZED_DTYPES
+from engine.ops import persistent_decode as whole_step
+from engine.ops.persistent_decode import MOST_PHASES, Phase, Program
 from tests.models.test_hopper import CONFIGS, build, copied, exact_of
 from tests.models.variants import int32, relative_error
 
@@ -306,7 +306,9 @@ def test_quantised_weights_have_no_copy_where_memory_is_short(
     model = quantize_model(build(CONFIGS["conv"], torch.bfloat16), "int8")
     cuda, enough = torch.device("cuda"), 2 * bytes_of_copy(model)
     for free, kind in ((enough + 9, PlainModel), (enough + 10, HopperLM)):
-        monkeypatch.setattr("engine.serving.available_memory", lambda device, free=free: free)
+        monkeypatch.setattr(
+            "engine.models.backends.selector.available_memory", lambda device, free=free: free
+        )
         assert isinstance(serving_model(model, cuda, reserve=10), kind)
     narrow = quantize_model(build(NARROW["narrow"], torch.bfloat16), "int8")
     assert isinstance(serving_model(narrow, cuda), PlainModel)  # no kernel reads its weights

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import wide_step
-from engine.ops.cluster_step import ClusterLayer
+from engine.ops.cluster_decode import ClusterLayer
 
 BLOCKS, GROUPS = wide_step.BLOCKS, wide_step._GROUPS
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

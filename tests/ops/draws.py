@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.ops import draw
+from engine.ops import sampling as draw
 from engine.ops.linear_best import draw_best_
 from engine.protocol.messages import SamplingParams
 from engine.runner.sampling import random_streams as distribution

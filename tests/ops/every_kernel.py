@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.checkpoint import quantize_model
 from engine.config import ModelConfig
-from engine.models.cluster_step import ClusterStep
-from engine.models.hopper import HopperLM
-from engine.models.lm import LM
+from engine.models.backends.cluster_decode import ClusterStep
+from engine.models.backends.hopper import HopperLM
+from engine.models.backends.selector import PlainModel
+from engine.models.loader import quantize_model
+from engine.models.minrnn.lm import LM
+from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 from engine.ops.library import cuda_archs
 from engine.ops.linear_best import best_of, linear_best
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
-from engine.ops.normed import normed_gelu_, normed_step_, rms_norm
-from engine.serving import PlainModel
 from tests.ops.draws import PARAMETERS, rows_of
 
 LENGTHS = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.ops.adjust import (
+from engine.ops.logits_processors import (
     IN_ANSWER,
     IN_PROMPT,
     RECORD_WORDS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.copy_words import copy_words_, reference
+from engine.ops.pinned_copy import copy_words_, reference
 from tests.ops.helpers import DEVICES
 
 

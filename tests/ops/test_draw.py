@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import draw
+from engine.ops import sampling as draw
 from engine.protocol.messages import SamplingParams
 from tests.ops.draws import PARAMETERS, STEPS, rows_of, sampled
 from tests.ops.helpers import DEVICES, int32, same_bits

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import normed
+from engine.ops import fused_norm as normed
 from tests.ops.helpers import exact
 
 pytestmark = pytest.mark.gpu

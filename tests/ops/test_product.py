@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.product import product_, product_algorithms, reference
+from engine.ops.cublaslt import product_, product_algorithms, reference
 from tests.ops.helpers import exact
 
 pytestmark = pytest.mark.gpu

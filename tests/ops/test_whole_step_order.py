@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import linear_map
-from engine.ops.whole_step import EIGHT, Phase, Program
+from engine.ops.persistent_decode import EIGHT, Phase, Program
 from tests.ops.helpers import int32
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint import save_model
 from engine.config import EngineConfig
+from engine.models.loader import save_model
 from engine.runner.model_runner import Runner
 from tests.models.folders import edit_config
 from tests.models.variants import build

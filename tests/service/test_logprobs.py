@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from engine.checkpoint import resolve
 from engine.client.client import Update
+from engine.models.loader import resolve
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, pack_ids
 from service.answer import Answer, Piece

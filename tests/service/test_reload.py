@@ -16,8 +16,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from engine.checkpoint import save_model
-from engine.models.lm import LM
+from engine.models.loader import save_model
+from engine.models.minrnn.lm import LM
 from tests.models.folders import UNREADABLE
 from tests.models.variants import build
 from tests.service.harness import Service, fake_runner, running, save_byte_tokenizer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.config import CellName, ModelConfig
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 from engine.training import evaluation
 from engine.training.evaluation import (
     CarriedLoss,

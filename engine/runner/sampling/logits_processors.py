@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.indices import to_device
-from engine.ops.adjust import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
+from engine.ops.logits_processors import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
+from engine.ops.upload import to_device
 from engine.plan import Admission
 from engine.protocol.messages import SamplingParams, unpack_ids
 from engine.sequence import endings, has_penalties, is_adjusted

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.indices import to_device
+from engine.ops.upload import to_device
 from engine.protocol.logprobs import Reports, words_of_report
 from engine.runner.sampling.random_streams import token_reports
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.cell import Cell
+from engine.models.minrnn.cell import Cell
 from engine.ops import minlstm_scan, minlstm_scan_train, minlstm_step
 
 

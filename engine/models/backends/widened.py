@@ -11,9 +11,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
+from engine.models.quantize import dequantize
 from engine.models.quantized import quantized_matrices
-from engine.quantization import dequantize
 
 _BLOCK = 2**24  # weights that are widened at once
 

@@ -1,9 +1,9 @@
 """lm_step, lm_prefill, lm_logits: a whole packed language model on the CPU, one call per step.
 
-`weights` and `plan` come from engine/models/packed.py, which names what they hold; the model's
-equations are those of engine/models/lm.py. All threads go through a call's phases together and
-meet at barriers. Matrices are read once per call and row block; what is multiplied with bfloat16
-weights is rounded to bfloat16 first, all else is fp32.
+`weights` and `plan` come from engine/models/backends/cpu.py, which names what they hold; the
+model's equations are those of engine/models/minrnn/lm.py. All threads go through a call's phases
+together and meet at barriers. Matrices are read once per call and row block; what is multiplied
+with bfloat16 weights is rounded to bfloat16 first, all else is fp32.
 """
 
 import torch

@@ -30,11 +30,11 @@ from torch import Tensor
 from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.model_files import has_file, has_folder, mode_of, read_through, unreadable
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
+from engine.models.quantize import NotFiniteError, all_finite
 from engine.models.quantized import quantize_weights, quantized_matrices
-from engine.quantization import NotFiniteError, all_finite
 
-BUNDLED = Path(__file__).parent / "checkpoints"
+BUNDLED = Path(__file__).parents[1] / "checkpoints"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"  # of it, eos_token_id, which wins over config.json's
 WEIGHTS = "model.safetensors"

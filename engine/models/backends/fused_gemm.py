@@ -13,10 +13,10 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from engine.models.cell import Cell, ModelState
-from engine.models.conv import CausalConv
-from engine.models.head import Head
-from engine.models.lm import LM, Layer
+from engine.models.backends.lm_head import Head
+from engine.models.minrnn.cell import Cell, ModelState
+from engine.models.minrnn.conv import CausalConv
+from engine.models.minrnn.lm import LM, Layer
 from engine.ops import conv_scan, conv_step
 from engine.ops.linear_embed import linear_embed
 from engine.ops.linear_map import linear_map

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.cell import ModelState, StepToBests
-from engine.models.chain import Chain
-from engine.models.cluster_step import ClusterStep
-from engine.models.head import SMALL_VOCABULARY, Head
-from engine.models.lm import LM
-from engine.models.products import ProductsLM
-from engine.models.quickest import quickest_graph_of
-from engine.models.unit_norms import move_norm_weights
-from engine.models.ways import (
+from engine.models.backends.autotune import quickest_graph_of
+from engine.models.backends.cluster_decode import ClusterStep
+from engine.models.backends.cublas import ProductsLM
+from engine.models.backends.dispatch import (
     MOST_WITHOUT_LIBRARY,
     OF_CLUSTERS,
     OF_FEW,
@@ -41,11 +36,16 @@ from engine.models.ways import (
     to_be_timed,
     where_the_library_begins,
 )
-from engine.models.whole_step import WholeStep, runs_kernels
+from engine.models.backends.fused_gemm import Chain
+from engine.models.backends.lm_head import SMALL_VOCABULARY, Head
+from engine.models.backends.persistent_decode import WholeStep, runs_kernels
+from engine.models.backends.weight_transforms import move_norm_weights
+from engine.models.minrnn.cell import ModelState, StepToBests
+from engine.models.minrnn.lm import LM
+from engine.ops.fused_norm import rms_norm
 from engine.ops.linear_best import IN_ONE_PART, linear_best
 from engine.ops.linear_map import SQUARE_ROWS
-from engine.ops.normed import rms_norm
-from engine.ops.whole_step import EIGHT
+from engine.ops.persistent_decode import EIGHT
 
 _MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
 

@@ -1,5 +1,5 @@
 """ClusterStep: a small LM's decode step of up to about a hundred sequences, or a thousand, in one
-kernel (engine/ops/cluster_step.py)."""
+kernel (engine/ops/cluster_decode.py)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.models.cell import ModelState
-from engine.models.head import SMALL_VOCABULARY
-from engine.models.lm import LM, Layer
-from engine.models.quickest import works
-from engine.models.whole_step import runs_kernels
-from engine.ops.cluster_step import (
+from engine.models.backends.autotune import works
+from engine.models.backends.lm_head import SMALL_VOCABULARY
+from engine.models.backends.persistent_decode import runs_kernels
+from engine.models.minrnn.cell import ModelState
+from engine.models.minrnn.lm import LM, Layer
+from engine.ops.cluster_decode import (
     BLOCKS,
     MOST_LAYERS,
     MOST_TAPS,

@@ -1,7 +1,8 @@
 """PackedLM: an LM whose weights are laid out for the processor, with one operator call per step.
 
 All weights lie in one block of memory, in the order in which a step reads them; csrc/lm/plan.h
-draws the layout of a matrix and the operators' pages (engine/ops/lm.py) say what is computed.
+draws the layout of a matrix and the operators' pages (engine/ops/cpu_model.py) say what is
+computed.
 
 Sums are fp32 and every output is summed in one order, whatever else is in the batch: a row's logits
 have the same bits at every batch size, slot and number of threads, and reading a prompt differs
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.models.cell import ModelState
-from engine.models.lm import LM, Layer
-from engine.ops.lm import lm_logits, lm_prefill, lm_step
+from engine.models.minrnn.cell import ModelState
+from engine.models.minrnn.lm import LM, Layer
+from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 _VERSION = 2
 _PANEL = 16  # outputs of a panel

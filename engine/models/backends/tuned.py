@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.quickest import quickest_of, works
-from engine.ops.product import product_, product_algorithms
+from engine.models.backends.autotune import quickest_of, works
+from engine.ops.cublaslt import product_, product_algorithms
 
 _MOST_WEIGHTS = 24  # in a round: what is given to a device at once has a limit
 

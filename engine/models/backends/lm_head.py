@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 
 #: A vocabulary of up to so many tokens is drawn from in no time, and clusters compute its logits
 #: with the layers. Of a larger one a head apart reads the weights once for all sequences, and one

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from engine.models.lm import LM, Layer
+from engine.models.minrnn.lm import LM, Layer
 
 
 @torch.no_grad()

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from engine.device import available_memory
 from engine.errors import ConfigError
-from engine.models import hopper, products
-from engine.models.cell import ModelState, StepToBests
-from engine.models.head import Head
-from engine.models.lm import LM
-from engine.models.packed import PackedLM, can_pack
-from engine.models.products import ProductsLM
-from engine.models.whole_step import WholeStep, runs_kernels
-from engine.models.widened import bytes_of_copy, widened
+from engine.models.backends import cublas as products
+from engine.models.backends import hopper
+from engine.models.backends.cpu import PackedLM, can_pack
+from engine.models.backends.cublas import ProductsLM
+from engine.models.backends.lm_head import Head
+from engine.models.backends.persistent_decode import WholeStep, runs_kernels
+from engine.models.backends.widened import bytes_of_copy, widened
+from engine.models.minrnn.cell import ModelState, StepToBests
+from engine.models.minrnn.lm import LM
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import CellName, ModelConfig
-from engine.models.cell import Cell, ModelState
-from engine.models.conv import CausalConv
-from engine.models.mingru import MinGRU
-from engine.models.minlstm import MinLSTM
+from engine.models.minrnn.cell import Cell, ModelState
+from engine.models.minrnn.conv import CausalConv
+from engine.models.minrnn.mingru import MinGRU
+from engine.models.minrnn.minlstm import MinLSTM
 from engine.models.quantized import QuantEmbedding, QuantLinear, linear
 
 CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}

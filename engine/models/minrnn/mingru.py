@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.cell import Cell
+from engine.models.minrnn.cell import Cell
 from engine.ops import mingru_scan, mingru_scan_train, mingru_step
 
 

@@ -3,7 +3,7 @@
 For many tokens nothing multiplies quicker than the library; what it leaves undone between its
 products would take half as long again. A layer is four products and two kernels: a cell's step (or
 norm and scan), and GELU. The residual stream is added up by the products themselves, and norms have
-left their weights in the matrices that read them (engine/ops/normed.py).
+left their weights in the matrices that read them (engine/ops/fused_norm.py).
 
 A caller that has quicker kernels for the middle of a layer, from the out projection to GELU, brings
 them (`Middle`).
@@ -17,14 +17,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine.models.cell import Cell, ModelState
-from engine.models.conv import CausalConv
-from engine.models.head import Head
-from engine.models.lm import LM, Layer
-from engine.models.tuned import TunedProducts
-from engine.models.unit_norms import move_norm_weights
+from engine.models.backends.lm_head import Head
+from engine.models.backends.tuned import TunedProducts
+from engine.models.backends.weight_transforms import move_norm_weights
+from engine.models.minrnn.cell import Cell, ModelState
+from engine.models.minrnn.conv import CausalConv
+from engine.models.minrnn.lm import LM, Layer
 from engine.ops import library
-from engine.ops.normed import normed_gelu_, normed_step_, rms_norm
+from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
 _Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h

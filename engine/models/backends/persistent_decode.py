@@ -1,5 +1,5 @@
-"""WholeStep: an LM's decode step of a few sequences, in one kernel (engine/ops/whole_step.py), with
-bfloat16 or quantised weights."""
+"""WholeStep: an LM's decode step of a few sequences, in one kernel
+(engine/ops/persistent_decode.py), with bfloat16 or quantised weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.models.cell import ModelState
-from engine.models.conv import CausalConv
-from engine.models.head import Head
-from engine.models.lm import LM, Layer
+from engine.models.backends.lm_head import Head
+from engine.models.minrnn.cell import ModelState
+from engine.models.minrnn.conv import CausalConv
+from engine.models.minrnn.lm import LM, Layer
 from engine.models.quantized import QuantLinear
 from engine.ops import library
-from engine.ops.whole_step import (
+from engine.ops.persistent_decode import (
     BLOCK_BYTES,
     DIVIDED_INPUTS,
     EIGHT,

@@ -35,8 +35,8 @@ _PAIRS = 6  # of a block's warps, each with a stream of weights of its own
 class ClusterLayer:
     """A layer's tensors on one GPU, bfloat16 and contiguous: matrices [rows, inputs], biases [rows]
     or None. Norms have no weights of their own: they are in the matrices that read what they divide
-    (see engine/ops/normed.py). Without a convolution `taps` and `mix` are None, without an MLP `up`
-    and `down`."""
+    (see engine/ops/fused_norm.py). Without a convolution `taps` and `mix` are None, without an MLP
+    `up` and `down`."""
 
     gates: Tensor  # [gates * inner, d_model], gate by gate
     out: Tensor  # [d_model, inner]

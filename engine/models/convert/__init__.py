@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint import (
+from engine.config import DtypeName, ModelConfig, Quantization
+from engine.errors import CheckpointError, ConfigError
+from engine.model_files import has_file, has_folder, read_through
+from engine.models.convert.minlm import from_state_dict
+from engine.models.convert.reading import read_state_dict
+from engine.models.loader import (
     CHAT,
     CONFIG,
     TOKENIZER,
@@ -25,13 +30,8 @@ from engine.checkpoint import (
     save_model,
     with_generation_config,
 )
-from engine.config import DtypeName, ModelConfig, Quantization
-from engine.convert.minlm import from_state_dict
-from engine.convert.reading import read_state_dict
-from engine.errors import CheckpointError, ConfigError
-from engine.model_files import has_file, has_folder, read_through
-from engine.models.lm import LM
-from engine.quantization import NotFiniteError
+from engine.models.minrnn.lm import LM
+from engine.models.quantize import NotFiniteError
 
 __all__ = ["convert"]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
-from engine.models.lm import LM
+from engine.models.minrnn.lm import LM
 
 # Steps of more rows and prompts of more tokens are read with products of the library: its large
 # tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200; what

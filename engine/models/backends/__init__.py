@@ -1,0 +1,1 @@
+"""How a model's steps are computed on each device."""
