@@ -25,7 +25,6 @@ from engine.cache.storage.snapshot import Shape
 from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
 from engine.errors import EngineDead, EngineError, StepFailed
-from engine.plan import Plan, StepResult
 from engine.protocol.messages import (
     AskState,
     FinishReason,
@@ -37,6 +36,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.placement import Home
 from engine.scheduler.scheduler import Scheduler
+from engine.step_plan import Plan, StepResult
 from engine.structured_output.grammar_cache import Grammars
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from typing import TypeAlias, cast
 import msgspec
 import zmq
 
-from engine import collector
+from engine import gc_tuning as collector
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest

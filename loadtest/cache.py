@@ -17,9 +17,9 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.plan import Plan
 from engine.protocol.messages import AskState, Keep, Request, SamplingParams, StateReply, pack_ids
 from engine.runner.model_runner import Runner
+from engine.step_plan import Plan
 
 CLIENT = "loadtest"
 IN_FLIGHT = 128

@@ -31,11 +31,10 @@ from pathlib import Path
 
 import msgspec
 
-from engine import collector
+from engine import gc_tuning as collector
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
-from engine.plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
 from engine.protocol.messages import (
     FromEngine,
     ModelInfo,
@@ -47,6 +46,7 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.scheduler import decode_scheduler as rounds
+from engine.step_plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
 TOKEN = 5000  # not one of the small integers that Python keeps

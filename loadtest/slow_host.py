@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine import collector
+from engine import gc_tuning as collector
 from engine.engine import Engine
 from engine.loop import EngineLoop
-from engine.plan import Plan, StepResult
 from engine.protocol.messages import FromEngine, StepEvents
+from engine.step_plan import Plan, StepResult
 from loadtest.host import ANSWER, MOST_HOST_BYTES, POST, Clock, MockRunner, PostingMailbox, posts
 from loadtest.report import print_environment, print_table, save_json
 

@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine import collector
+from engine import gc_tuning as collector
 from engine.errors import EngineError
 from service.app import create_app
 from service.end_signals import EndSignals

@@ -14,19 +14,19 @@ TORCH_FREE = [
     "service.app",
     "service.settings",
     "engine.client.client",
-    "engine.collector",
+    "engine.gc_tuning",
     "engine.protocol.messages",
     "engine.config",
     "engine.errors",
     "engine.model_files",
     "engine.scheduler.scheduler",
-    "engine.plan",
+    "engine.step_plan",
 ]
 # What the service (its composition root, cli.py, apart) may see of the engine.
 SERVICE_MAY_IMPORT = {
     "engine.client.interface",
     "engine.client.client",
-    "engine.collector",
+    "engine.gc_tuning",
     "engine.structured_output.sandbox",
     "engine.supervisor.supervisor_client",
     "engine.supervisor.api_process_pool",

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sized
 from typing import Generic, Protocol, TypeVar
 
-from engine.ranking import Ranking
+from engine.lazy_heap import Ranking
 
 
 class Weights:

@@ -18,9 +18,9 @@ from engine.cache.store_waiters import Told
 from engine.cache.tiered_store import Tiers
 from engine.cache.transfer import Traffic
 from engine.errors import EngineError, StepFailed
-from engine.plan import Copy
 from engine.protocol.messages import ID_BYTES, Finished, FinishReason, pack_ids, unpack_ids
 from engine.sequence import Sequence
+from engine.step_plan import Copy
 
 Tell = Callable[[Finished | EngineError], None]
 

@@ -30,9 +30,9 @@ from engine.cache.fair_lru import Weights
 from engine.cache.radix_tree import Node, Trie
 from engine.cache.tiered_store import Kept, Tiers
 from engine.config import SCAN_CHUNK
-from engine.plan import Copy
 from engine.protocol.messages import ID_BYTES
 from engine.sequence import Sequence
+from engine.step_plan import Copy
 
 LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
 FEW_TOKENS = 2 * LEAST_GAIN  # less than these are hardly worth waiting for

@@ -28,7 +28,6 @@ from engine.cache.tiered_store import Kept, Tiers
 from engine.cache.transfer import Traffic
 from engine.config import SCAN_CHUNK
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.plan import INITIAL, Admission, Copy, Plan
 from engine.protocol.messages import (
     ID_BYTES,
     FinishReason,
@@ -38,6 +37,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.placement import Home
 from engine.sequence import Sequence
+from engine.step_plan import INITIAL, Admission, Copy, Plan
 
 
 class Keeper(Leaving):

@@ -22,8 +22,8 @@ from engine.cache.store_waiters import Storing, Waiter, Waiters
 from engine.cache.tiered_store import Kept, Tiers
 from engine.cache.transfer import MORE_BYTES
 from engine.errors import ConfigError, EngineError, StateNotStored
+from engine.lazy_heap import Ranking
 from engine.protocol.messages import ID_BYTES, StateInfo
-from engine.ranking import Ranking
 
 log = logging.getLogger(__name__)
 

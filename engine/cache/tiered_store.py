@@ -23,7 +23,7 @@ import msgspec
 from engine.cache.fair_lru import Shares, Weights
 from engine.cache.slot_allocator import SlotAllocator
 from engine.config import has_room
-from engine.plan import Copy, Put
+from engine.step_plan import Copy, Put
 
 _NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `Kept`
 # Of states that only the prefix cache holds, those that leave the device for the sake of others,

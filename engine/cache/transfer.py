@@ -16,7 +16,7 @@ from engine.cache.storage.snapshot import Shape
 from engine.cache.storage.worker_threads import Aside, Done, Result, Work
 from engine.cache.tiered_store import Kept, Tiers
 from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
-from engine.plan import Export, Plan, Put
+from engine.step_plan import Export, Plan, Put
 
 log = logging.getLogger(__name__)
 

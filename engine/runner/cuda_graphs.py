@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.collector import no_collection
+from engine.gc_tuning import no_collection
 
 # Rises by a half or less from 16 on, so that at most a third of a batch is padding.
 _BUCKETS = (

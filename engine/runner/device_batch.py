@@ -24,7 +24,6 @@ from engine import ops
 from engine.models.backends.selector import ServingModel
 from engine.models.minrnn.cell import ModelState
 from engine.ops.upload import to_device
-from engine.plan import MOST_STEPS, DecodeRow, Drawn, Plan
 from engine.protocol.logprobs import MOST_TOP, words_of_report
 from engine.runner.sampling.batch_params import Parameters
 from engine.runner.sampling.batch_rows import (
@@ -41,6 +40,7 @@ from engine.runner.sampling.batch_rows import (
 from engine.runner.sampling.logits_processors import Adjustments
 from engine.runner.sampling.sampler import Drawing
 from engine.runner.step_graphs import StepGraphs
+from engine.step_plan import MOST_STEPS, DecodeRow, Drawn, Plan
 
 _WORDS = FILLED_WORDS + MOST_STEPS
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device import upload
-from engine.plan import Admission, Plan
 from engine.runner.guided_step import HostedStep, Masks
 from engine.runner.sampling.sampler import Allowed, Drawing, Rows, Sampler
+from engine.step_plan import Admission, Plan
 from engine.structured_output.matchers import Constraints
 
 

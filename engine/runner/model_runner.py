@@ -21,16 +21,6 @@ from engine import device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.models import loader as checkpoint
 from engine.models.backends.selector import serving_model
-from engine.plan import (
-    MOST_STEPS,
-    Admission,
-    DecodeRow,
-    Plan,
-    PrefillChunk,
-    Sampled,
-    Scored,
-    StepResult,
-)
 from engine.protocol.logprobs import Reports
 from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
@@ -47,6 +37,16 @@ from engine.runner.sampling.sampler import Drawing, Sampler
 from engine.runner.state_copies import Places, exported
 from engine.runner.state_pool import StatePool
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
+from engine.step_plan import (
+    MOST_STEPS,
+    Admission,
+    DecodeRow,
+    Plan,
+    PrefillChunk,
+    Sampled,
+    Scored,
+    StepResult,
+)
 from engine.structured_output.grammar_cache import Grammars
 from engine.structured_output.matchers import Constraints
 

@@ -25,13 +25,13 @@ from torch import Tensor
 from engine.models.backends.selector import ServingModel
 from engine.models.minrnn.cell import ModelState
 from engine.ops import copy_words_
-from engine.plan import PrefillChunk
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs
 from engine.runner.sampling.batch_params import Parameters
 from engine.runner.sampling.batch_rows import Columns, HostColumns, columns, draw_rows, host_columns
 from engine.runner.sampling.logits_processors import Adjustments
 from engine.runner.sampling.logprobs import report
 from engine.runner.sampling.sampler import ROW_WORDS, Drawing, Rows, Sampler
+from engine.step_plan import PrefillChunk
 
 # How many times as long as its launches a long prompt may take for a graph to pay: a round has more
 # for the host to do than to launch. And for the launches to be what takes the time.

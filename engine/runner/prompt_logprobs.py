@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops.upload import to_device
-from engine.plan import PrefillChunk, Scored
 from engine.protocol.logprobs import MOST_TOP, Reports, words_of_report
 from engine.runner.sampling.random_streams import token_reports
+from engine.step_plan import PrefillChunk, Scored
 
 BLOCK_BYTES = 64 * 2**20  # of fp32 logits that exist at a time
 # Rows of the matrix product that forms the logits: fewer leave parts of its tiles without work.

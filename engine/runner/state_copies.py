@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.ops.upload import to_device
-from engine.plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
 from engine.runner.host_pool import HostRows
 from engine.runner.state_pool import StatePool
+from engine.step_plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
 
 
 class Places:

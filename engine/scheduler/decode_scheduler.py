@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from engine.plan import DecodeRow, Plan, StepResult
 from engine.protocol.messages import Stats
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.sequence import Sequence
+from engine.step_plan import DecodeRow, Plan, StepResult
 from engine.structured_output.masks import MaskBudget
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back

@@ -23,9 +23,9 @@ from engine.cache.prefix_cache import Place
 from engine.cache.tiered_store import Kept
 from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
+from engine.lazy_heap import Ranking
 from engine.protocol.messages import Grammar
 from engine.protocol.queue_policy import Counts
-from engine.ranking import Ranking
 from engine.scheduler.departure_rate import Pace
 from engine.scheduler.fifo_by_key import Arrivals
 from engine.sequence import Sequence

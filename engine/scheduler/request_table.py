@@ -13,12 +13,12 @@ from engine.cache.slot_allocator import SlotAllocator
 from engine.cache.state_manager import Keeper
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
-from engine.plan import Plan
 from engine.protocol.messages import Finished, FinishReason
 from engine.scheduler.decode_scheduler import Rounds, Turn
 from engine.scheduler.output import Outbox
 from engine.scheduler.request_queue import WaitingQueue
 from engine.sequence import Sequence
+from engine.step_plan import Plan
 
 
 class Lives:

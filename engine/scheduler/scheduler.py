@@ -22,7 +22,6 @@ import msgspec
 from engine.cache.state_manager import Keeper
 from engine.cache.tiered_store import Kept
 from engine.errors import EngineError, StateNotFound
-from engine.plan import Plan, PrefillChunk, Sampled, StepResult
 from engine.protocol.logprobs import Reports
 from engine.protocol.messages import (
     Request,
@@ -39,6 +38,7 @@ from engine.scheduler.prefill_budget import PromptBudget
 from engine.scheduler.request_queue import WaitingQueue
 from engine.scheduler.request_table import Lives
 from engine.sequence import Sequence
+from engine.step_plan import Plan, PrefillChunk, Sampled, StepResult
 from engine.structured_output.grammar_cache import Grammars
 from engine.structured_output.masks import MaskBudget
 

@@ -29,7 +29,10 @@ from msgspec import structs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError
-from engine.plan import (
+from engine.protocol.logprobs import Reports, TokenLogprobs, words_of_report
+from engine.protocol.messages import ModelInfo, Request, unpack_ids
+from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
+from engine.step_plan import (
     INITIAL,
     Copy,
     Drawn,
@@ -39,9 +42,6 @@ from engine.plan import (
     Scored,
     StepResult,
 )
-from engine.protocol.logprobs import Reports, TokenLogprobs, words_of_report
-from engine.protocol.messages import ModelInfo, Request, unpack_ids
-from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from engine.structured_output.grammar_cache import Grammars
 from engine.structured_output.matchers import Constraints
 from tests.reports import log32, packed

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.plan import Admission
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.runner.sampling.batch_params import Parameters
 from engine.runner.sampling.logits_processors import Adjustments
 from engine.runner.sampling.logprobs import Reported
 from engine.runner.sampling.sampler import Allowed, Drawing, Rows, Sampler
+from engine.step_plan import Admission
 
 
 class Draws(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.plan import Admission
 from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.runner.sampling.logits_processors import Adjustments
+from engine.step_plan import Admission
 
 VOCAB, EOS = 50, 49
 

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 
-from engine.collector import no_collection
+from engine.gc_tuning import no_collection
 
 CALM = """
 import gc, sys, weakref

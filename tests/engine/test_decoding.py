@@ -17,7 +17,6 @@ from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.lm import LM
-from engine.plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs
 from engine.protocol.messages import (
     Failed,
@@ -33,6 +32,7 @@ from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import Runner
 from engine.scheduler import decode_scheduler as rounds_module
 from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
+from engine.step_plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
 

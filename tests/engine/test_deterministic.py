@@ -20,10 +20,10 @@ from engine.errors import ConfigError, EngineError
 from engine.models.backends.selector import serving_model
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
-from engine.plan import Plan
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.runner.model_runner import Runner
+from engine.step_plan import Plan
 
 VOCAB = 1037  # in rows of logits that begin at no multiple of anything
 SMALL = {"d_model": 48, "n_layers": 2}

@@ -16,11 +16,11 @@ from engine.models.backends.selector import ServingModel
 from engine.models.loader import save_model
 from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
-from engine.plan import DecodeRow, Plan
 from engine.protocol.messages import Request
 from engine.runner import device_batch as decoding
 from engine.runner.model_runner import Runner
 from engine.runner.sampling.batch_rows import Columns, draw_rows
+from engine.step_plan import DecodeRow, Plan
 from tests.engine.test_decoding import (
     Overlapping,
     batch_of,

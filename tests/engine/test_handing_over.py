@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.engine import Engine
-from engine.plan import Plan, StepResult
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
+from engine.step_plan import Plan, StepResult
 from tests.engine.fake import FakeRunner, recite
 
 FIRST, SECOND = list(b"abcde"), list(b"klm")

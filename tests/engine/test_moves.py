@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.plan import INITIAL, Admission, Copy, Export, Put
 from engine.protocol.messages import Request
 from engine.runner.state_copies import Places, exported
 from engine.runner.state_pool import StatePool
+from engine.step_plan import INITIAL, Admission, Copy, Export, Put
 
 CONFIG = ModelConfig(cell="mingru", vocab_size=5, d_model=8, n_layers=2, conv_kernel=3)
 START = torch.linspace(-1, 1, CONFIG.n_layers * CONFIG.inner).view(CONFIG.n_layers, -1)

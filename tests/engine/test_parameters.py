@@ -7,10 +7,10 @@ import random
 import numpy as np
 import torch
 
-from engine.plan import Admission
 from engine.protocol.messages import Request, SamplingParams, pack_ids
 from engine.runner.sampling.batch_params import Parameters
 from engine.runner.sampling.batch_rows import FILLED_WORDS, HostColumns, host_columns
+from engine.step_plan import Admission
 
 SLOTS, VOCAB, EOS = 4, 50, 49
 

@@ -21,12 +21,12 @@ from engine.models.backends.selector import PlainModel, ServingModel
 from engine.models.loader import load_model, quantize_model, save_model
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
-from engine.plan import Admission, DecodeRow, Plan, PrefillChunk
 from engine.runner import prefill as prompts
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.runner.prefill import PromptStep, Read
 from engine.runner.sampling.batch_params import Parameters
 from engine.runner.sampling.logits_processors import Adjustments
+from engine.step_plan import Admission, DecodeRow, Plan, PrefillChunk
 from tests.engine.test_runner import (
     SLOTS,
     VOCAB,

@@ -15,7 +15,6 @@ import pytest
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.engine import Engine
-from engine.plan import Drawn, Plan, Sampled, StepResult
 from engine.protocol.messages import (
     Finished,
     Request,
@@ -27,6 +26,7 @@ from engine.protocol.messages import (
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import MOST_STOP_IDS, Sequence
+from engine.step_plan import Drawn, Plan, Sampled, StepResult
 from engine.structured_output.grammar_cache import Grammars
 from tests.engine.fake import FakeRunner, recite
 from tests.engine.witness import VOCAB, StrictRunner, Witness

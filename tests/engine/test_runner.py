@@ -19,13 +19,13 @@ from engine.errors import CheckpointError, ConfigError
 from engine.models.backends.cpu import PackedLM
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.lm import LM
-from engine.plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Request, SamplingParams, pack_ids, unpack_ids
 from engine.runner import prompt_logprobs as scoring
 from engine.runner import state_pool as state
 from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import Runner
+from engine.step_plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
 
 VOCAB = 61
 SLOTS = 12

@@ -13,9 +13,9 @@ from engine.cache.prefix_cache import FEW_TOKENS
 from engine.cache.slot_allocator import SlotAllocator
 from engine.config import SCAN_CHUNK
 from engine.errors import StepFailed
-from engine.plan import Plan, Sampled, StepResult
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.scheduler.scheduler import Scheduler
+from engine.step_plan import Plan, Sampled, StepResult
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 9

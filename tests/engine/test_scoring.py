@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.ops import read_reports
-from engine.plan import PrefillChunk
 from engine.runner import prompt_logprobs as scoring
 from engine.runner.sampling.random_streams import token_reports
+from engine.step_plan import PrefillChunk
 
 VOCAB, WIDTH = 300, 16
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

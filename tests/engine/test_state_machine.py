@@ -37,7 +37,6 @@ from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
-from engine.plan import Copy, Plan
 from engine.protocol.logprobs import Reports, TokenLogprobs
 from engine.protocol.messages import (
     AskState,
@@ -51,6 +50,7 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.runner.model_runner import Runner
+from engine.step_plan import Copy, Plan
 from tests.engine.test_trie import nodes_of
 
 VOCAB = 61

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.cache.tiered_store import Kept
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
+from engine.lazy_heap import SPARE, Ranking
 from engine.protocol.messages import Request, SamplingParams, pack_ids
-from engine.ranking import SPARE, Ranking
 from engine.scheduler.departure_rate import MEMORY_SECONDS, Pace
 from engine.scheduler.fifo_by_key import Arrivals
 from engine.scheduler.request_queue import OTHERS_TURN, WaitingQueue

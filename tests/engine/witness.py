@@ -14,7 +14,6 @@ from typing import Any
 
 from engine.config import SCAN_CHUNK
 from engine.engine import Engine
-from engine.plan import Plan, StepResult
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import (
     Failed,
@@ -25,6 +24,7 @@ from engine.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from engine.step_plan import Plan, StepResult
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities
 
 VOCAB, EOS = 8, 7

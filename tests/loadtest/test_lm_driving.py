@@ -14,10 +14,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models import loader as checkpoint
-from engine.plan import Plan, StepResult
 from engine.protocol.messages import pack_ids
 from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import Runner
+from engine.step_plan import Plan, StepResult
 from loadtest import engine as command
 from loadtest import lm_driving
 from loadtest.lm_driving import (

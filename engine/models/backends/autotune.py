@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from engine.collector import no_collection
+from engine.gc_tuning import no_collection
 
 Run = Callable[[], object]
 

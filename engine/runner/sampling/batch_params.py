@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import Admission
 from engine.protocol.messages import SamplingParams
 from engine.runner.sampling import random_streams as distribution
 from engine.runner.sampling.batch_rows import HostColumns
 from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
+from engine.step_plan import Admission
 
 _MOST_FLOAT = float(np.finfo(np.float32).max)
 _MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops.linear_best import draw_best_
-from engine.plan import MOST_STEPS
 from engine.sequence import MOST_STOP_IDS
+from engine.step_plan import MOST_STEPS
 
 _WIDE = 3  # columns of 8 bytes, which come first
 _NARROW = 6  # columns of 4 bytes

@@ -16,9 +16,9 @@ from torch import Tensor
 from engine import ops
 from engine.ops.logits_processors import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
 from engine.ops.upload import to_device
-from engine.plan import Admission
 from engine.protocol.messages import SamplingParams, unpack_ids
 from engine.sequence import endings, has_penalties, is_adjusted
+from engine.step_plan import Admission
 
 _MOST_FLOAT = float(torch.finfo(torch.float32).max)
 _ALWAYS = 2**31 - 1  # positions are below
