@@ -32,7 +32,7 @@ from engine.training.data import split
 from engine.training.evaluation import carried_loss, windows_loss
 from engine.training.recipe import Recipe
 from loadtest.report import print_environment, print_table, save_json
-from service.terminal_text import load_tokenizer
+from service.terminal.text import load_tokenizer
 
 ALLOWED = 0.01  # nats per token, of either loss
 

@@ -11,7 +11,7 @@ import json
 import socket
 import sys
 
-from service.server import serve
+from service.server.server import serve
 from service.settings import Settings
 
 

@@ -20,9 +20,10 @@ import typer
 from engine.config import CellName, DtypeName, EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.training.recipe import Precision, Recipe, Schedule
-from service import terminal, terminal_text
-from service import terminal_options as options
-from service.terminal_serve import serve
+from service.terminal import console as terminal
+from service.terminal import options as options
+from service.terminal import text as terminal_text
+from service.terminal.serve import serve
 
 app = typer.Typer(
     help="Serves, trains and converts minGRU and minLSTM language models.",
@@ -72,7 +73,7 @@ def generate(
     from engine.engine import Engine
     from engine.models.loader import load_config, resolve
     from engine.protocol.messages import SamplingParams
-    from service.terminal_generate import generate_text, seed_of, top_k_of
+    from service.terminal.generate import generate_text, seed_of, top_k_of
 
     text = "".join(terminal_text.text_pieces(Path("-"))) if prompt == "-" else prompt
     if not all(stop or []):
@@ -218,7 +219,7 @@ def train(
     from engine.training import data as training_data
     from engine.training.tokenizer import byte_level_tokenizer
     from engine.training.trainer import Trainer
-    from service import terminal_train as run
+    from service.terminal import train as run
 
     recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
     encoder = (
@@ -275,7 +276,7 @@ def convert(
     import shutil
 
     from engine.models.convert import convert as run
-    from service.tokenizer import Tokenizer
+    from service.text.tokenizer import Tokenizer
 
     if tokenizer is not None:
         terminal_text.read_tokenizer(tokenizer)  # refused before anything is written

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import MOST_ENGINES, EngineConfig, StateSync
-from service.access_log import AccessLogFormat
+from service.observability.access_log import AccessLogFormat
 
 PREFIX = "MINSERVE_"
 # Variables of this prefix that are read by others: the kernels, builds, docker/compose.yaml.

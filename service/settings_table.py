@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from service.settings import Settings
-from service.terminal_serve import serve
+from service.terminal.serve import serve
 
 HEAD = ("variable", "option", "default", "allowed", "")
 # Settings that no option sets.

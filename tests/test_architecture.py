@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_FREE = [
-    "service.app",
+    "service.app.app",
     "service.settings",
     "engine.client.client",
     "engine.gc_tuning",
@@ -73,7 +73,7 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 def test_the_host_of_several_processes_imports_no_http() -> None:
     """It passes no request on, and stays small."""
     code = (
-        "import sys, service.server, service.host; "
+        "import sys, service.server.server, service.server.host; "
         "print({'uvicorn', 'fastapi', 'starlette', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

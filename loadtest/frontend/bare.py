@@ -22,7 +22,7 @@ from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.models.loader import resolve
 from engine.protocol.messages import Finished, Ready, Request, SamplingParams, StepEvents, pack_ids
-from service.tokenizer import Tokenizer
+from service.text.tokenizer import Tokenizer
 
 ENGINE = "loadtest.frontend.mock:load"
 HOLE = "\x00"

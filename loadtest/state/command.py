@@ -84,7 +84,7 @@ async def _measure(subject: Subject, args: argparse.Namespace) -> dict[str, Any]
 
 def _reading(args: argparse.Namespace) -> float:
     from engine.models.loader import load_config, resolve
-    from service.tokenizer import Tokenizer
+    from service.text.tokenizer import Tokenizer
 
     folder = resolve(args.model)
     tokenizer = Tokenizer.load(folder, load_config(folder).vocab_size)

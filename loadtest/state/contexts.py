@@ -10,8 +10,8 @@ from typing import Any
 from engine.protocol.messages import pack_ids
 from loadtest.report import percentile
 from loadtest.state.asker import Asker, Texts
-from service.tokenizer import Tokenizer
-from service.wire import encode
+from service.http.json_response import encode
+from service.text.tokenizer import Tokenizer
 
 
 async def first_tokens(

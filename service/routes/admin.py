@@ -16,12 +16,12 @@ from engine.errors import (
     EngineLoading,
     Refused,
 )
-from service.admission import ReadyRoute
-from service.errors import SERVER, ApiError
-from service.lifecycle import get_lifecycle
+from service.http.errors import SERVER, ApiError
+from service.http.json_response import JSONResponse
+from service.inference.lifecycle import get_lifecycle
+from service.routes.base import ReadyRoute
 from service.schemas.admin import EXAMPLES, ReloadRequest, ReloadResponse
 from service.schemas.common import statuses
-from service.wire import JSONResponse
 
 router = APIRouter(route_class=ReadyRoute, tags=["administration"])
 logger = logging.getLogger(__name__)

@@ -11,14 +11,15 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.protocol.messages import ModelInfo, SamplingParams, pack_ids
-from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, Piece, Whole, grouped, total_usage, usage
-from service.best_of import choose
-from service.errors import invalid
-from service.flight import Flight
-from service.generation import Outcome, Task, gather, stream
-from service.grammars import RequestCheck, get_grammars
-from service.inputs import (
+from service.http.errors import invalid
+from service.http.json_response import TOKENS_AT_ONCE, JSONResponse, event, render
+from service.http.scope import REQUEST_ID
+from service.inference.best_of import choose
+from service.inference.generation import Outcome, Task, gather, stream
+from service.inference.inference_request import Flight
+from service.inference.inputs.grammar_check import RequestCheck, get_grammars
+from service.inference.inputs.guided import constrained, field_of, read_grammar
+from service.inference.inputs.sampling import (
     check_count,
     check_model,
     check_same_most,
@@ -29,22 +30,21 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
-from service.logprobs import LogprobArrays
-from service.openai_view import OpenAIView
-from service.runtime import Runtime, get_runtime
+from service.inference.inputs.states import FIELDS as STATES
+from service.inference.inputs.states import check_points, kept_state, read_use
+from service.inference.logprobs import LogprobArrays
+from service.inference.output_text import Answer, Piece, Whole, grouped, total_usage, usage
+from service.inference.request_size import RequestSize
+from service.inference.runtime import Runtime, get_runtime
+from service.inference.sse import EventStream, error_body, render_each, unless_client_leaves
+from service.routes.base import InferenceRoute, get_flight
+from service.routes.openai_format import OpenAIView
 from service.schemas.common import statuses
 from service.schemas.completions import (
     EXAMPLES,
     CompletionRequest,
     CompletionResponse,
 )
-from service.scope import REQUEST_ID
-from service.size import RequestSize
-from service.states import FIELDS as STATES
-from service.states import check_points, kept_state, read_use
-from service.streaming import EventStream, error_body, render_each, unless_client_leaves
-from service.structured import constrained, field_of, read_grammar
-from service.wire import TOKENS_AT_ONCE, JSONResponse, event, render
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.protocol.messages import SamplingParams, pack_ids
-from service.admission import InferenceRoute, get_flight
-from service.answer import Answer, Piece, Whole, grouped, total_usage
-from service.errors import invalid
-from service.flight import Flight
-from service.generation import Outcome, Task, gather, stream
-from service.grammars import RequestCheck, get_grammars
-from service.inputs import (
+from service.http.errors import invalid
+from service.http.json_response import JSONResponse, event, render
+from service.http.scope import REQUEST_ID
+from service.inference.event_template import HOLE, Template, parts_of
+from service.inference.generation import Outcome, Task, gather, stream
+from service.inference.inference_request import Flight
+from service.inference.inputs.grammar_check import RequestCheck, get_grammars
+from service.inference.inputs.guided import FIELDS, Wanted, constrained, field_of, read_grammars
+from service.inference.inputs.sampling import (
     check_count,
     check_model,
     read_priority,
@@ -23,19 +25,17 @@ from service.inputs import (
     read_timeout,
     sampling_params,
 )
-from service.logprobs import LogprobArrays
-from service.runtime import Runtime, get_runtime
+from service.inference.inputs.states import FIELDS as STATES
+from service.inference.inputs.states import NO_STATES, check_points, kept_state, read_use
+from service.inference.logprobs import LogprobArrays
+from service.inference.output_text import Answer, Piece, Whole, grouped, total_usage
+from service.inference.request_size import RequestSize
+from service.inference.runtime import Runtime, get_runtime
+from service.inference.sse import EventStream, error_body, render_each, unless_client_leaves
+from service.routes.base import InferenceRoute, get_flight
 from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
-from service.scope import REQUEST_ID
-from service.size import RequestSize
-from service.states import FIELDS as STATES
-from service.states import NO_STATES, check_points, kept_state, read_use
-from service.stop import StopStrings
-from service.streaming import EventStream, error_body, render_each, unless_client_leaves
-from service.structured import FIELDS, Wanted, constrained, field_of, read_grammars
-from service.template import HOLE, Template, parts_of
-from service.wire import JSONResponse, event, render
+from service.text.stop import StopStrings
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 

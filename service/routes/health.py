@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
-from service.lifecycle import Lifecycle, get_lifecycle
+from service.http.json_response import JSONResponse
+from service.inference.lifecycle import Lifecycle, get_lifecycle
 from service.schemas.common import ErrorBody
-from service.wire import JSONResponse
 
 router = APIRouter(tags=["operation"])
 CurrentLifecycle = Annotated[Lifecycle, Depends(get_lifecycle)]

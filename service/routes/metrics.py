@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
-from service.lifecycle import Lifecycle, get_lifecycle
-from service.metrics import CONTENT_TYPE
+from service.inference.lifecycle import Lifecycle, get_lifecycle
+from service.observability.metrics import CONTENT_TYPE
 from service.schemas.common import ErrorBody
 
 router = APIRouter(tags=["operation"])

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
-from service.inputs import check_model
-from service.runtime import Runtime, get_runtime
+from service.http.json_response import JSONResponse
+from service.inference.inputs.sampling import check_model
+from service.inference.runtime import Runtime, get_runtime
 from service.schemas.common import ErrorBody, statuses
 from service.schemas.models import ModelCard, ModelList
-from service.wire import JSONResponse
 
 router = APIRouter(tags=["models"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.errors import ApiError
+from service.http.errors import ApiError
 from service.playground import FOLDER_PATH, PAGE, Asset, assets
 
 router = APIRouter(include_in_schema=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.errors import ApiError
+from service.http.errors import ApiError
 from service.reference import FOLDER_PATH, PAGE, PATH, assets
 from service.routes.playground import METHODS, answer
 

@@ -12,30 +12,30 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import Draining, EngineError, TimedOut
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, SamplingParams, pack_ids
-from service.admission import InferenceRoute, get_flight
-from service.answer import usage
-from service.beginnings import Points, junctions_of
-from service.continuations import Context
-from service.errors import invalid
-from service.flight import Flight
-from service.inputs import (
+from service.http.errors import invalid
+from service.http.json_response import JSONResponse, render
+from service.http.scope import REQUEST_ID
+from service.inference.inference_request import Flight
+from service.inference.inputs.continuations import Context
+from service.inference.inputs.sampling import (
     check_count,
     check_model,
     read_priority,
     read_prompt,
     read_timeout,
 )
-from service.logprobs import LEAST_LOGPROB
-from service.runtime import Runtime, get_runtime
+from service.inference.inputs.states import FIELDS as STATES
+from service.inference.inputs.states import NO_STATES, StateUse, check_points, kept_state, read_use
+from service.inference.logprobs import LEAST_LOGPROB
+from service.inference.output_text import usage
+from service.inference.prefix_plan import Points, junctions_of
+from service.inference.request_size import RequestSize
+from service.inference.runtime import Runtime, get_runtime
+from service.inference.sse import ends_all, error_body, render_each, unless_client_leaves
+from service.routes.base import InferenceRoute, get_flight
 from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
-from service.scope import REQUEST_ID
-from service.size import RequestSize
-from service.states import FIELDS as STATES
-from service.states import NO_STATES, StateUse, check_points, kept_state, read_use
-from service.streaming import ends_all, error_body, render_each, unless_client_leaves
-from service.tokenizer import Tokenizer
-from service.wire import JSONResponse, render
+from service.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 

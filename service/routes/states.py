@@ -11,14 +11,19 @@ from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from msgspec import structs
 
 from engine.protocol.messages import Keep, SamplingParams, StateReply, pack_ids
-from service.admission import TEXT as TEXT_TYPES
-from service.admission import FlightRoute, InferenceRoute, StrictRequest, get_flight
-from service.answer import usage
-from service.errors import invalid
-from service.flight import Flight
-from service.ingest import read_text, read_whole
-from service.inputs import check_model, read_priority, read_prompt, read_timeout
-from service.runtime import Runtime, get_runtime
+from service.http.errors import invalid
+from service.http.json_response import JSONResponse
+from service.http.upload import Upload
+from service.inference.inference_request import Flight
+from service.inference.inputs.sampling import check_model, read_priority, read_prompt, read_timeout
+from service.inference.inputs.state_upload import read_text, read_whole
+from service.inference.inputs.states import check_points, kept_state, read_use, state_object
+from service.inference.output_text import usage
+from service.inference.request_size import RequestSize
+from service.inference.runtime import Runtime, get_runtime
+from service.inference.sse import unless_client_leaves
+from service.routes.base import TEXT as TEXT_TYPES
+from service.routes.base import FlightRoute, InferenceRoute, StrictRequest, get_flight
 from service.schemas.common import statuses
 from service.schemas.states import (
     CREATE_EXAMPLES,
@@ -32,11 +37,6 @@ from service.schemas.states import (
     StateResponse,
     TextQuery,
 )
-from service.size import RequestSize
-from service.states import check_points, kept_state, read_use, state_object
-from service.streaming import unless_client_leaves
-from service.upload import Upload
-from service.wire import JSONResponse
 
 making = APIRouter(route_class=InferenceRoute, tags=["states"])
 router = APIRouter(route_class=FlightRoute, tags=["states"])

@@ -11,10 +11,11 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from engine.errors import InvalidRequest
-from service.admission import ReadyRoute
-from service.errors import invalid
-from service.inputs import check_count, check_ids, check_model, read_messages
-from service.runtime import Runtime, get_runtime
+from service.http.errors import invalid
+from service.http.json_response import JSONResponse, render
+from service.inference.inputs.sampling import check_count, check_ids, check_model, read_messages
+from service.inference.runtime import Runtime, get_runtime
+from service.routes.base import ReadyRoute
 from service.schemas.common import statuses
 from service.schemas.tokenize import (
     DETOKENIZE,
@@ -24,8 +25,7 @@ from service.schemas.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from service.tokenizer import Tokenizer
-from service.wire import JSONResponse, render
+from service.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=ReadyRoute, tags=["tokenizer"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]

@@ -47,7 +47,7 @@ T = TypeVar("T")
 # A list whose validation ends at the first wrong entry: there may be a million of them.
 Many = Annotated[list[T], Field(fail_fast=True)]
 
-# Tags of unions stand in angle brackets: service.errors leaves them out of parameter paths.
+# Tags of unions stand in angle brackets: service.http.errors leaves them out of parameter paths.
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Many[TokenId], Tag("<ids>")],

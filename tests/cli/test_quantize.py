@@ -106,7 +106,7 @@ def test_serve_takes_it_from_the_environment_and_its_option(
     assert Settings().engine_config().quantization == "fp8"
     seen: list[EngineConfig] = []
     monkeypatch.setattr(
-        "service.server.serve", lambda settings: seen.append(settings.engine_config()) or 0
+        "service.server.server.serve", lambda settings: seen.append(settings.engine_config()) or 0
     )
     assert cli.main(["serve", "--model", str(trained), "--quantize", "int8"]) == 0
     assert seen[0].quantization == "int8"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from service.terminal_text import TextError, text_pieces
-from service.tokenizer import Tokenizer as Wrapped
+from service.terminal.text import TextError, text_pieces
+from service.text.tokenizer import Tokenizer as Wrapped
 
 LINES = st.text(alphabet=st.sampled_from("ab \n\t\r\u2003é😀"), max_size=200)
 

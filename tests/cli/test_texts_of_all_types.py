@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
-from service import terminal_text
-from service.tokenizer import Tokenizer
+from service.terminal import text as terminal_text
+from service.text.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
 from tests.tokenizer_types import TEXT, TYPES, save_model, with_bos_and_end
 

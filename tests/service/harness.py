@@ -18,8 +18,8 @@ from engine.client.client import EngineClient
 from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.training.tokenizer import byte_level_tokenizer
-from service.app import create_app
-from service.lifecycle import Lifecycle
+from service.app.app import create_app
+from service.inference.lifecycle import Lifecycle
 from service.settings import Settings
 from tests.engine.fake import FakeRunner
 

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from service.stalled import MeteredProtocol
+from service.http.stalled import MeteredProtocol
 from tests.engine.fake import FakeRunner
 from tests.service.harness import Service, running
 

@@ -20,7 +20,7 @@ PROGRAM = """
 import sys
 from types import SimpleNamespace
 from engine import transport
-from service.server import serve
+from service.server.server import serve
 from service.settings import Settings
 transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)
 options = {"port": PORT, "max_slots": 4, "stall_timeout": STALL, **OPTIONS}

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service import line_writer
-from service.access_log import AccessLog, Exchange
-from service.line_writer import LineWriter
+from service.observability import line_writer
+from service.observability.access_log import AccessLog, Exchange
+from service.observability.line_writer import LineWriter
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.process import Process, serving
 from tests.service.test_access import ALICE, KEYS, bearer

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.end_signals import ECHO_SECONDS
+from service.server.end_signals import ECHO_SECONDS
 from tests.service.harness import save_byte_tokenizer
 from tests.service.process import Process, children, running_module, serving
 from tests.service.test_reload import later, reload
@@ -42,7 +42,7 @@ def several(
 
 
 def api_processes(process: Process) -> list[int]:
-    return running_module(process.popen.pid, "service.api_process")
+    return running_module(process.popen.pid, "service.server.api_processes")
 
 
 def engine_process(process: Process) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.protocol.messages import pack_ids
-from service.beginnings import LEAST, MOST_POINTS, junctions
+from service.inference.prefix_plan import LEAST, MOST_POINTS, junctions
 from tests.service.harness import Service, fake_runner, running
 
 GENERATE, COMPLETIONS, SCORE, STATES = (

@@ -9,9 +9,9 @@ import pytest
 
 from engine.errors import StepFailed
 from engine.protocol.logprobs import TokenLogprobs
-from service.answer import Answer, Piece
-from service.best_of import choose
-from service.generation import Outcome
+from service.inference.best_of import choose
+from service.inference.generation import Outcome
+from service.inference.output_text import Answer, Piece
 from tests.service.harness import Service, usage_of
 
 PATH = "/v1/completions"

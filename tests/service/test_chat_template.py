@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from service.chat_template import Asked, ChatTemplate
-from service.client_text import MARKS
-from service.tokenizer import THREAD_CHARACTERS, Tokenizer
+from service.text.chat_template import Asked, ChatTemplate
+from service.text.client_text import MARKS
+from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
 from tests.service.chat import END, START, TEMPLATE, VOCABULARY, prompt_ids, save_chat_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from service.client_text import MARKS, ClientText, Knife, texts_in, unused_marks
+from service.text.client_text import MARKS, ClientText, Knife, texts_in, unused_marks
 
 NAMES = ["<|end|>", "<|start|>", "</think>"]
 MARK = MARKS[0]

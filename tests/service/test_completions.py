@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from engine.protocol.messages import Request
-from service.logprobs import LogprobArrays
+from service.inference.logprobs import LogprobArrays
 from tests.reports import log32
 from tests.service.harness import Service, fake_runner, running, usage_of
 

@@ -15,11 +15,11 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from service.direct import FIRST, Connection, Writer, begin, connect
-from service.flight import Flight
-from service.rest_of_body import DISCARD_SECONDS
-from service.scope import CONNECTION, PROTOCOL
-from service.wire import JSONResponse
+from service.http.connection import FIRST, Connection, Writer, begin, connect
+from service.http.json_response import JSONResponse
+from service.http.rest_of_body import DISCARD_SECONDS
+from service.http.scope import CONNECTION, PROTOCOL
+from service.inference.inference_request import Flight
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from engine import errors
-from service.errors import from_engine, parameter_path
+from service.http.errors import from_engine, parameter_path
 from service.schemas.completions import CompletionRequest
 from service.schemas.generate import GenerateRequest
 from service.schemas.score import ScoreRequest
@@ -390,7 +390,7 @@ async def test_a_body_that_stops_coming_is_not_waited_for(
                 await asyncio.Event().wait()
             return await super().receive()
 
-    monkeypatch.setattr("service.rest_of_body.DISCARD_SECONDS", 0.05)
+    monkeypatch.setattr("service.http.rest_of_body.DISCARD_SECONDS", 0.05)
     assert await Stopping(100).refused(service) == [17, 17, 20]
 
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from engine.client.request_stream import Delivery
-from service import lifecycle
-from service.errors import ApiError
-from service.flight import Flight
-from service.stalled import cut_stalled
+from service.http.errors import ApiError
+from service.http.stalled import cut_stalled
+from service.inference import lifecycle
+from service.inference.inference_request import Flight
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 

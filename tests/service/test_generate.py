@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from engine.client.client import Update
-from service import stop as stop_module
-from service.generation import Outcome
-from service.inputs import _stop_strings
+from service.inference.generation import Outcome
+from service.inference.inputs.sampling import _stop_strings
 from service.schemas.generate import GenerateRequest
+from service.text import stop as stop_module
 from tests.reports import log32
 from tests.service.harness import Service, usage_of
 

@@ -17,8 +17,8 @@ import pytest
 from engine.errors import EngineError
 from engine.protocol.messages import Grammar, ModelInfo
 from engine.structured_output.sandbox import frame
-from service import grammars
-from service.grammars import GrammarCheck
+from service.inference.inputs import grammar_check as grammars
+from service.inference.inputs.grammar_check import GrammarCheck
 from tests.engine.fake import FakeRunner
 from tests.engine.texts import ENDLESS_SCHEMA, save_bytes, save_characters
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import httpx
 
-from service.direct import OldConnection
+from service.http.connection import OldConnection
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening
 from tests.service.test_direct import Wire, connection_on

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service import stalled
+from service.http import stalled
 from service.settings import Settings
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import address, listening

@@ -11,10 +11,10 @@ from engine.client.client import Update
 from engine.models.loader import resolve
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, pack_ids
-from service.answer import Answer, Piece
-from service.generation import Outcome
-from service.logprobs import LEAST_LOGPROB, LogprobArrays
-from service.tokenizer import Tokenizer
+from service.inference.generation import Outcome
+from service.inference.logprobs import LEAST_LOGPROB, LogprobArrays
+from service.inference.output_text import Answer, Piece
+from service.text.tokenizer import Tokenizer
 from tests.reports import in_float32, packed
 
 VOCAB = 257

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from engine.errors import BY_CODE
 from engine.protocol.messages import Stats
-from service.metrics import SECONDS, STEP_SECONDS, Metrics
+from service.observability.metrics import SECONDS, STEP_SECONDS, Metrics
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.test_lifecycle import LONG, Connection
 from tests.service.test_operation import scrape, value

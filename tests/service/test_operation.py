@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from service.schemas.models import ModelList
 from service.settings import Settings, unknown_variables
-from service.tokenizer import Tokenizer
+from service.text.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, parse_events, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,7 +245,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, service.app, service.server; "
+        "import sys, service.app.app, service.server.server; "
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from engine.errors import ConfigError
-from service import otel
-from service.traces import MOST_TOLD
+from service.observability import otel
+from service.observability.traces import MOST_TOLD
 from tests.service.chat import chat_runner
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.test_lifecycle import LONG, Connection
@@ -301,7 +301,7 @@ def test_nothing_is_imported_where_no_traces_are_taken() -> None:
         "from engine.client.client import EngineClient\n"
         "from engine.config import EngineConfig\n"
         "from engine.client.socket_transport import ProcessTransport\n"
-        "from service.app import create_app\n"
+        "from service.app.app import create_app\n"
         "from service.settings import Settings\n"
         "create_app(EngineClient(ProcessTransport(EngineConfig())), Settings())\n"
         "parts = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google')\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine import errors
-from service.outcomes import OUTCOMES, outcome_of
+from service.observability.outcomes import OUTCOMES, outcome_of
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.test_lifecycle import LONG
 from tests.service.test_operation import scrape, value

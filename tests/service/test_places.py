@@ -10,8 +10,8 @@ import pytest
 from engine.client.interface import Backend
 from engine.errors import QueueFull, ShareFull
 from engine.protocol.queue_policy import Queued
-from service.errors import ApiError
-from service.places import Places
+from service.http.errors import ApiError
+from service.inference.admission_control import Places
 
 
 class Engine:

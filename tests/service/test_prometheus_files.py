@@ -16,8 +16,8 @@ import promql_parser
 import pytest
 import yaml
 
-from service.metrics import CUTS, ENDPOINTS, MISSES
-from service.outcomes import OUTCOMES
+from service.observability.metrics import CUTS, ENDPOINTS, MISSES
+from service.observability.outcomes import OUTCOMES
 from tests.service.test_metrics import described
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "prometheus"

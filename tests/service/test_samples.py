@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from engine.protocol.messages import Finished, ModelInfo, Stats, StepEvents
-from service.line_writer import LineWriter
-from service.metrics import Metrics
-from service.samples import fold
+from service.observability.line_writer import LineWriter
+from service.observability.merge import fold
+from service.observability.metrics import Metrics
 from service.settings import Settings
 from tests.engine.fake import FakeRunner
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.end_signals import ECHO_SECONDS, EndSignals
+from service.server.end_signals import ECHO_SECONDS, EndSignals
 from tests.service.process import Process, children, serving
 
 
@@ -90,7 +90,7 @@ def test_a_second_signal_does_not_wait(first: int, second: int) -> None:
 
 def test_which_signals_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("service.end_signals.time.monotonic", lambda: now)
+    monkeypatch.setattr("service.server.end_signals.time.monotonic", lambda: now)
     term, interrupt = EndSignals(), EndSignals()
     assert not term.hurries(signal.SIGTERM) and not interrupt.hurries(signal.SIGINT)
     assert not term.hurries(signal.SIGTERM), "GNU timeout sends it twice"

@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.protocol.messages import ModelInfo
 from engine.protocol.placement import home_of
 from engine.supervisor.supervisor_client import Event, Serving
-from service.app import create_app
+from service.app.app import create_app
 from service.settings import Settings
 from tests.service.harness import Service, fake_runner, http_client, until
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.slashes import plain
+from service.http.slashes import plain
 from tests.service.harness import Service, error_message, fake_runner, running, save_byte_tokenizer
 from tests.service.live import listening
 from tests.service.test_access import ADMIN, ALICE, KEYS, bearer

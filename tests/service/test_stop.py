@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.stop import StopMatcher, StopStrings
+from service.text.stop import StopMatcher, StopStrings
 
 
 def expected(text: str, stops: list[str]) -> str:

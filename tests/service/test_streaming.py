@@ -9,9 +9,9 @@ import pytest
 
 from engine.client.client import Update
 from engine.errors import EngineError, QueueFull, StepFailed
-from service.direct import Writer
-from service.flight import Arrival, Flight, RenderTokens
-from service.streaming import Chunks
+from service.http.connection import Writer
+from service.inference.inference_request import Arrival, Flight, RenderTokens
+from service.inference.sse import Chunks
 
 ERROR = StepFailed("a step failed")
 BREAKS = 0  # a token that nobody can tell

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service import grammars
+from service.inference.inputs import grammar_check as grammars
 from tests.engine.texts import ENDLESS_SCHEMA, save_characters
 from tests.service.chat import chat_runner
 from tests.service.harness import Service, fake_runner, parse_events, running, until

@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.errors import EngineDead
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Restarting, Serving
-from service.app import create_app
+from service.app.app import create_app
 from service.settings import Settings
 from tests.service.harness import Service, error_message, fake_runner, http_client, until
 from tests.service.test_lifecycle import GENERATE, LONG, Connection

@@ -15,13 +15,13 @@ from engine.client.client import Delivery, Inbox, Update
 from engine.errors import EngineDead
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
-from service.answer import Answer, Piece, grouped
-from service.generation import Outcome, Task, TaskVoice, stream
-from service.stop import StopMatcher, StopStrings
-from service.tally import MOST_SEEN, Counts, Tally
-from service.template import HOLE, Template, parts_of
-from service.tokenizer import Tokenizer
-from service.wire import DONE, event
+from service.http.json_response import DONE, event
+from service.inference.event_template import HOLE, Template, parts_of
+from service.inference.generation import Outcome, Task, TaskVoice, stream
+from service.inference.output_text import Answer, Piece, grouped
+from service.observability.histograms import MOST_SEEN, Counts, Tally
+from service.text.stop import StopMatcher, StopStrings
+from service.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_level_tokenizer())
 END = 256  # a special token: no text

@@ -16,10 +16,10 @@ import pytest
 
 from engine.client.client import Update
 from engine.protocol.messages import unpack_ids
-from service.answer import Answer
-from service.continuations import Context
-from service.stop import StopStrings
-from service.tokenizer import Tokenizer
+from service.inference.inputs.continuations import Context
+from service.inference.output_text import Answer
+from service.text.stop import StopStrings
+from service.text.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, running
 from tests.service.test_tokenizer_types import Counting
 from tests.tokenizer_types import TEXT, TYPES, end_of, save_tokenizer
@@ -306,8 +306,8 @@ async def test_text_after_a_state_goes_on_in_mid_sentence(name: str, tmp_path: P
 async def test_a_text_in_pieces_has_the_ids_of_the_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.ingest.PIECE", 700)
-    monkeypatch.setattr("service.upload.MOST_AT_ONCE", 333)
+    monkeypatch.setattr("service.inference.inputs.state_upload.PIECE", 700)
+    monkeypatch.setattr("service.http.upload.MOST_AT_ONCE", 333)
     whole = "\n".join(TEXT) + "\n" + " ".join(TEXT).replace("\n", " ")
     async with serving(tmp_path, name, max_step_tokens=4096) as text:
 

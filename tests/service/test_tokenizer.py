@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.training.tokenizer import byte_level_tokenizer
-from service.tokenizer import THREAD_CHARACTERS, Tokenizer
+from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
 
 TEXTS = ["The quick brown fox, naïve and 很好.", "don't won't 日本語 🙂🙂", "a b  c\n\nd"] * 5
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from engine.errors import InvalidRequest
-from service.detokenizer import LibraryDecoder
-from service.pieces import Pieces
-from service.tokenizer import Tokenizer
+from service.text.detokenizer import LibraryDecoder
+from service.text.tokenizer import Tokenizer
+from service.text.utf8_chunks import Pieces
 from tests.tokenizer_types import TEXT, TYPES
 
 libraries = {name: make() for name, make in TYPES.items()}

@@ -17,9 +17,9 @@ import pytest
 import tokenizers
 
 from engine.errors import InvalidRequest
-from service.chat_template import Asked, ChatTemplate, environment
-from service.content_format import ContentFormat, content_format
-from service.tokenizer import Tokenizer
+from service.text.chat_template import Asked, ChatTemplate, environment
+from service.text.content_format import ContentFormat, content_format
+from service.text.tokenizer import Tokenizer
 from tests.service.chat import VOCABULARY, save_chat_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -255,7 +255,7 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def now(cls, tz: Any = None) -> Clock:
             return cls(2024, 2, 29, 12, 30)
 
-    monkeypatch.setattr("service.chat_template.datetime", Clock)
+    monkeypatch.setattr("service.text.chat_template.datetime", Clock)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
     yield
 

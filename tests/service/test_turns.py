@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from service.turns import Turns
+from service.inference.inputs.fair_lock import Turns
 
 
 async def settle() -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from service.cli import main
-from service.unix_socket import MOST_BYTES, UnixListener
+from service.server.unix_socket import MOST_BYTES, UnixListener
 from tests.service.process import ROOT, Process, running_module, serving
 
 GENERATE: dict[str, Any] = {"prompts": [[97]], "max_tokens": 3}
@@ -94,7 +94,7 @@ def test_an_api_process_that_dies_is_replaced_there(tmp_path: Path) -> None:
     path = tmp_path / "minserve.sock"
     with serving(uds=str(path), api_workers=2) as process:
         process.said("ready: fake")
-        first, _ = running_module(process.popen.pid, "service.api_process")
+        first, _ = running_module(process.popen.pid, "service.server.api_processes")
         os.kill(first, signal.SIGKILL)
         for _ in range(10):
             with client(path) as http:
@@ -210,7 +210,7 @@ def test_what_does_not_go_with_it(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("service.server.check_tls", lambda *_: None)
+    monkeypatch.setattr("service.server.server.check_tls", lambda *_: None)
     path = tmp_path / "x"
     assert main(["serve", "--uds", str(path), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.tokenizer import Tokenizer
+from service.text.tokenizer import Tokenizer
 from tests.service.harness import (
     Service,
     error_message,

@@ -1,0 +1,1 @@
+"""The FastAPI application and what wraps every request."""

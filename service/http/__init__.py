@@ -1,0 +1,1 @@
+"""ASGI and uvicorn plumbing that knows no model: bodies, connections, errors, JSON."""

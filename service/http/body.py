@@ -1,0 +1,79 @@
+"""Bodies over the limit: 413, at once where their length is announced, else once more has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.http.connection import FIRST
+from service.http.errors import ApiError, respond
+from service.http.rest_of_body import discard
+from service.http.scope import CONNECTION, REFUSAL, header
+from service.http.slashes import plain
+
+MOST_DIGITS = 18  # of a length that anybody means
+
+
+class BodyLimit:
+    """Answers 413 to a body over `max_bytes`; `others` are the limits of paths that have their
+    own."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        others: Mapping[str, Callable[[], int]] | None = None,
+    ) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self._others = others or {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        own = self._others.get(plain(scope["path"]))
+        most = self.max_bytes if own is None else own()
+        announced = header(scope, b"content-length") or ""
+        is_known = announced.isdecimal()
+        is_large = is_known and (len(announced) > MOST_DIGITS or int(announced) > most)
+        if is_known and not is_large and CONNECTION in scope:
+            return await self.app(scope, receive, send)  # httptools lets no more of it come
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            if REFUSAL in scope:  # a part that is no chunk: what has come is not the body
+                raise scope[REFUSAL]
+            received += len(message.get("body", b""))
+            if received > most:
+                raise _error(most)
+            return message
+
+        async def send_then_discard(message: Message) -> None:
+            has_body = FIRST in message or message["type"] == "http.response.body"
+            if has_body and not message.get("more_body", False) and received > most:
+                await self._end(message, receive, send)
+            else:
+                await send(message)
+
+        if is_large:
+            received = most + 1
+            return await respond(scope, _error(most))(scope, receive, send_then_discard)
+        await self.app(scope, counted, send_then_discard)
+
+    async def _end(self, message: Message, receive: Receive, send: Send) -> None:
+        """Sends the last message of an answer, but reads the body's rest before it is the last."""
+        await send({**message, "more_body": True})  # a client may wait for it before it sends more
+        await discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _error(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is too large; allowed: up to {most} bytes",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,1 @@
+"""A request between HTTP and the engine."""

@@ -1,0 +1,284 @@
+"""Generation: prompts in, answers out, gathered or streamed. Both generating endpoints use it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.client.client import Update
+from engine.errors import EngineError
+from engine.protocol.messages import SamplingParams
+from service.http.json_response import TOKENS_AT_ONCE
+from service.inference.event_template import Template
+from service.inference.inference_request import Flight
+from service.inference.inputs.states import NO_STATES, StateUse
+from service.inference.output_text import Answer, EndRule, Piece, Whole
+from service.inference.prefix_plan import Points, junctions_of
+from service.inference.runtime import Runtime
+from service.inference.sse import Chunks, ends_all
+from service.text.stop import StopStrings
+
+logger = logging.getLogger(__name__)
+
+RUN_ON = 2**16  # tokens that an answer may have until its end is found here
+MOST_TOKENS = 2**31 - 1  # that a request may ask for
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One prompt, and what to do with it."""
+
+    prompt: array[int]
+    packed: bytes  # the prompt as messages.pack_ids gives it; samples of one prompt share both
+    params: SamplingParams
+    stop: StopStrings | None
+    timeout: float
+    priority: int
+    interval: int  # tokens in one event of a stream
+    score_top: int | None = None  # score the prompt too, with the k best at each position
+    shared: bool = False  # other tasks have the same prompt: read it once
+    ends: frozenset[int] = frozenset()  # see Answer
+    use: StateUse = NO_STATES
+    grammar_field: str | None = None  # by which the client asked for the grammar
+
+    def answer(self, runtime: Runtime) -> Answer:
+        return Answer(
+            runtime.tokenizer,
+            self.prompt,
+            self.stop,
+            self.ends,
+            before=self.use.recent,
+            # A grammar has every space of the text: none is taken off.
+            begins=self.params.grammar is None and not self.use.goes_on,
+            keeps=self.use.keep is not None,
+            rule=self._rule(runtime.info.eos_token_ids) if self._runs_on else None,
+        )
+
+    @property
+    def _runs_on(self) -> bool:
+        """Whether the engine leaves the answer's end to us. It runs ahead of us: had it ended the
+        answer, and kept its state, before a stop string is found, the state would have read that
+        too. (What a grammar or min_tokens say of the end only the engine can know.)"""
+        params = self.params
+        ruled = params.grammar is not None or params.min_tokens > 0
+        return self.use.keep is not None and self.stop is not None and not ruled
+
+    def _rule(self, eos: tuple[int, ...]) -> EndRule:
+        stops = set(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            stops.update(eos)
+        return EndRule(self.params.max_tokens, frozenset(stops))
+
+    @property
+    def scored(self) -> int:
+        """Tokens of the prompt that have log-probabilities."""
+        return max(len(self.prompt) - self.use.first_scored, 0)
+
+    def submit(self, flight: Flight, *, stream: bool, junctions: tuple[int, ...] = ()) -> None:
+        """`junctions`: lengths of the prompt at which others of the same batch part from it."""
+        params, run_on = self.params, 0
+        if self._runs_on:
+            run_on = min(RUN_ON, MOST_TOKENS - params.max_tokens)
+            params = msgspec.structs.replace(
+                params, max_tokens=params.max_tokens + run_on, ignore_eos=True, stop_token_ids=()
+            )
+        flight.submit(
+            self.packed,
+            interval=self.interval if stream else 1,
+            grammar_field=self.grammar_field,
+            sampling=params,
+            run_on=run_on,
+            # Without stop strings nobody looks at the tokens of an answer that is not streamed.
+            stream=stream or self.stop is not None,
+            score=self.score_top is not None and self.scored > 0,
+            score_from=self.use.first_scored,
+            score_top=self.score_top or 0,
+            timeout=self.timeout,
+            priority=self.priority,
+            **self.use.fields((*junctions, *self._points())),
+        )
+
+    def _points(self) -> tuple[int, ...]:
+        """Up to where tasks with the same prompt read it once. What leaves a state has to read the
+        last token by itself."""
+        length = len(self.prompt) - (self.use.keep is not None)
+        return (length,) if self.shared and length > 0 else ()
+
+
+class Outcome:
+    """What came of a task: the answer, or the error."""
+
+    __slots__ = ("_texts", "_wants_pieces", "answer", "error", "tokens", "told")
+
+    def __init__(self, answer: Answer, wants_pieces: bool) -> None:
+        self.answer = answer
+        self.error: Exception | None = None
+        self.tokens: list[int] = []
+        self.told: Whole | list[Piece] = []  # its pieces, where log-probabilities are asked for
+        self._texts: list[str] = []
+        self._wants_pieces = wants_pieces
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What is told, one by one."""
+        return self.told.pieces() if isinstance(self.told, Whole) else self.told
+
+    def take(self, update: Update) -> None:
+        """Adds what has come."""
+        if self._wants_pieces:
+            if (whole := self.answer.take_whole(update)) is not None:
+                self.told, self.tokens, self._texts = whole, whole.tokens, whole.texts
+                return
+            if update.finished is not None and update.finished.reports is not None:
+                update.logprobs = update.finished.logprobs
+            pieces = self.answer.take(update)
+            assert isinstance(self.told, list)  # no more comes after what came whole
+            self.told += pieces
+            self.tokens += [piece.token for piece in pieces if piece.token is not None]
+            self._texts += [piece.text for piece in pieces]
+        else:
+            text, tokens = self.answer.take_text(update)
+            self._texts.append(text)
+            self.tokens += tokens
+
+
+async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Outcome]:
+    """The outcome of every task. Raises the error where no task was served."""
+    outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
+    failed = 0
+    _submit(flight, tasks, stream=False)
+    while batch := await flight.next_arrivals():
+        for which, came in batch:
+            outcome = outcomes[which]
+            if outcome.error is not None:
+                continue
+            if isinstance(came, EngineError):
+                outcome.error = came
+            else:
+                try:
+                    if len(came.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
+                        await asyncio.to_thread(outcome.take, came)
+                    else:
+                        outcome.take(came)
+                    _stop(flight, which, outcome.answer, came)
+                    continue
+                except Exception as error:  # of this answer alone
+                    logger.exception("an answer could not be read")
+                    outcome.error = error
+                    flight.drop(which)
+            failed += 1
+            if failed == len(tasks) or ends_all(outcome.error):
+                raise outcome.error
+    return outcomes
+
+
+# Gives the events of a task's new pieces; a coroutine where they are many.
+RenderPieces = Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
+
+
+class TaskVoice:
+    """A task's Voice in a stream (service.inference.sse)."""
+
+    __slots__ = (
+        "_flight", "_interval", "_plain", "_render_pieces", "_template", "_template_of", "_which",
+        "answer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        flight: Flight,
+        which: int,
+        task: Task,
+        render_pieces: RenderPieces,
+        template_of: Callable[[int], Template | None],
+    ) -> None:
+        """`which` of the flight's requests the task is."""
+        self.answer = task.answer(runtime)
+        self._flight = flight
+        self._which = which
+        self._interval = task.interval
+        # Log-probabilities are rendered for each token.
+        self._plain = task.params.logprobs is None and task.score_top is None
+        self._render_pieces = render_pieces
+        self._template_of = template_of
+        self._template: Template | None = None  # of all its plain tokens to come
+
+    def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
+        begun = b""
+        if self._plain and update.tokens:
+            tokens, interval = update.tokens, self._interval
+            if update.finished is not None:
+                # The last event says more than the others.
+                tokens = tokens[: (len(tokens) - 1) // interval * interval]
+            if tokens and (told := self.render_tokens(tokens)) is not None:
+                begun = told
+                if update.finished is None:
+                    return begun
+                update.tokens = update.tokens[len(tokens) :]
+        answer = self.answer
+        pieces = answer.take(update)
+        _stop(self._flight, self._which, answer, update)
+        rendered = self._render_pieces(self._which, answer, pieces)
+        return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
+
+    def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
+        template = self._template or self._find_template()
+        if template is None or not self.answer.take_plain(tokens):
+            return None
+        return template.events(tokens, self._interval)
+
+    def _find_template(self) -> Template | None:
+        if self._plain:
+            self._template = self._template_of(self._which)
+        return self._template
+
+
+async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
+    return begun + await rendered
+
+
+def stream(
+    runtime: Runtime,
+    flight: Flight,
+    tasks: list[Task],
+    render_pieces: RenderPieces,
+    render_error: Callable[[int, Exception], bytes],
+    last: Callable[[list[Answer]], bytes],
+    template_of: Callable[[int], Template | None],
+) -> Chunks:
+    """Chunks of events. `template_of` gives the template of all of a task's plain tokens to come,
+    where their events have one already. Raises EngineUnavailable, Draining; later errors as
+    `streaming.Chunks`."""
+    voices = [
+        TaskVoice(runtime, flight, which, task, render_pieces, template_of)
+        for which, task in enumerate(tasks)
+    ]
+    _submit(flight, tasks, stream=True)
+    return Chunks(flight, voices, render_error, lambda: last([voice.answer for voice in voices]))
+
+
+def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
+    """All of them, or none: then raises EngineError."""
+    flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    flight.check_kept([task.use.source for task in tasks if task.use.source])
+    points: Points = {}
+    if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
+        points = junctions_of((task.use.company, task.packed) for task in tasks)
+    for task in tasks:
+        found = points.get((task.use.company, task.packed), ()) if points else ()
+        task.submit(flight, stream=stream, junctions=found)
+
+
+def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:
+    """Tells the engine where a stop string ended the answer that took the update."""
+    if answer.stopped and update.finished is None:
+        flight.stop(which, answer.kept_tokens())

@@ -1,0 +1,1 @@
+"""From wire values to what the engine takes."""

@@ -1,0 +1,200 @@
+"""Grammars: what requests ask of their texts, compiled once before the engine hears of them.
+
+Compiling what a stranger wrote may take forever and cannot be interrupted, so it happens in a
+process of its own (engine.structured_output.sandbox), which is killed when it has used up its
+processor time or memory and started again for the next grammar. Verdicts are remembered. Grammars
+are compiled one at a time, those of different keys in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.types import Receive, Scope
+
+from engine.client.socket_transport import module_environment
+from engine.errors import EngineError
+from engine.protocol.messages import Grammar, ModelInfo
+from engine.structured_output.sandbox import LENGTH_BYTES, frame
+from service.http.scope import ARRIVED, FLIGHT
+from service.inference.inputs.fair_lock import Turns
+from service.inference.sse import unless_client_leaves
+
+MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
+WALL_SECONDS = 60.0  # for a machine that gives the process no processor
+MOST_KNOWN = 4096
+MOST_KNOWN_BYTES = 16 * 2**20
+
+T = TypeVar("T")
+
+# Of a model as it was loaded, not of equal ones: their tokenizers may differ.
+_Key = tuple[int, Grammar]
+
+
+class GrammarCheck:
+    """`seconds` of processor time are allowed for one grammar; `observe` is told how long each one
+    took that was not known."""
+
+    def __init__(self, seconds: float, observe: Callable[[float], None]) -> None:
+        self._seconds = seconds
+        self._observe = observe
+        self._process: Process | None = None
+        self._serves: ModelInfo | None = None  # the process, for this model
+        self._turns = Turns()
+        self._asked: dict[_Key, asyncio.Task[str | None]] = {}
+        self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
+        # The models are kept with the verdicts so that their ids are not given to others.
+        self._known: OrderedDict[_Key, tuple[str | None, ModelInfo]] = OrderedDict()
+        self._known_bytes = 0
+
+    async def check(self, grammar: Grammar, info: ModelInfo, owner: str = "") -> str | None:
+        """What is wrong with a grammar for this model; None when nothing is; `owner` asks.
+        Raises EngineError where that cannot be found out. A grammar whose turn comes when nobody
+        waits for it any more is not compiled."""
+        key = (id(info), grammar)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key][0]
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.create_task(self._find_out(key, info, owner))
+            task.add_done_callback(_look_away)
+        self._waiting[key] += 1
+        try:
+            return await asyncio.shield(task)  # others may wait for it too
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    async def close(self) -> None:
+        """Ends the process; checks under way fail."""
+        for task in list(self._asked.values()):
+            task.cancel()
+            with suppress(asyncio.CancelledError, EngineError):
+                await task
+        await self._end()
+
+    def knows(self, grammar: Grammar, info: ModelInfo) -> bool:
+        """Whether `check` need not wait."""
+        return (id(info), grammar) in self._known
+
+    async def _find_out(self, key: _Key, info: ModelInfo, owner: str) -> str | None:
+        try:
+            async with self._turns.turn(owner):
+                if not self._waiting[key]:
+                    raise EngineError("nobody waits for this grammar any more")
+                began = time.perf_counter()
+                verdict = await self._ask(key[1], info)
+                self._observe(time.perf_counter() - began)
+        finally:  # not later: who asks from now on is not to be told what has failed
+            del self._asked[key]
+        self._known[key] = verdict, info
+        self._known_bytes += len(key[1].text)
+        while len(self._known) > MOST_KNOWN or self._known_bytes > MOST_KNOWN_BYTES:
+            (_, oldest), _ = self._known.popitem(last=False)
+            self._known_bytes -= len(oldest.text)
+        return verdict
+
+    async def _ask(self, grammar: Grammar, info: ModelInfo) -> str | None:
+        process = await self._start(info)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(WALL_SECONDS):
+                process.stdin.write(frame(grammar))
+                await process.stdin.drain()
+                length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+                reply = await process.stdout.readexactly(length)
+                return msgspec.msgpack.decode(reply, type=str | None)
+        except TimeoutError as error:
+            await self._end()
+            raise EngineError("the grammar could not be checked in time") from error
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await process.wait()
+            self._process = None
+        except asyncio.CancelledError:
+            await self._end()  # or its answer would be taken for another grammar's
+            raise
+        if code == -signal.SIGPROF:
+            return f"takes more than {self._seconds:g} s to compile; use a simpler one"
+        if code < 0:
+            return "takes too much memory to compile; use a simpler one"
+        raise EngineError(f"the process that checks grammars has ended with exit code {code}")
+
+    async def _start(self, info: ModelInfo) -> Process:
+        """The process that checks grammars for this model."""
+        if self._process is not None and self._process.returncode is None and self._serves is info:
+            return self._process
+        await self._end()
+        command = [
+            "-P",
+            "-m",
+            "engine.structured_output.sandbox",
+            info.folder,
+            str(info.vocab_size),
+        ]
+        command += [str(self._seconds), str(MEMORY)]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, *command, env=module_environment(), stdin=PIPE, stdout=PIPE
+            )
+        except OSError as error:
+            reason = error.strerror or error
+            raise EngineError(f"grammars cannot be checked: {sys.executable}: {reason}") from error
+        self._serves = info
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _look_away(done: asyncio.Task[str | None]) -> None:
+    """Whoever asked may have left."""
+    if not done.cancelled():
+        done.exception()
+
+
+@dataclass(slots=True)
+class RequestCheck:
+    """`GrammarCheck.check` on behalf of a request, whose body has been read."""
+
+    _grammars: GrammarCheck
+    _scope: Scope
+    _receive: Receive
+    _owner: str  # of the request
+
+    async def check(self, grammar: Grammar, info: ModelInfo, timeout: float) -> str | None:
+        """As there. Raises ClientGone when the client leaves while it waits, and TimeoutError where
+        the verdict is not known `timeout` seconds after the request's arrival."""
+        work = self._grammars.check(grammar, info, self._owner)
+        if self._grammars.knows(grammar, info):
+            return await work
+        left = self._scope[ARRIVED] + timeout - time.perf_counter()
+        return await unless_client_leaves(self._scope, self._receive, _within(left, work))
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await work
+
+
+def get_grammars(request: Request) -> RequestCheck:
+    """The application's, as a FastAPI dependency."""
+    scope = request.scope
+    return RequestCheck(scope["app"].state.grammars, scope, request.receive, scope[FLIGHT].owner)

@@ -1,0 +1,268 @@
+"""From wire values to what the engine takes: prompts as token ids, sampling parameters.
+
+Here stand the checks that need the model (is there a tokenizer, which ids exist) or the server's
+limits; schemas check all that a value alone can tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.protocol.messages import MOST_PRIORITY, ModelInfo, SamplingParams
+from service.http.errors import ApiError, invalid
+from service.inference.inputs.states import StateUse
+from service.schemas.chat import ChatMessage, TemplateFields
+from service.settings import Settings
+from service.text.chat_template import Asked, ChatTemplate
+from service.text.stop import StopStrings
+from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
+
+KEPT_CHARACTERS = 256  # of stop strings that may be kept for the next request
+
+
+def check_count(param: str, count: int, limit: int, unit: str) -> None:
+    """Raises ApiError 400 for more than `limit`."""
+    if count > limit:
+        raise invalid(param, f"{count} {unit}, but at most {limit} are allowed")
+
+
+def check_model(asked: str | None, served: str, info: ModelInfo) -> None:
+    """Raises ApiError 404 for a model that is not served here."""
+    if asked not in (None, served, info.name):
+        raise ApiError(
+            404,
+            f"model: {asked!r} is not served here; allowed: {served!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_same_most(most: int | None, completion: int | None) -> None:
+    """Raises ApiError 400 where max_tokens and max_completion_tokens, which is another name of it,
+    contradict each other."""
+    if None not in (most, completion) and most != completion:
+        raise invalid("max_tokens", f"allowed: null or max_completion_tokens ({completion})")
+
+
+async def read_prompt(
+    prompt: str | list[int],
+    param: str,
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    *,
+    may_be_empty: bool = False,
+    begins: bool = True,
+    ends: bool = False,
+    marks: bool = True,
+    parse_special: bool = False,
+) -> array[int]:
+    """The prompt's token ids, at least one unless it `may_be_empty`; a text is encoded as
+    `Tokenizer.encode` says. Raises ApiError 400 that names `param`."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise invalid(
+                param,
+                "text cannot be read, because the model has no tokenizer.json; give token ids",
+            )
+        try:
+            ids = await tokenizer.encode_async(
+                prompt, begins=begins, ends=ends, marks=marks, parse_special=parse_special
+            )
+        except InvalidRequest as error:
+            raise invalid(param, error.message) from error
+    else:
+        ids = array("i", prompt)
+        if ids and max(ids) >= info.vocab_size:
+            wrong = next(i for i, token in enumerate(ids) if token >= info.vocab_size)
+            raise invalid(
+                f"{param}[{wrong}]",
+                f"token id {ids[wrong]} does not exist; allowed: 0 to {info.vocab_size - 1}",
+            )
+    if not ids and not may_be_empty:
+        raise invalid(param, "is empty; at least one token is needed")
+    return ids
+
+
+async def read_messages(
+    body: TemplateFields, messages: Sequence[ChatMessage], template: ChatTemplate, info: ModelInfo
+) -> array[int]:
+    """A conversation's token ids, at least one; `body` says how the template makes them. Raises
+    ApiError 400."""
+    add = body.add_generation_prompt is not False
+    if add and body.continue_final_message:
+        raise invalid(
+            "continue_final_message",
+            "not allowed with add_generation_prompt, which is true unless it is given as false",
+        )
+    variables = body.chat_template_kwargs or {}
+    reserved = template.reserved
+    wrong = next((name for name in variables if name in reserved), None)
+    if wrong is not None:
+        raise invalid(
+            f"chat_template_kwargs.{wrong}", "is given to the template by the server; not allowed"
+        )
+    asked = Asked(add, bool(body.continue_final_message), variables)
+    plain = [_plain_message(message) for message in messages]
+    try:
+        ids = await template.encode(plain, asked)
+    except InvalidRequest as error:
+        raise invalid("messages", error.message) from error
+    if not ids:
+        raise invalid("messages", "the chat template makes an empty text of them")
+    check_ids("messages", ids, info)
+    return ids
+
+
+def _plain_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates know it. Instructions of developers are the system's there."""
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": message.content}
+    return plain if message.name is None else {**plain, "name": message.name}
+
+
+async def read_beginning(
+    prompt: str | list[int],
+    param: str,
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    *,
+    use: StateUse,
+    parse_special: bool | None,
+) -> array[int]:
+    """`read_prompt`, of one that is to be continued. An empty text after nothing stands for the
+    end-of-text token, unless the tokenizer puts a token before each text; a session does not begin
+    with one."""
+    after_nothing = not use.source
+    ids = await read_prompt(
+        prompt,
+        param,
+        tokenizer,
+        info,
+        may_be_empty=use.goes_on or (after_nothing and prompt == ""),
+        begins=use.begins,
+        parse_special=bool(parse_special),
+    )
+    if after_nothing and not ids:
+        return array("i", end_of_text(param, info))
+    return ids
+
+
+def end_of_text(param: str, info: ModelInfo) -> list[int]:
+    """The end-of-text token, the first of several, from which a model writes as at the beginning of
+    a text. Raises ApiError 400 where it has none."""
+    if info.eos_token_id is None:
+        raise invalid(param, "is empty, and the model has no end-of-text token instead")
+    return [info.eos_token_id]
+
+
+def sampling_params(
+    values: Mapping[str, Any], settings: Settings, info: ModelInfo
+) -> SamplingParams:
+    """`values` holds fields of SamplingParams; None means its default (a random one for `seed`).
+    Raises ApiError 400 for values beyond the server's limits or the model's vocabulary."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if "max_tokens" in given:
+        _check_most("max_tokens", given["max_tokens"], settings.max_tokens)
+    if "logprobs" in given:
+        check_top("logprobs", given["logprobs"], settings, info)
+    if "stop_token_ids" in given:
+        ids = given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        check_count("stop_token_ids", len(ids), settings.max_stop_token_ids, "token ids")
+        check_ids("stop_token_ids", ids, info)
+    if "logit_bias" in given:
+        bias = given["logit_bias"]
+        check_count("logit_bias", len(bias), settings.max_logit_bias, "entries")
+        check_ids("logit_bias", bias, info)
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    given["seed"] = given.get("seed", random.getrandbits(63)) % 2**63
+    params = SamplingParams(**given)
+    if params.min_tokens > params.max_tokens:
+        raise invalid(
+            "min_tokens", f"{params.min_tokens} is more than max_tokens ({params.max_tokens})"
+        )
+    return params
+
+
+def read_timeout(value: float | None, settings: Settings) -> float:
+    """Seconds that a request has. Raises ApiError 400 beyond the server's limit."""
+    if value is None:
+        return min(settings.request_timeout, settings.max_request_timeout)
+    if value > settings.max_request_timeout:
+        raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
+    return value
+
+
+def read_priority(value: int | None, least: int) -> int:
+    """A request's priority. Raises ApiError 400 for one below `least`, which the key may not ask
+    for."""
+    if value is None:
+        return max(least, 0)
+    if value < least:
+        raise invalid("priority", f"is {value}; allowed with this key: {least} to {MOST_PRIORITY}")
+    return value
+
+
+async def read_stops(
+    stops: Sequence[str | list[str] | None], settings: Settings, tokenizer: Tokenizer | None
+) -> list[StopStrings | None]:
+    """The stop strings of each prompt; equal ones share their tables. Raises ApiError 400 beyond
+    the server's limits, and where there is no text to find them in."""
+    lists = [(stop,) if isinstance(stop, str) else tuple(stop or ()) for stop in stops]
+    distinct = set(lists) - {()}
+    for texts in distinct:
+        check_count("stop", len(texts), settings.max_stop, "stop strings")
+        for text in texts:
+            check_count("stop", len(text), settings.max_stop_length, "characters in a stop string")
+    if distinct and tokenizer is None:
+        raise invalid(
+            "stop",
+            "the model has no tokenizer.json, so there is no text to stop; use stop_token_ids",
+        )
+    size = sum(len(text) for texts in distinct for text in texts)
+    special = {} if tokenizer is None else tokenizer.special_ids
+
+    def build() -> dict[tuple[str, ...], StopStrings]:
+        if size <= KEPT_CHARACTERS:
+            return {texts: _stop_strings(texts, _named(texts, special)) for texts in distinct}
+        return {texts: StopStrings(texts, special) for texts in distinct}
+
+    tables = await asyncio.to_thread(build) if size > THREAD_CHARACTERS else build()
+    return [tables.get(texts) for texts in lists]
+
+
+def _named(texts: tuple[str, ...], special: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The special tokens that texts name."""
+    return tuple(one for one in special.items() if any(one[0] in text for text in texts))
+
+
+@lru_cache(maxsize=64)
+def _stop_strings(texts: tuple[str, ...], special: tuple[tuple[str, int], ...]) -> StopStrings:
+    """Requests of one client mostly have the same few."""
+    return StopStrings(texts, dict(special))
+
+
+def check_top(param: str, top: int, settings: Settings, info: ModelInfo) -> None:
+    """Raises ApiError 400 for more alternatives than the server or the model has."""
+    _check_most(param, top, min(settings.max_logprobs, info.vocab_size))
+
+
+def _check_most(param: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise invalid(param, f"{value} is too large; allowed: up to {limit}")
+
+
+def check_ids(param: str, ids: Iterable[int], info: ModelInfo) -> None:
+    """Raises ApiError 400 for an id beyond the model's vocabulary."""
+    for token in ids:
+        if token >= info.vocab_size:
+            raise invalid(
+                param,
+                f"token id {token} does not exist; allowed: 0 to {info.vocab_size - 1}",
+            )

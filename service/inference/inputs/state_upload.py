@@ -1,0 +1,114 @@
+"""Reading into states: whole prompts, and texts of any length that are read while they come.
+
+A text is cut in pieces as `minserve score` cuts its files. Each is a request that goes on from the
+state that the one before it has left, so that memory does not grow with the text. They share a
+state of their own, which takes its name when all of it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from engine.errors import Draining, EngineError, TimedOut
+from engine.protocol.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
+from service.http.errors import invalid
+from service.http.upload import Upload
+from service.inference.inference_request import Flight
+from service.inference.inputs.sampling import read_prompt, read_timeout
+from service.inference.inputs.states import NO_STATES, StateUse, read_use
+from service.inference.runtime import Runtime
+from service.schemas.states import TextQuery
+from service.text.tokenizer import Tokenizer
+from service.text.utf8_chunks import NotUtf8, Pieces
+
+PIECE = 2**16  # characters, at least
+PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
+
+
+async def read_whole(flight: Flight) -> Finished:
+    """How the flight's only request ended, which was to leave a state. Raises EngineError."""
+    finished: Finished | None = None
+    while batch := await flight.next_arrivals():
+        for _, came in batch:
+            if isinstance(came, EngineError):
+                raise came
+            finished = came.finished or finished
+    assert finished is not None
+    if finished.state is None and not finished.snapshot:
+        if finished.reason == "timeout":
+            raise TimedOut("the request's time was over before its prompt was read")
+        raise Draining("the server is shutting down; nothing was kept")
+    return finished
+
+
+async def read_text(
+    body: Upload, runtime: Runtime, flight: Flight, query: TextQuery, priority: int
+) -> tuple[StateInfo, int, int]:
+    """The state that the text of a request's body leaves, how many tokens were read for it and how
+    many were known. It has one place among its key's requests from its beginning to its end.
+    Raises ApiError, EngineError."""
+    flight.reserve(1)
+    timeout = read_timeout(None, runtime.settings)
+    use = NO_STATES
+    if query.state is not None:
+        use = await read_use({"state": query.state}, runtime, flight, timeout, "text")
+    if runtime.tokenizer is None:
+        raise invalid("text", "cannot be read, because the model has no tokenizer.json")
+    tokenizer = runtime.tokenizer
+    pieces = text_pieces(body, tokenizer, runtime.settings.receive_timeout)
+    info: StateInfo | None = None
+    tokens = cached = 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            ids = await read_prompt(
+                piece, "text", tokenizer, runtime.info, begins=use.begins, may_be_empty=True
+            )
+            if not ids:  # white space, say, of which the tokenizer makes nothing
+                continue
+            finished = await _read_piece(runtime, flight, pack_ids(ids), use, timeout, priority)
+            assert finished.state is not None
+            if info is None:
+                flight.borrow(finished.state.id)
+            info = finished.state
+            tokens, cached = tokens + len(ids), cached + finished.cached_tokens
+            keep = Keep(id=info.id, ttl=PIECE_TTL, brief=True)
+            use = StateUse(source=info.id, begins=False, keep=keep)
+    if info is None:
+        raise invalid("text", "is empty; at least one token is needed")
+    reply = await flight.ask_state("move", id=info.id, target=query.id or "", ttl=query.ttl)
+    return reply.states[0], tokens, cached
+
+
+async def _read_piece(
+    runtime: Runtime, flight: Flight, prompt: bytes, use: StateUse, timeout: float, priority: int
+) -> Finished:
+    """Reads one piece. Each of them queues for itself, in the place that the whole has."""
+    with runtime.flight_beside(flight) as part, flight.lending(part):
+        part.submit(
+            prompt,
+            sampling=SamplingParams(max_tokens=0),
+            stream=False,
+            timeout=timeout,
+            priority=priority,
+            **{**use.fields(), "keep": use.keep or Keep(ttl=PIECE_TTL, brief=True)},
+        )
+        flight.tokens_in += part.tokens_in
+        return await read_whole(part)
+
+
+async def text_pieces(
+    body: Upload, tokenizer: Tokenizer, patience: float
+) -> AsyncGenerator[str, None]:
+    """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
+    Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds
+    (408)."""
+    pieces = Pieces(PIECE, tokenizer.last_cut)
+    try:
+        while (data := await body.next(patience)) is not None:
+            if piece := pieces.feed(data):
+                yield piece
+        if piece := pieces.finish():
+            yield piece
+    except NotUtf8 as error:
+        raise invalid("text", f"is not UTF-8: {error.reason} at byte {error.at}") from error

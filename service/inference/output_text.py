@@ -1,0 +1,381 @@
+"""Answer: one request's text as it grows, from engine updates.
+
+Each token becomes one `Piece`: its share of the text, after decoding, after stop strings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from engine.client.client import Update
+from engine.protocol.logprobs import Reports, TokenLogprobs
+from engine.protocol.messages import Finished, FinishReason
+from service.text.detokenizer import Decoder
+from service.text.stop import StopMatcher, StopStrings
+from service.text.tokenizer import Tokenizer
+
+
+class Piece(msgspec.Struct, gc=False):
+    """What one token adds to an answer; `token` is None for text without one (held-back text
+    whose end has come)."""
+
+    text: str
+    offset: int  # characters of the text before this token
+    count: int  # tokens of the answer up to this piece
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None  # on the last piece
+
+
+class Whole(NamedTuple):
+    """The pieces of an answer that came whole, with log-probabilities: as columns, since most who
+    ask for these want columns."""
+
+    tokens: list[int]
+    texts: list[str]
+    offsets: list[int]
+    reports: Reports
+
+    def pieces(self) -> list[Piece]:
+        """One by one."""
+        rows = zip(self.texts, self.offsets, self.tokens, self.reports.unpack(), strict=True)
+        return [
+            Piece(text, offset, count, token, logprobs)
+            for count, (text, offset, token, logprobs) in enumerate(rows, 1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRule:
+    """Where an answer ends that the engine is not to end by itself."""
+
+    most: int  # tokens
+    stop_ids: frozenset[int]  # tokens that end it and are no part of it
+
+
+def grouped(pieces: list[Piece], interval: int) -> list[list[Piece]]:
+    """Pieces by the event of a stream that tells them: up to `interval` in one."""
+    return [pieces[i : i + interval] for i in range(0, len(pieces), interval)]
+
+
+class _KeptPart:
+    """How many tokens stand before all that a stop string may cut off."""
+
+    __slots__ = ("_count", "_ends", "_fed", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._count = 0  # of all tokens
+        self._fed = 0  # characters that the stop strings have seen
+        # Where tokens end of which that is not known: their counts, and characters up to there.
+        self._ends: deque[tuple[int, int]] = deque()
+
+    def add(self, characters: int, passed: int, *, whole: bool) -> None:
+        """One token more, with so many characters; so many of all are `passed` for good. `whole`:
+        no character is open at its end."""
+        self._count += 1
+        self._fed += characters
+        if whole:
+            self._ends.append((self._count, self._fed))
+        while self._ends and self._ends[0][1] <= passed:
+            self.tokens, _ = self._ends.popleft()
+
+
+class Answer:
+    """What has been generated for one prompt. Without a tokenizer all text is empty."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        stop: StopStrings | None = None,
+        ends: frozenset[int] = frozenset(),
+        *,
+        before: Sequence[int] = (),
+        begins: bool = True,
+        keeps: bool = False,
+        rule: EndRule | None = None,
+    ) -> None:
+        """`ends`: tokens that end the text although the engine takes them for others. They belong
+        to the answer, have no text, and make its finish_reason "stop"; they come last, for the
+        engine is asked for one token only. `before`: the last tokens of the state that the prompt
+        is read after. `begins`: where none of these tokens has a text, one begins with the answer,
+        before which tokenizers may take a space off. With `keeps` a state is kept of what the
+        answer says, and its end waits for that; so that the state has read no more, an answer with
+        stop strings has a `rule`."""
+        self._ends = ends
+        self._ended = False  # by one of them
+        self._tokenizer = tokenizer
+        self._context = [*before, *prompt] if before else prompt
+        self._plain = tokenizer.plain_texts if tokenizer else None
+        # Made where tokens are not all plain; what follows a token that has a text by itself does
+        # not depend on what was before it.
+        self._decoder: Decoder | None = None
+        clear = self._plain is not None and prompt and self._plain[prompt[-1]]
+        if tokenizer is not None and not clear:
+            self._decoder = tokenizer.decoder(after=self._context, begins=begins)
+        self._stop = StopMatcher(stop) if stop else None
+        self._decoded = 0  # characters
+        # Where a part of the tokens may have to be kept.
+        self._kept = _KeptPart() if keeps and stop else None
+        self._rule = rule
+        self._over: FinishReason | None = None  # by the rule or a stop string
+        self._awaits_state = False  # the answer is at its end, but for what is kept of it
+        self._keeps = keeps
+        # What may have to be kept in part is counted in `take`.
+        in_part = bool(ends) or rule is not None or self._kept is not None
+        if stop is not None and stop.marks:  # special tokens mean something
+            in_part = True
+        self._takes_plain = None if in_part else self._plain
+        self.finished: Finished | None = None  # the engine's last word
+        self.prompt_tokens = len(prompt)
+        self.completion_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.scores: list[TokenLogprobs] = []  # of the prompt's tokens, where asked for
+        # Tokens of which `take_plain` knows that it takes them just now; None or empty: it looks.
+        self._known: set[int] | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string or the rule has ended the answer; the engine may not know it yet."""
+        return self._over is not None
+
+    def take(self, update: Update) -> list[Piece]:
+        """The pieces of an update. What comes after the answer's end is dropped."""
+        self._known = None
+        self.scores += update.scores
+        self.finished = update.finished or self.finished
+        if self._awaits_state:
+            return self._end_kept(update)
+        if self.finish_reason is not None:
+            return []
+        pieces = self._take_clear(update)
+        if pieces is None:
+            pieces = self._take_each(update)
+        if self._over is not None and self._keeps and update.finished is None:
+            self._awaits_state = True
+        elif self._cut:
+            self.finish_reason = pieces[-1].finish_reason = "stop"
+        elif update.finished is not None:
+            last = pieces[-1] if pieces else Piece("", self._decoded, self.completion_tokens)
+            last.text += self._end()
+            if not pieces:
+                pieces.append(last)
+            reason = "stop" if self._ended else self._over or update.finished.reason
+            self.finish_reason = last.finish_reason = reason
+        return pieces
+
+    def _take_clear(self, update: Update) -> list[Piece] | None:
+        """The pieces of tokens that end nothing and whose texts are whole in themselves; else
+        takes nothing."""
+        plain = self._takes_plain
+        if plain is None or self._stop is not None or self._holds:
+            return None
+        pieces: list[Piece] = []
+        count, decoded = self.completion_tokens, self._decoded
+        logprobs = update.logprobs or repeat(None)
+        for token, of_token in zip(update.tokens, logprobs, strict=False):
+            text = plain[token]
+            if text is None:
+                return None
+            count += 1
+            pieces.append(Piece(text, decoded, count, token, of_token))
+            decoded += len(text)
+        self.completion_tokens, self._decoded = count, decoded
+        return pieces
+
+    def _take_each(self, update: Update) -> list[Piece]:
+        """The pieces up to where the answer ends."""
+        pieces: list[Piece] = []
+        for i, token in enumerate(update.tokens):
+            if self._rule is not None and token in self._rule.stop_ids:
+                self._over = "stop"
+                break
+            logprobs = update.logprobs[i] if update.logprobs else None
+            self._ended = token in self._ends
+            text, late = ("", 0) if self._ended else self._text_of_one(token)
+            self.completion_tokens += 1
+            piece = Piece(text, self._decoded + late, self.completion_tokens, token, logprobs)
+            self._decoded += len(text)
+            pieces.append(piece)
+            if self._stop is not None:
+                piece.text = self._pass_on(token, text)
+                if self._stop.stopped:
+                    self._over = "stop"
+                    break
+            if self._rule is not None and self.completion_tokens == self._rule.most:
+                self._over = "length"
+                break
+        return pieces
+
+    def _pass_on(self, token: int, text: str) -> str:
+        """What stop strings let through once a token's text has come."""
+        assert self._stop is not None
+        if self._stop.strings.marks:
+            text += self._stop.strings.marks.get(token, "")
+        passed = self._stop.feed(text)
+        if self._kept is not None:
+            self._kept.add(len(text), self._stop.passed, whole=not self._holds)
+        return passed
+
+    @property
+    def _cut(self) -> bool:
+        """By a stop string."""
+        return self._stop is not None and self._stop.stopped
+
+    def take_whole(self, update: Update) -> Whole | None:
+        """As `take`, of an answer that comes at once, with log-probabilities, if the engine alone
+        says how it ends; else takes nothing."""
+        plain, finished, tokens = self._takes_plain, update.finished, update.tokens
+        if plain is None or finished is None or finished.reports is None or not tokens:
+            return None
+        if self._stop is not None or self.finished is not None or self.completion_tokens:
+            return None
+        self.scores += update.scores
+        self.finished, self.finish_reason = finished, finished.reason
+        self.completion_tokens = len(tokens)
+        texts: list[str] | None = None
+        late: list[int] = []
+        if not self._holds:
+            known = [plain[token] for token in tokens]
+            texts = None if None in known else cast(list[str], known)
+        if texts is None:
+            pairs = [self._text_of_one(token) for token in tokens]
+            texts, late = [text for text, _ in pairs], [late for _, late in pairs]
+        offsets = list(accumulate(map(len, texts), initial=0))
+        self._decoded = offsets.pop()
+        if any(late):
+            offsets = [offset + some for offset, some in zip(offsets, late, strict=True)]
+        texts[-1] += self._end()
+        return Whole(tokens, texts, offsets, finished.reports)
+
+    def take_plain(self, tokens: Sequence[int]) -> bool:
+        """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
+        can belong to a stop string. Else takes nothing and returns False. For requests without
+        log-probabilities, whose pieces are all that such a token's text is."""
+        known = self._known or self._find_known()
+        if known is None or not (known.issuperset(tokens) or self._are_plain(tokens)):
+            return False
+        # `_decoded`, which is there for log-probabilities, stays as it is.
+        self.completion_tokens += len(tokens)
+        return True
+
+    def _find_known(self) -> set[int] | None:
+        """`_known`, which may be empty; None where no token may be taken so, since something is
+        held back, the answer is over, or its tokens are counted one by one."""
+        plain, stop = self._takes_plain, self._stop
+        if plain is not None and self.finish_reason is None and not self._holds:
+            if stop is None:
+                self._known = plain.known
+            elif not (stop.holds or stop.stopped):
+                self._known = stop.strings.known_clear(plain)
+        return self._known
+
+    def _are_plain(self, tokens: Sequence[int]) -> bool:
+        """Looks at texts of tokens; `_known` mostly has them from then on."""
+        plain, stop = self._plain, self._stop
+        assert plain is not None
+        return plain.has_all(tokens) if stop is None else stop.strings.all_clear(tokens, plain)
+
+    def take_text(self, update: Update) -> tuple[str, list[int]]:
+        """As `take`, where nobody asks for pieces: the text and the tokens that an update adds."""
+        if self._stop is not None or self._ends or self.finish_reason is not None:
+            pieces = self.take(update)
+            tokens = [piece.token for piece in pieces if piece.token is not None]
+            return "".join([piece.text for piece in pieces]), tokens
+        self._known = None
+        self.scores += update.scores
+        self.finished = update.finished or self.finished
+        text = self._text_of(update.tokens)
+        self.completion_tokens += len(update.tokens)
+        if update.finished is not None:
+            text += self._end()
+            self.finish_reason = update.finished.reason
+        self._decoded += len(text)
+        return text, update.tokens
+
+    @property
+    def _holds(self) -> bool:
+        """A part of a character has come."""
+        return self._decoder is not None and self._decoder.holds
+
+    def _text_of_one(self, token: int) -> tuple[str, int]:
+        """The text that a token adds, and how many of its characters belong to tokens before it."""
+        held = self._holds
+        text = self._text_of((token,))
+        return text, self._decoder.late if held and self._decoder is not None else 0
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """The text that tokens add."""
+        if self._tokenizer is None:
+            return ""
+        if self._plain is not None and not self._holds:
+            text = self._plain.joined(tokens)
+            if text is not None:
+                return text
+        if self._decoder is None:
+            self._decoder = self._tokenizer.decoder()
+        return self._decoder.feed(tokens[0]) if len(tokens) == 1 else self._decoder.feed_all(tokens)
+
+    def _end_kept(self, update: Update) -> list[Piece]:
+        """The last piece of an answer that is over, once its state is kept."""
+        if update.finished is None:
+            return []
+        reason: FinishReason | None = "stop" if self._ended else self._over
+        self._awaits_state, self.finish_reason = False, reason
+        text = "" if self._cut else self._end()
+        return [Piece(text, self._decoded, self.completion_tokens, finish_reason=reason)]
+
+    def kept_tokens(self) -> int | None:
+        """How many of the answer's tokens stand in the state that is kept, where it is over: those
+        that are whole before the stop string, or all that belong to it. None where no state is
+        kept."""
+        if self._kept is None:
+            return None
+        return self._kept.tokens if self._cut else self.completion_tokens
+
+    def _end(self) -> str:
+        tail = "" if self._decoder is None else self._decoder.flush()
+        if self._stop is None:
+            return tail
+        return self._stop.feed(tail) + self._stop.flush()
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were known; None where the engine has not told it yet."""
+        return None if self.finished is None else self.finished.cached_tokens
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens read and written."""
+        return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, Any]:
+    """The `usage` object."""
+    told: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if cached_tokens is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return told
+
+
+def total_usage(answers: Sequence[Answer], draws: int = 1) -> dict[str, Any]:
+    """The `usage` object of `draws` samples of each prompt; a prompt counts once, as its first
+    sample has read it."""
+    firsts = answers[::draws]
+    return usage(
+        sum(answer.prompt_tokens for answer in firsts),
+        sum(answer.completion_tokens for answer in answers),
+        sum(answer.cached_tokens or 0 for answer in firsts),
+    )

@@ -1,0 +1,88 @@
+"""Runtime: one model with its engines, and what its requests share. A request keeps the runtime
+that it began with, also when another one has taken its place meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import Request
+
+from engine.client.interface import Backend
+from engine.protocol.messages import ModelInfo
+from service.http.scope import RUNTIME
+from service.inference.admission_control import Places
+from service.inference.inference_request import Flight
+from service.observability.metrics import Metrics
+from service.settings import Settings
+from service.text.chat_template import ChatTemplate
+from service.text.model_text import load_text
+from service.text.tokenizer import Tokenizer
+
+
+class Runtime:
+    """Made by `load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        settings: Settings,
+        metrics: Metrics,
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        chat: ChatTemplate,
+    ) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.info = info
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.model_name = settings.model_name or info.name  # what clients call the model
+        self.loaded_at = int(time.time())  # seconds since 1970
+        self.flights: set[Flight] = set()  # those that have not ended
+        self.places = Places(
+            backend, settings.max_waiting, settings.max_waiting_tokens, settings.engines
+        )
+        self._metrics = metrics
+
+    @classmethod
+    async def load(
+        cls,
+        backend: Backend,
+        settings: Settings,
+        metrics: Metrics,
+        before: Runtime | None = None,
+    ) -> Runtime:
+        """What the model of these engines needs here; of the runtime `before` what it has in common
+        with that. Raises what `EngineClient.ready` raises, and CheckpointError for a tokenizer or
+        template that cannot be used."""
+        info = await backend.ready()
+        if before is None or not before.shares(backend):
+            tokenizer, chat = await load_text(info)
+            return cls(backend, settings, metrics, info, tokenizer, chat)
+        runtime = cls(backend, settings, metrics, info, before.tokenizer, before.chat)
+        runtime.loaded_at = before.loaded_at  # the model is the same
+        return runtime
+
+    def shares(self, backend: Backend) -> bool:
+        """Whether they have an engine in common."""
+        return not set(self.backend.clients).isdisjoint(backend.clients)
+
+    def flight(self, arrived: float, owner: str, least_priority: int) -> Flight:
+        """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
+        the name of its key, which may ask for priorities from `least_priority` on."""
+        return Flight(
+            self.backend, self._metrics, self.places, self.flights, arrived, owner, least_priority
+        )
+
+    def flight_beside(self, flight: Flight) -> Flight:
+        """A further one of the same HTTP request, from now on."""
+        beside = self.flight(time.perf_counter(), flight.owner, flight.least_priority)
+        if flight.is_cut:
+            beside.cut()
+        return beside
+
+
+def get_runtime(request: Request) -> Runtime:
+    """The request's runtime, as a FastAPI dependency. Raises EngineLoading."""
+    runtime: Runtime | None = request.scope.get(RUNTIME)
+    return runtime or request.app.state.lifecycle.runtime

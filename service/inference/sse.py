@@ -1,0 +1,280 @@
+"""Answers that outlive one moment: streams of server-sent events, and work that ends when its
+client goes away.
+
+The first event decides the status: until then an error becomes an HTTP error. After it, an error
+that ends the stream is one `data: {"error": ...}` frame, and no `data: [DONE]` follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from engine.client.client import Update
+from engine.errors import EngineError, EngineUnavailable, QueueFull, ReaderBehind, StepFailed
+from service.http.connection import Connection, Writer, begin
+from service.http.errors import ApiError, forget, from_engine
+from service.http.json_response import DONE, event
+from service.http.scope import CONNECTION, ERROR_CODE, OUTCOME
+from service.inference.inference_request import Flight
+from service.observability.outcomes import outcome_of
+
+logger = logging.getLogger(__name__)
+
+# Proxies must pass events on as they come.
+HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
+
+T = TypeVar("T")
+
+
+class Voice(Protocol):
+    """What one request has to say in a stream."""
+
+    def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
+        """The events of what has come; a coroutine for what is better rendered beside the event
+        loop."""
+
+    def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
+        """Those of tokens that came alone; None, and nothing is taken, where they are not plain."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects: then raises
+    ClientGone. The request's body must have been read."""
+    connection: Connection | None = scope.get(CONNECTION)
+    task = asyncio.current_task(None if connection is None else connection.loop)
+    assert task is not None
+    left = over = False
+
+    def note() -> None:
+        nonlocal left
+        if not over:
+            left = True
+            task.cancel()
+
+    unwatch = _watch(connection, receive, note)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and not task.uncancel():  # else somebody else wants it to end as well
+            raise ClientGone from None
+        raise
+    finally:
+        over = True
+        unwatch()
+
+
+def _watch(
+    connection: Connection | None, receive: Receive, on_lost: Callable[[], None]
+) -> Callable[[], object]:
+    """Has `on_lost` called when the client leaves. Returns what ends that."""
+    if connection is not None:
+        return connection.watch(on_lost)
+
+    def note(watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled():
+            on_lost()
+
+    watcher = asyncio.create_task(_disconnect(receive))
+    watcher.add_done_callback(note)
+    return watcher.cancel
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def render_each(
+    count: int, render: Callable[[int], T], failed: Callable[[int, Exception], T]
+) -> list[T]:
+    """What `render` gives for each of a request's answers; where it raises, what `failed` makes of
+    that, so that the others are given. Raises where there is one answer alone."""
+    told: list[T] = []
+    for which in range(count):
+        try:
+            told.append(render(which))
+        except Exception as error:
+            if count == 1:
+                raise
+            logger.exception("an answer could not be rendered")
+            told.append(failed(which, error))
+    return told
+
+
+class Chunks:
+    """The events of a flight of several requests, those that came together in one chunk.
+
+    A request that fails, or whose answer cannot be rendered, gets an event of its own
+    (`render_error`) where others are served; where none is left to serve, its error ends the
+    stream. `last` is rendered before [DONE].
+    """
+
+    __slots__ = (
+        "_broken", "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_renders",
+        "_served", "_voices", "over",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        flight: Flight,
+        voices: Sequence[Voice],
+        render_error: Callable[[int, Exception], bytes],
+        last: Callable[[], bytes],
+    ) -> None:
+        """`voices`: of each of its requests."""
+        self._flight = flight
+        self._voices = voices
+        self._renders = [voice.render_tokens for voice in voices]  # for a flight's tap
+        self._render_error = render_error
+        self._last = last
+        self._failed = 0
+        self._broken: set[int] = set()  # of which nothing more is told
+        self._served = False  # some request has been
+        self._held = b""  # what is not given yet: errors that came before anything else
+        self._error: Exception | None = None  # that ends the stream, after what came before it
+        self.over = False  # the last one has been given
+
+    async def next(self) -> bytes:
+        """The next one. Raises the error that ends the stream."""
+        if self._error is not None:
+            raise self._error
+        flight, voices = self._flight, self._voices
+        while batch := await flight.next_arrivals():
+            chunk, begun = b"", self._served
+            for which, came in batch:
+                if which in self._broken:
+                    continue
+                error: Exception
+                if isinstance(came, EngineError):
+                    error = came
+                else:
+                    try:
+                        rendered = voices[which].render(came)
+                        chunk += rendered if isinstance(rendered, bytes) else await rendered
+                        self._served = True
+                        continue
+                    except Exception as raised:
+                        logger.exception("an answer could not be rendered")
+                        self._broken.add(which)
+                        self._renders[which] = _leave  # what still comes is no part of the answer
+                        flight.drop(which)
+                        error = raised
+                self._failed += 1
+                if self._failed == len(voices) or ends_all(error):
+                    if self._served and (begun or not isinstance(error, QueueFull)):
+                        self._error = error
+                        return self._held + chunk
+                    raise error
+                chunk += self._render_error(which, error)
+            self._held += chunk
+            if flight.is_over:
+                break
+            if self._served and self._held:
+                held, self._held = self._held, b""
+                return held
+        end = self._held + self._last() + DONE
+        self.over = True
+        return end
+
+    async def written(self, writing: Awaitable[None]) -> None:
+        """Awaits a write, which may wait for the client to read what was written before."""
+        self._flight.awaits_reader = True
+        try:
+            await writing
+        finally:
+            self._flight.awaits_reader = False
+
+    def write_through(self, writer: Writer) -> None:
+        """From now on plain tokens are written as they come, without being asked for here."""
+        self._flight.tap(self._renders, writer)
+
+
+def _leave(tokens: Sequence[int]) -> bytes | None:
+    """As `Voice.render_tokens`, of one that tells nothing more."""
+    return None
+
+
+class EventStream(Response):
+    """Sends chunks of server-sent events as they come; while a write waits for its reader, `chunks`
+    is not asked for more."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.raw_headers = list(HEADERS)
+        self._chunks = chunks
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        return unless_client_leaves(scope, receive, self._send_all(scope, send))
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        chunks, started = self._chunks, False
+        connection: Connection | None = scope.get(CONNECTION)
+        write = send if connection is None else connection.send
+        writer: Writer | None = None
+        try:
+            while not chunks.over:
+                chunk = await chunks.next()
+                if not started:
+                    await begin(scope, send, 200, self.raw_headers, chunk, more=not chunks.over)
+                    started = True
+                    if connection is not None and (writer := connection.writer()) is not None:
+                        chunks.write_through(writer)
+                elif writer is not None and writer.is_open():
+                    (writer.end if chunks.over else writer.write)(chunk)
+                else:
+                    await chunks.written(write(_body(chunk, more=not chunks.over)))
+        except Exception as error:
+            if not started:
+                raise
+            if not isinstance(error, EngineError):
+                logger.exception("unexpected error in a stream")
+            told = _api_error(error)
+            code = scope[ERROR_CODE] = told.body["error"]["code"]
+            scope[OUTCOME] = outcome_of(told.status_code, code)
+            await write(_body(event(told.body), more=True))
+            await write(_body(b"", more=False))
+            forget(error)
+
+
+def _body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The error object of an exception; those that are not ours are not spelled out."""
+    return _api_error(error).body
+
+
+def _api_error(error: Exception) -> ApiError:
+    if isinstance(error, EngineError):
+        return from_engine(error)
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(500, "internal error", type="server_error")
+
+
+def ends_all(error: Exception) -> bool:
+    """The error concerns the engine or the whole stream, or says that the engine does not take all
+    of what was asked (which it may find out for a part of it only, where several API processes fill
+    one queue)."""
+    if isinstance(error, QueueFull | ReaderBehind):
+        return True
+    return isinstance(error, EngineUnavailable) and not isinstance(error, StepFailed)

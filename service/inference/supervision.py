@@ -1,0 +1,34 @@
+"""The supervisor of a server's engines, as the settings want it."""
+
+from __future__ import annotations
+
+from engine.errors import CheckpointError, EngineError
+from engine.protocol.messages import ModelInfo
+from engine.supervisor.supervisor import Rules, Supervisor
+from service.observability import merge as samples
+from service.settings import Settings
+from service.text.model_text import load_text
+
+
+def make_supervisor(settings: Settings, engine: str | None = None) -> Supervisor:
+    """Not started; `engine` as of ProcessTransport. Raises ConfigError."""
+    rules = Rules(
+        restarts=settings.engine_restarts,
+        window=settings.restart_window,
+        load_timeout=settings.load_timeout,
+        hang_timeout=settings.hang_timeout,
+    )
+    return Supervisor(
+        settings.engine_config(), rules, check=_check_text, fold=samples.fold, engine=engine
+    )
+
+
+async def _check_text(info: ModelInfo) -> None:
+    """Raises CheckpointError where API processes could not make use of the model."""
+    try:
+        await load_text(info)
+    except EngineError:
+        raise
+    except Exception as error:
+        reason = f"{info.folder}: its tokenizer cannot be used: {type(error).__name__}: {error}"
+        raise CheckpointError(reason) from error

@@ -1,0 +1,357 @@
+"""Prometheus series: fed by the engine's step events and by the life of HTTP requests.
+
+Every application has a registry of its own. Gauges are read when they are scraped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from engine.errors import BY_CODE
+from engine.protocol.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
+from service.observability.histograms import Counts, Tally
+from service.observability.merge import RestartsCollector, Snapshot
+from service.observability.outcomes import OUTCOMES
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
+    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+TOKENS = tuple(4.0**power for power in range(12))  # 1 to 4,194,304
+SEQUENCES = tuple(2.0**power for power in range(13))  # 1 to 4,096
+# A small model's step takes tens of microseconds.
+STEP_SECONDS = (0.00001, 0.000025, 0.00005, *SECONDS)
+ROUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0)
+ENDPOINTS = ("generate", "score", "completions", "chat/completions", "states", "states/text")
+GENERATING = ("generate", "completions", "chat/completions")
+MISSES = ("new", "unaligned", "unheld", "short")  # why the prefix cache had nothing
+TIERS = ("device", "host", "disk")
+CUTS = ("stalled", "late_head")  # why a connection was cut
+
+
+class Metrics:
+    """The series, and what feeds them."""
+
+    def __init__(
+        self,
+        load: Callable[[], Stats],
+        restarts: Callable[[], int],
+        engines: Callable[[], Sequence[int | None]] = lambda: [],
+        count: int = 1,
+    ) -> None:
+        """What the gauges tell is asked of `load`, `restarts` and `engines`: how many requests each
+        holds, None for one that is missing. `count` engines are meant to serve."""
+        self.registry = CollectorRegistry()
+        self._tallies: list[Tally | Counts] = []  # of all histograms, and of what counts requests
+        self.first_tokens = self._histogram(
+            "time_to_first_token_seconds",
+            "From an HTTP request's arrival until its first token; "
+            "where it is not streamed, until the engine had it.",
+        )
+        self.gaps = self._histogram(
+            "inter_token_latency_seconds",
+            "Time per token after the first; one observation per delivery to a stream, "
+            "or the mean of a request that is not streamed.",
+            STEP_SECONDS,
+        )
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds",
+            "From an HTTP request's arrival until its last byte: generate, completions, chat.",
+        )
+        self._score_latency = self._histogram(
+            "score_latency_seconds",
+            "From an HTTP request's arrival until its last byte: score.",
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds",
+            "From arrival in the engine until the first step, or until the end without one.",
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step until the prompt was read."
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token until the last."
+        )
+        self._prompt_lengths = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+        )
+        self._answer_lengths = self._histogram(
+            "request_generation_tokens", "Generated tokens of a request (not of scores).", TOKENS
+        )
+        steps = Histogram(
+            "minserve_engine_step_seconds",
+            "Time of an engine step: what it spent on prompts, and on decoding.",
+            ["phase"],
+            buckets=STEP_SECONDS,
+            registry=self.registry,
+        )
+        self._prefill_step = self._tally(steps.labels("prefill"))
+        self._decode_step = self._tally(steps.labels("decode"))
+        self._release_seconds = self._histogram(
+            "disconnect_release_seconds",
+            "From a client's leaving until the engine had ended its request.",
+        )
+        self._release_rounds = self._histogram(
+            "disconnect_release_rounds",
+            "Messages of the engine from a client's leaving until its request had ended.",
+            ROUNDS,
+        )
+        self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
+        self._grammar = self._histogram(
+            "grammar_compile_seconds",
+            "Time to check a grammar or schema that was not known, waiting for a turn left out.",
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
+        self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries_tokens", "Prompt tokens looked up among the cached states."
+        )
+        self._prefix_hits = self._counter(
+            "prefix_cache_hits_tokens", "Prompt tokens that a cached state had read already."
+        )
+        self._hits = self._counter(
+            "prefix_cache_hits", "Requests that went on from a cached state."
+        )
+        self._misses = self._counter(
+            "prefix_cache_misses", "Requests for which no cached state was of use.", ("reason",)
+        )
+        self._evictions = self._counter(
+            "state_evictions", "States that had to leave a tier.", ("tier",)
+        )
+        self._store_errors = self._counter(
+            "state_store_errors",
+            "States that could not be written to the state folder, or removed from it.",
+        )
+        self._requests = self._counter(
+            "requests", "HTTP requests for the model.", ("endpoint", "outcome")
+        )
+        self._success = self._counter(
+            "request_success", "Requests that the engine ended.", ("finish_reason",)
+        )
+        self._errors = self._counter(
+            "request_errors",
+            "HTTP requests for the model that got an error, by its code.",
+            ("code",),
+        )
+        self._cuts = self._counter(
+            "connections_cut", "Connections cut since nothing moved on them.", ("reason",)
+        )
+        self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
+        self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
+        self._http_counts = self._counts(self._http)
+        self._request_counts = self._counts(self._requests)
+        self._success_counts = self._counts(self._success)
+        self._gauges(load)
+        self._engine_gauges(engines, count)
+        self._begin()
+        self.registry.register(RestartsCollector(restarts))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Tally:
+        return self._tally(
+            Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
+        )
+
+    def _tally(self, histogram: Histogram) -> Tally:
+        tally = Tally(histogram)
+        self._tallies.append(tally)
+        return tally
+
+    def _counts(self, counter: Counter) -> Counts:
+        counts = Counts(counter)
+        self._tallies.append(counts)
+        return counts
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"minserve_{name}", text, labels, registry=self.registry)
+
+    def _gauges(self, load: Callable[[], Stats]) -> None:
+        for name, text, field in (
+            ("requests_running", "Sequences that hold a slot.", "running"),
+            ("requests_waiting", "Requests that wait for a slot.", "waiting"),
+            (
+                "waiting_prompt_tokens",
+                "Prompt tokens of the requests that wait for a slot.",
+                "waiting_tokens",
+            ),
+            ("state_slots_used", "State slots in use.", "slots_used"),
+            ("state_slots_total", "State slots.", "slots_total"),
+            ("states", "States kept under an id.", "states"),
+        ):
+            gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
+            gauge.set_function(partial(_stat, load, field))
+        self._most_waiting = Gauge(
+            "minserve_requests_waiting_limit",
+            "Requests that may wait.",
+            registry=self.registry,
+        )
+        self._most_waiting_tokens = Gauge(
+            "minserve_waiting_prompt_tokens_limit",
+            "Prompt tokens that may wait.",
+            registry=self.registry,
+        )
+        state = Gauge(
+            "minserve_state_bytes", "Bytes of states, by tier.", ["tier"], registry=self.registry
+        )
+        fields = ("state_bytes", "host_state_bytes", "disk_state_bytes")
+        for tier, field in zip(TIERS, fields, strict=True):
+            state.labels(tier=tier).set_function(partial(_stat, load, field))
+
+    def _engine_gauges(self, engines: Callable[[], Sequence[int | None]], count: int) -> None:
+        Gauge("minserve_engines", "Engines that are meant to serve.", registry=self.registry).set(
+            count
+        )
+        Gauge(
+            "minserve_engines_serving", "Engines that requests go to.", registry=self.registry
+        ).set_function(lambda: sum(held is not None for held in engines()))
+        gauge = Gauge(
+            "minserve_engine_requests",
+            "Requests that run or wait in an engine.",
+            ["engine"],
+            registry=self.registry,
+        )
+        for rank in range(count):
+            gauge.labels(engine=str(rank)).set_function(partial(_held, engines, rank))
+
+    def _begin(self) -> None:
+        """Labels that are known from the start count from zero, so that rates see the first."""
+        for endpoint in ENDPOINTS:
+            for outcome in OUTCOMES:
+                self._requests.labels(endpoint=endpoint, outcome=outcome)
+        for reason in get_args(FinishReason):
+            self._success.labels(finish_reason=reason)
+        for code in BY_CODE:
+            self._errors.labels(code=code)
+        for reason in CUTS:
+            self._cuts.labels(reason=reason)
+        for reason in MISSES:
+            self._misses.labels(reason=reason)
+        for tier in TIERS:
+            self._evictions.labels(tier=tier)
+
+    def set_limits(self, requests: int, prompt_tokens: int) -> None:
+        """What the queues of all engines hold at most."""
+        self._most_waiting.set(requests)
+        self._most_waiting_tokens.set(prompt_tokens)
+
+    def model_loaded(self, name: str, info: ModelInfo) -> None:
+        """Fills the info metric."""
+        self._model.info(
+            {
+                "name": name,
+                "fingerprint": info.fingerprint,
+                "cell": info.cell,
+                "dtype": info.dtype,
+                "quantization": info.quantization or "none",
+                "deterministic": str(info.deterministic).lower(),
+                "device": info.device,
+                "device_name": info.device_name,
+            }
+        )
+
+    def on_step(self, events: StepEvents) -> None:
+        """One engine step."""
+        stats = events.stats
+        if stats.batch_size:
+            self._batch.observe(stats.batch_size)
+        if stats.prefill_tokens:
+            self._prefill_step.observe(stats.prefill_seconds)
+            self._prompt_tokens.inc(stats.prefill_tokens)
+        if stats.decode_steps:
+            self._decode_step.observe_times(stats.decode_seconds, stats.decode_steps)
+        if stats.decode_tokens:  # a prompt's step draws the answer's first one
+            self._answer_tokens.inc(stats.decode_tokens)
+        if stats.prefix_queries_tokens:
+            self._prefix_queries.inc(stats.prefix_queries_tokens)
+            self._prefix_hits.inc(stats.prefix_hits_tokens)
+        if stats.prefix_hits:
+            self._hits.inc(stats.prefix_hits)
+        for reason, misses in stats.prefix_misses.items():
+            self._misses.labels(reason=reason).inc(misses)
+        for tier, evicted in stats.evictions.items():
+            self._evictions.labels(tier=tier).inc(evicted)
+        if stats.store_errors:
+            self._store_errors.inc(stats.store_errors)
+        for finished in events.finished:
+            self._finished(finished)
+
+    def _finished(self, finished: Finished) -> None:
+        timing = finished.timing
+        self._success_counts.of(finished.reason).value += 1
+        self._prompt_lengths.observe(finished.prompt_tokens)
+        if finished.completion_tokens or finished.reason != "length":  # not a score
+            self._answer_lengths.observe(finished.completion_tokens)
+        self._queue.observe(timing.queue)
+        if timing.prefill is not None:
+            self._prefill.observe(timing.prefill)
+        if timing.decode is not None:
+            self._decode.observe(timing.decode)
+
+    def grammar_checked(self, seconds: float) -> None:
+        """A grammar that was not known was compiled, well or not."""
+        self._grammar.observe(seconds)
+
+    def gathered(self, finished: Finished, before: float) -> None:
+        """A request whose tokens the engine gathered, `before` seconds after whose arrival the
+        engine had it: nothing else tells of its first token."""
+        timing = finished.timing
+        if timing.prefill is None or timing.decode is None:
+            return
+        self.first_tokens.observe(before + timing.queue + timing.prefill)
+        if finished.completion_tokens > 1:
+            self.gaps.observe(timing.decode / (finished.completion_tokens - 1))
+
+    def released(self, since: float, rounds: int) -> None:
+        """The engine has ended a request whose client left at `since`, by time.perf_counter, and
+        has sent so many messages meanwhile."""
+        self._release_seconds.observe(time.perf_counter() - since)
+        self._release_rounds.observe(rounds)
+
+    def connection_cut(self, reason: str) -> None:
+        """A connection was cut for one of CUTS."""
+        self._cuts.labels(reason=reason).inc()
+
+    def http_request(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        outcome: str | None,
+        seconds: float,
+        error: str | None = None,
+    ) -> None:
+        """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
+        for what is no work for the model, `error` the code of the error that answered it."""
+        self._http_counts.of(method, path, str(status)).value += 1
+        if outcome is None:
+            return
+        endpoint = path.removeprefix("/v1/")  # "chat/completions" is none of "completions"
+        self._request_counts.of(endpoint, outcome).value += 1
+        if error is not None:
+            self._errors.labels(code=error).inc()
+        if outcome == "ok" and endpoint == "score":
+            self._score_latency.observe(seconds)
+        if outcome == "ok" and endpoint in GENERATING:
+            self._end_to_end.observe(seconds)
+
+    def snapshot(self) -> Snapshot:
+        """All series as they are just now."""
+        for tally in self._tallies:
+            tally.flush()
+        return Snapshot(self.registry)
+
+
+def _held(engines: Callable[[], Sequence[int | None]], rank: int) -> float:
+    held = engines()  # none before a model is loaded
+    return (held[rank] or 0) if held else 0
+
+
+def _stat(load: Callable[[], Stats], field: str) -> float:
+    value: int = getattr(load(), field)
+    return value

@@ -1,0 +1,294 @@
+"""Admission: what is decided before a request costs anything.
+
+Refusals (loading, draining, queue full) come before the body is read; then the body must be JSON
+to the letter. From its arrival on a request is a flight, which a drain waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter, signature
+from typing import Any, TypeVar, get_type_hints
+
+import pydantic_core
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope, Send
+
+from service.http.connection import Connection
+from service.http.errors import ApiError, from_validation
+from service.http.scope import (
+    ARRIVED,
+    CONNECTION,
+    FLIGHT,
+    KEY_NAME,
+    LEAST_PRIORITY,
+    RUNTIME,
+    TRACE,
+    header,
+)
+from service.inference.inference_request import Flight
+from service.inference.inputs.grammar_check import get_grammars
+from service.inference.lifecycle import get_lifecycle
+from service.inference.runtime import Runtime, get_runtime
+from service.inference.sse import ClientGone, unless_client_leaves
+
+Model = TypeVar("Model", bound=BaseModel)
+
+LARGE = 2**16  # bytes of a body that it takes a while to make something of
+
+
+class StrictRequest(Request):
+    """A request whose JSON must be JSON: valid UTF-8, and no NaN or Infinity."""
+
+    def check_encoding(self) -> None:
+        """Raises ApiError 415 where the body is compressed, or encoded otherwise."""
+        given = header(self.scope, b"content-encoding")
+        if given is not None and given.strip().lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"content-encoding: {given} is not supported; allowed: the body as it is, "
+                "without this header",
+                code="unsupported_content_encoding",
+                headers={"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
+            )
+
+    def check_type(self, types: BodyTypes) -> None:
+        """Raises ApiError 415 for a body of a type that the endpoint does not read."""
+        given = header(self.scope, b"content-type")
+        if given is None:
+            return
+        kind = given.partition(";")[0].strip().lower()
+        if kind and not types.takes(kind):
+            raise _unsupported_type(
+                f"content-type: {kind} is not supported; allowed: {types.allowed}"
+            )
+        charset = CHARSET.search(given) if types.is_text else None
+        if charset is not None and charset[1].lower() not in UTF_8:
+            raise _unsupported_type(
+                f"content-type: charset {charset[1]} is not supported; allowed: utf-8"
+            )
+
+    async def read_body(self, seconds: float) -> None:
+        """Reads the body, which is kept. Raises ClientGone, and ApiError 408 where it has not come
+        in that time."""
+        connection: Connection | None = self.scope.get(CONNECTION)
+        if connection is not None and connection.has_body:
+            self._body = await self._read()
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                self._body = await self._read()
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"the body did not come within {seconds:g} s (receive_timeout)",
+                code="body_too_slow",
+                headers={"Connection": "close"},
+            ) from error
+
+    async def _read(self) -> bytes:
+        parts: list[bytes] = []
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body: bytes = message.get("body", b"")
+            if not message.get("more_body", False):
+                return b"".join([*parts, body]) if parts else body
+            parts.append(body)
+
+    def validated(self, model: type[Model]) -> Model:
+        """The body, which has been read, as `model`. Raises ApiError 400."""
+        body = self._body
+        # Without a content-type it is taken for JSON.
+        data = _parsed(body) if body and self._is_json() else body or None
+        try:
+            found: Model = model.__pydantic_validator__.validate_python(data)
+            return found
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False)) from error
+
+    def queried(self, model: type[Model]) -> Model:
+        """The query string as `model`. Raises ApiError 400."""
+        try:
+            return model.model_validate_strings(dict(self.query_params))
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False)) from error
+
+    def _is_json(self) -> bool:
+        kind = (header(self.scope, b"content-type") or "application/json").partition(";")[0]
+        return _is_json(kind.strip().lower())
+
+
+def _is_json(kind: str) -> bool:
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+# Texts are UTF-8, of which ASCII is a part; names by which clients know it.
+UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
+CHARSET = re.compile(r""";\s*charset\s*=\s*["']?([^;"'\s]+)""", re.IGNORECASE)
+CURLS = "application/x-www-form-urlencoded"  # as curl sends any body, unless it is told what it is
+
+
+@dataclass(frozen=True)
+class BodyTypes:
+    """The types of bodies that an endpoint reads, besides those without one."""
+
+    allowed: str  # as clients are told
+    takes: Callable[[str], bool]  # by the type in lower case, without parameters
+    is_text: bool = False  # a charset matters
+
+
+# What else is not JSON is told when it has been read: a form may have no more than the wrong type.
+JSON = BodyTypes("application/json", lambda kind: not kind.startswith("multipart/"))
+BYTES = BodyTypes(
+    "application/octet-stream or no content-type, and the bytes themselves as the body",
+    lambda kind: not kind.startswith(("multipart/", "text/")) and not _is_json(kind),
+)
+TEXT = BodyTypes(
+    "text/plain (or another text/*), application/octet-stream or no content-type, and the text "
+    "itself in UTF-8 as the body",
+    lambda kind: kind.startswith("text/") or kind in ("application/octet-stream", CURLS),
+    is_text=True,
+)
+
+
+def _unsupported_type(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_content_type")
+
+
+def _parsed(body: bytes) -> Any:
+    """What JSON says. Raises ApiError 400."""
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def get_flight(request: Request) -> Flight:
+    """The request's flight, as a FastAPI dependency."""
+    flight: Flight = request.scope[FLIGHT]
+    return flight
+
+
+# What endpoints of the routes below may ask for beside their body and query.
+ARGUMENTS: dict[str, Callable[[Request], Any]] = {
+    "id": lambda request: request.path_params["id"],
+    "request": lambda request: request,
+    "runtime": get_runtime,
+    "flight": get_flight,
+    "check": get_grammars,
+}
+
+
+class ReadyRoute(APIRoute):
+    """A route of a ready server, whose requests must be JSON to the letter.
+
+    FastAPI routes to it and describes it. The endpoint's arguments are filled in here: its `body`
+    (JSON; where it has a default nothing may be sent) and its `query` by one validation each, its
+    `content`, which is a body of bytes, and what else it may ask for by name. FastAPI's own way, by
+    any number of dependencies, takes longer than all the rest of a request.
+    """
+
+    ends_early = False  # where the client leaves, in whatever is done for it
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint = self.endpoint
+        parameters, hints = signature(endpoint).parameters, get_type_hints(endpoint)
+        names = set(parameters) - {"body", "query", "content"}
+        model: type[BaseModel] | None = hints.get("body")
+        query: type[BaseModel] | None = hints.get("query")
+        optional = model is not None and parameters["body"].default is not Parameter.empty
+        unknown = names - ARGUMENTS.keys()
+        assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
+        takes_body = "POST" in (self.methods or ())
+        types = JSON if model is not None else BYTES if "content" in parameters else None
+        providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
+
+        async def admitted(request: Request) -> Response:
+            get_lifecycle(request).check_ready()
+            runtime = get_runtime(request)
+            self.check_room(request)
+            strict = request
+            if not isinstance(strict, StrictRequest):
+                strict = StrictRequest(request.scope, request.receive)
+            if takes_body:
+                strict.check_encoding()
+            if types is not None:
+                strict.check_type(types)
+            given: dict[str, Any] = {}
+            if query is not None:
+                given["query"] = strict.queried(query)
+            if model is not None or "content" in parameters:
+                await strict.read_body(runtime.settings.receive_timeout)
+            if model is not None and not (optional and not await strict.body()):
+                given["body"] = strict.validated(model)
+            if "content" in parameters:
+                given["content"] = await strict.body()
+            for name, provide in providers:
+                given[name] = provide(strict)
+            work: Coroutine[Any, Any, Response] = endpoint(**given)
+            if self.ends_early and len(getattr(strict, "_body", b"")) > LARGE:
+                # From here on: to tokenise it takes seconds.
+                return await unless_client_leaves(strict.scope, strict.receive, work)
+            return await work
+
+        return admitted
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.entered(scope):
+            await super().handle(scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `handle`, for a request that has this route's method, without FastAPI."""
+        with self.entered(scope):
+            response = await self._admitted(StrictRequest(scope, receive))
+            await response(scope, receive, send)
+
+    @cached_property
+    def _admitted(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.get_route_handler()
+
+    def entered(self, scope: Scope) -> AbstractContextManager[object]:
+        """What lasts as long as the request is here."""
+        # What is asked now is answered by this model, whatever takes its place meanwhile.
+        scope[RUNTIME] = scope["app"].state.lifecycle.current
+        return nullcontext()
+
+    def check_room(self, request: Request) -> None:
+        """Raises the error that says why no more can be taken."""
+
+
+class FlightRoute(ReadyRoute):
+    """A route whose requests ask the engine for something: flights, until the answer's last
+    byte."""
+
+    ends_early = True
+
+    def entered(self, scope: Scope) -> AbstractContextManager[object]:
+        within = super().entered(scope)
+        runtime: Runtime | None = scope[RUNTIME]
+        if runtime is None:  # which is going to be refused
+            return within
+        owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
+        flight = scope[FLIGHT] = runtime.flight(scope[ARRIVED], owner, least_priority)
+        flight.trace = scope.get(TRACE)
+        if flight.trace is not None:
+            flight.trace.model = runtime.model_name
+        return flight
+
+
+class InferenceRoute(FlightRoute):
+    """A route whose requests are work for the model, which has a queue."""
+
+    def check_room(self, request: Request) -> None:
+        get_flight(request).check_room()

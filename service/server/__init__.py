@@ -1,0 +1,1 @@
+"""Sockets, processes, start and exit."""

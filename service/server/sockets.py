@@ -1,0 +1,60 @@
+"""Listening sockets: one for each API process, all on one port, or at one path (a unix socket).
+
+The kernel spreads connections over them evenly (SO_REUSEPORT), where one socket that all accept
+from would give a burst to whoever wakes first. The process that starts the others makes the sockets
+and keeps them open: connections that wait for a process that has died are there for the next one.
+A path has one socket, which all share: who is free takes the next connection.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from service.server.unix_socket import UnixListener
+from service.settings import Settings
+
+BACKLOG = 2048
+
+
+@contextmanager
+def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    """A listening socket for each API process; a path is removed at the end. Raises OSError: what
+    is asked for is in use, or not ours."""
+    count = settings.api_workers
+    with ExitStack() as stack:
+        if settings.uds is None:
+            listeners = listen(settings.host, settings.port, count)
+        else:
+            listener = UnixListener(settings.uds, BACKLOG)
+            stack.callback(listener.close)
+            listeners = [listener.socket, *(listener.socket.dup() for _ in range(count - 1))]
+        for each in listeners:
+            stack.enter_context(each)
+        yield listeners
+
+
+def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
+    """So many listening sockets. Raises OSError: the port is in use, the host is not ours."""
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    # Alone, it finds out whether anybody else is there, who might allow sharing too.
+    first = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    if count == 1:
+        return [first]
+    address = first.getsockname()
+    first.close()
+    return [
+        socket.create_server(address[:2], family=family, backlog=BACKLOG, reuse_port=True)
+        for _ in range(count)
+    ]
+
+
+def address_of(listener: socket.socket, tls: bool) -> str:
+    """Its URL, or unix: and its path."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,1 @@
+"""The commands that compute by themselves, and what they print."""

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, detokenizer, stop strings, chat templates."""

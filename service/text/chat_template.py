@@ -1,0 +1,374 @@
+"""Chat templates: a conversation becomes the one text that the model was trained to continue.
+
+A checkpoint brings its template, in Jinja, as `chat_template.jinja`, in `tokenizer_config.json` or
+in `chat_template.json`. It is a program by strangers, so it runs in Jinja's sandbox, where it finds
+what transformers offers. What clients write stays text: special tokens that they spell out are not
+taken for the template's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from engine.errors import InvalidRequest
+from service.text.client_text import ClientText, Knife, escaped, texts_in, unused_marks
+from service.text.content_format import ContentFormat, content_format
+from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+NO_TOKENIZER = "the model has no tokenizer.json, so it cannot read messages"
+NO_TEMPLATE = (
+    "the model's tokenizer brings no chat template (a file chat_template.jinja, or chat_template "
+    "in tokenizer_config.json or chat_template.json), so it cannot read messages; use "
+    "/v1/completions"
+)
+NO_MARKS = "messages may not hold special tokens and U+FDD0 to U+FDEF"
+
+# What requests may not set for a template, beside the special tokens that it knows by name.
+RESERVED = frozenset(
+    (
+        "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+        "chat_template", "tokenize", "raise_exception", "strftime_now", "range", "dict",
+        "namespace", "lipsum", "cycler", "joiner", "bos_token", "eos_token", "unk_token",
+        "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens",
+    )
+)  # fmt: skip
+
+# role, content (a text, a list of text parts, or None), and perhaps name
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of the template, beside its messages.
+
+    add_generation_prompt: the text ends where an answer begins.
+    continue_final_message: it ends with the last message's content, to go on with. Not with
+      add_generation_prompt.
+    variables: further names that the template may know, none of them `ChatTemplate.reserved`.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAINLY = Asked()
+
+
+class ChatTemplate:
+    """A model's chat template, or the reason why it has none."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        source: str | None = None,
+        names: Mapping[str, Any] | None = None,
+        refusal: str = NO_TEMPLATE,
+    ) -> None:
+        """`names`: special tokens by the names that the template knows them by (bos_token). Raises
+        TemplateError, and whatever else Jinja makes of a `source` that is no template."""
+        self._tokenizer = tokenizer
+        self._names = dict(names or {})
+        self._refusal = NO_TOKENIZER if tokenizer is None else refusal
+        self._knife = Knife(list(tokenizer.special_ids) if tokenizer else [])
+        self._source = source or ""
+        self._template: Template | None = None
+        self._format = ContentFormat.TEXT
+        if source is not None:
+            jinja = environment()
+            self._template = jinja.from_string(source)
+            self._format = content_format(jinja.parse(source))
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
+        """Reads what lies in the folder. A template that cannot be used is a reason to refuse
+        conversations (it is logged), not to refuse everything."""
+        try:
+            config = _object(folder / "tokenizer_config.json")
+            source = _source(folder, config)
+            if source is None:
+                return cls(tokenizer)
+            names = _names(config, _object(folder / "special_tokens_map.json"))
+            return cls(tokenizer, source, names)
+        except Exception as error:  # Jinja leaves those of Python's compiler as they are
+            refusal = f"the model's chat template cannot be used: {_tellable(error)}"
+            logger.warning("%s; /v1/chat/completions will refuse", refusal)
+            return cls(tokenizer, refusal=refusal)
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a turn, as the tokenizer's configuration names it."""
+        name = self._names.get("eos_token")
+        return self._tokenizer.id_of(name) if self._tokenizer and name else None
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Names that requests may not set."""
+        return RESERVED.union(self._names)
+
+    async def encode(self, messages: Sequence[Message], asked: Asked = PLAINLY) -> array[int]:
+        """The token ids of a conversation, up to where the model's answer begins; on a thread
+        where it is long. Raises InvalidRequest."""
+        size = 0
+        for text in texts_in([*messages, asked.variables]):
+            size += len(text) + 1  # parts without text take time too
+            if size > THREAD_CHARACTERS:
+                return await asyncio.to_thread(self._encode, messages, asked)
+        return self._encode(messages, asked)
+
+    def _encode(self, messages: Sequence[Message], asked: Asked) -> array[int]:
+        text, mark = self.render(messages, asked)
+        assert self._tokenizer is not None
+        return self._tokenizer.encode_template(text, mark)
+
+    def render(self, messages: Sequence[Message], asked: Asked = PLAINLY) -> tuple[str, str]:
+        """The template's text, and the mark that stands in it wherever a special token that a
+        client spelled out is cut ("" for none). Raises InvalidRequest."""
+        if self._tokenizer is None or self._template is None:
+            raise InvalidRequest(self._refusal)
+        marks = self._marks(messages, asked)
+        mark, end = marks[0], marks[1] if asked.continue_final_message else ""
+        knife = self._knife.with_mark(mark)
+        try:
+            shaped = [self._shaped(message, knife) for message in messages]
+            if end and messages[-1]["content"] is None:
+                raise InvalidRequest("continue_final_message: the last message has no content")
+            if end and "content" not in self._source:
+                raise InvalidRequest(
+                    "continue_final_message: the model's chat template does not name the messages' "
+                    "content, so where the last one's ends is not known"
+                )
+            last = _ending(shaped[-1], end, knife) if end else ""
+            text = self._template.render(
+                {
+                    **{name: knife.cut_all(value) for name, value in asked.variables.items()},
+                    **self._names,
+                    "messages": shaped,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": asked.add_generation_prompt,
+                }
+            )
+        except InvalidRequest:
+            raise
+        except Exception as error:  # a template may do anything with what it is given
+            told = _tellable(error)
+            for one in filter(None, (mark, end)):
+                told = told.replace(one, "")
+            raise InvalidRequest(
+                f"the model's chat template does not take these messages: {told}"
+            ) from error
+        for one in filter(None, (mark, end)):
+            text = text.replace(escaped(one), one)
+        return (_cut_behind(text, last, end) if end else text), mark
+
+    def _marks(self, messages: Sequence[Message], asked: Asked) -> list[str]:
+        """A mark that is free, and a second one for a message that goes on; "" where none is free
+        and none needed. Raises InvalidRequest."""
+        needed = 2 if asked.continue_final_message else 1
+        given = list(texts_in([*messages, asked.variables]))
+        marks = unused_marks([*given, self._source], needed)
+        if len(marks) == needed:
+            return marks
+        if asked.continue_final_message or any(map(self._knife.finds, given)):
+            raise InvalidRequest(NO_MARKS)
+        return [""]
+
+    def _shaped(self, message: Message, knife: Knife) -> dict[str, Any]:
+        """A message as the template takes it."""
+        content = message["content"]
+        if self._format is ContentFormat.TEXT and isinstance(content, list):
+            content = "\n".join([part["text"] for part in content])
+        if self._format is ContentFormat.PARTS and not isinstance(content, list):
+            content = [] if content is None else [{"type": "text", "text": content}]
+        if content is None:
+            content = ""
+        if isinstance(content, list):
+            content = [{"type": "text", "text": knife.cut_all(part["text"])} for part in content]
+            return {**{key: knife.cut_all(message[key]) for key in message}, "content": content}
+        return {
+            key: knife.cut_all(content if key == "content" else message[key]) for key in message
+        }
+
+
+def _tellable(error: Exception) -> str:
+    """What an error says, in characters that UTF-8 can hold."""
+    return str(error).encode(errors="backslashreplace").decode()
+
+
+def _ending(message: dict[str, Any], end: str, knife: Knife) -> str:
+    """Puts `end` behind the content of the message that is to go on, and a space, which shows
+    whether the template keeps the space there; the content without them. Raises InvalidRequest."""
+    content = message["content"]
+    if isinstance(content, list):
+        if not content:
+            raise InvalidRequest("continue_final_message: the last message has no text to continue")
+        content[-1], text = dict(content[-1]), content[-1]["text"]
+        content[-1]["text"] = ClientText(f"{text}{end} ", knife)
+        return str(text)
+    message["content"] = ClientText(f"{content}{end} ", knife)
+    return str(content)
+
+
+def _cut_behind(text: str, last: str, end: str) -> str:
+    """The text up to where the last message's content ends. Raises InvalidRequest."""
+    at = text.rfind(end)
+    if at < 0 or last.strip() not in text:
+        raise InvalidRequest(
+            "continue_final_message: the last message's content does not stand in what the model's "
+            "chat template makes of it"
+        )
+    kept = text[:at]
+    if not text.startswith(f"{end} ", at):  # the template strips spaces there
+        kept = kept.rstrip()
+    return kept.replace(f"{end} ", "").replace(end, "")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A file's JSON object, an empty one without the file."""
+    if not path.exists():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return config
+
+
+def _source(folder: Path, config: dict[str, Any]) -> str | None:
+    """The template's text, None for none. Of several named ones, the one named "default"."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    name, source = "tokenizer_config.json", config.get("chat_template")
+    if source is None:
+        name = "chat_template.json"
+        source = _object(folder / name).get("chat_template")
+    if isinstance(source, list):
+        source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+    if isinstance(source, dict):
+        source = source.get("default")
+    if source is not None and not isinstance(source, str):
+        raise ValueError(f"chat_template in {name} is no text")
+    return source
+
+
+def _names(config: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens by the names that templates know them by. `saved` is special_tokens_map.json,
+    which goes first in folders of older versions of transformers: tokenizer_config.json lists no
+    added tokens there."""
+    both = {**saved, **config} if "added_tokens_decoder" in config else {**config, **saved}
+    entries = {key: value for key, value in both.items() if key.endswith("_token")}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(both.get(key), dict):
+            entries |= both[key]
+    names: dict[str, Any] = {
+        key: name for key, value in entries.items() if (name := _name(value)) is not None
+    }
+    more = both.get("additional_special_tokens")
+    if isinstance(more, list):
+        found = map(_name, more)
+        names["additional_special_tokens"] = [name for name in found if name is not None]
+    return names
+
+
+def _name(value: Any) -> str | None:
+    """A special token of tokenizer_config.json: a string, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates expect to find, as transformers offers it."""
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    jinja.filters["tojson"] = _to_json
+    jinja.globals["raise_exception"] = _raise
+    jinja.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    jinja.globals["dict"] = _Dict()
+    jinja.globals["namespace"] = _Namespace
+    return jinja
+
+
+class _Generation(Extension):
+    """{% generation %} stands around what a model learns to write, for training; here it does
+    nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # As for transformers, what is set inside is not known outside.
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Any) -> Any:
+        return caller()
+
+
+class _Dict:
+    """dict, without what else a class brings."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Jinja's, without names that begin with an underscore."""
+
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        given = dict(*args, **values)
+        for name in given:
+            _check_attribute(name)
+        super().__init__(given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace may have no attribute {name!r}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes what HTML cannot hold, and has none of these arguments."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,0 +1,403 @@
+"""Tokenizer: text to token ids, and back.
+
+A wrapper of the `tokenizers` library, for whatever it can load. Two fast paths give what the
+library gives (tests compare): a byte-level vocabulary decodes through a table of each token's
+bytes, and one without merges encodes as the UTF-8 bytes themselves, in a fraction of the library's
+time and memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.errors import CheckpointError, InvalidRequest
+from engine.model_files import has_file, unreadable
+from engine.tokenizer_layout import hide_special_names, mid_sentence
+from service.text.cuts import places
+from service.text.detokenizer import (
+    PRIMING_TOKENS,
+    ByteDecoder,
+    Decoder,
+    LibraryDecoder,
+    Vocabulary,
+)
+from service.text.token_texts import Names, PlainTexts
+
+# Longer texts are encoded on a thread, so that the event loop keeps turning.
+THREAD_CHARACTERS = 32_768
+# Characters on each side of a place that decide whether a text may be cut there.
+CUT_CHARACTERS = 256
+MOST_TEXTS = 4096  # that are tried as an example
+
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json.
+
+    A text that spells a special token out is text, unless it is said to be more: only an id ends a
+    text.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        layout = json.loads(library.to_str())
+        layout["truncation"] = layout["padding"] = None
+        self._hidden = hide_special_names(layout)
+        self._library = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        on_going = mid_sentence(layout)
+        self._mid_library = (
+            self._library
+            if on_going is None
+            else tokenizers.Tokenizer.from_str(json.dumps(on_going))
+        )
+        self.vocab_size = library.get_vocab_size()
+        added = library.get_added_tokens_decoder()
+        self._special = {id for id, token in added.items() if token.special}
+        self._special_names = {id: added[id].content for id in self._special}
+        self.special_ids = {name: id for id, name in self._special_names.items()}
+        # Of two that begin alike the longer one is meant.
+        names = sorted(self.special_ids, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, names))) if names else None
+        # Those that a text is split at, as far as it can hold them.
+        others = map(_added_token, layout["added_tokens"])
+        self._added = re.compile("|".join(others)) if layout["added_tokens"] else None
+        self._bytes = self._byte_table(layout)
+        self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
+        self._begin, self._end = self._marks()
+        # A text that begins has other tokens than one that goes on.
+        self.marks_beginnings = bool(self._begin) or on_going is not None
+        self.names = Names(self.bytes_of)
+        # None where a token's text depends on its neighbours.
+        self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
+        self._vocabulary = self._read_vocabulary(layout) if self._bytes is None else None
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
+        """Reads tokenizer.json; None without one. Raises CheckpointError for one that cannot be
+        read, is broken or has more tokens than the model's `vocab_size`."""
+        path = folder / "tokenizer.json"
+        if not has_file(path):
+            return None
+        try:
+            tokenizer = cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
+        largest = max(tokenizer._library.get_vocab().values(), default=0)
+        if largest >= vocab_size:
+            raise CheckpointError(
+                f"{path}: has token id {largest}, but the model's vocabulary ends at "
+                f"{vocab_size - 1}"
+            )
+        return tokenizer
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a text, such as a beginning-of-text token."""
+        return self._begin
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """What it puts behind one."""
+        return self._end
+
+    def encode(
+        self,
+        text: str,
+        *,
+        begins: bool = True,
+        ends: bool = False,
+        marks: bool = True,
+        parse_special: bool = False,
+    ) -> array[int]:
+        """The text's token ids.
+
+        `begins`: it is the beginning of a text, before which some tokenizers put a space; else it
+        goes on in mid-sentence. `ends`: nothing follows it. With `marks` the ids that stand at a
+        text's beginning and end are put there. With `parse_special` special tokens that the text
+        spells out are these tokens, and the mark of its beginning is not put there twice.
+        Raises InvalidRequest for text that UTF-8 cannot hold or the vocabulary has no tokens for.
+        """
+        data = _check_unicode(text)
+        if self._byte_ids is not None and not (parse_special and self._spelled):
+            return array("i", map(self._byte_ids.__getitem__, data))
+        if parse_special and self._spelled:
+            text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
+        ids = self._ids(text) if begins else self._ids_in_mid_sentence(text)
+        if (
+            marks
+            and begins
+            and not (parse_special and tuple(ids[: len(self._begin)]) == self._begin)
+        ):
+            ids = array("i", self._begin) + ids
+        if marks and ends:
+            ids.extend(self._end)
+        return ids
+
+    def encode_template(self, text: str, mark: str = "") -> array[int]:
+        """The token ids of what a chat template has written: its special tokens are meant as such,
+        but for those that `mark`, a character of no other use, cuts in two. Nothing is put around
+        it. Raises as `encode`."""
+        _check_unicode(text)
+        if self._spelled:
+            text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
+        if mark:
+            text = text.replace(mark, "")
+        return self._ids(text)
+
+    def _ids(self, text: str) -> array[int]:
+        return _ids(self._library, text)
+
+    def _ids_in_mid_sentence(self, text: str) -> array[int]:
+        """The rules for a text's beginning are left out up to the first added token, behind which
+        some tokenizers let a text begin anew."""
+        if self._mid_library is self._library:
+            return self._ids(text)
+        found = self._added.search(text) if self._added else None
+        goes_on = text if found is None else text[: found.start()]
+        ids = _ids(self._mid_library, goes_on)
+        return ids if found is None else ids + self._ids(text[found.start() :])
+
+    async def encode_async(
+        self,
+        text: str,
+        *,
+        begins: bool = True,
+        ends: bool = False,
+        marks: bool = True,
+        parse_special: bool = False,
+    ) -> array[int]:
+        """`encode`, beside the event loop where the text is long."""
+        if len(text) <= THREAD_CHARACTERS:
+            return self.encode(
+                text, begins=begins, ends=ends, marks=marks, parse_special=parse_special
+            )
+        return await asyncio.to_thread(
+            self.encode, text, begins=begins, ends=ends, marks=marks, parse_special=parse_special
+        )
+
+    @property
+    def takes_spaces_off(self) -> bool:
+        """Tokens may have another text where one begins with them, such as one without a space."""
+        return self._bytes is None
+
+    @property
+    def joins_nothing(self) -> bool:
+        """The ids of two texts one after the other are those of both, wherever a text is cut."""
+        return self._byte_ids is not None
+
+    def last_cut(self, text: str, *, parse_special: bool = False) -> int:
+        """The last index at which a text, which goes on, may be cut so that its parts have the ids
+        that they have together; the second is then one in mid-sentence. 0 = none was found.
+
+        Places before a line and between words are tried: there the ids on both sides, so many
+        characters of each, have to be those of both sides together."""
+        if self._byte_ids is not None and not (parse_special and self._spelled):
+            return len(text)
+        for place in places(text, len(text) - CUT_CHARACTERS):
+            left = text[max(place - CUT_CHARACTERS, 0) : place]
+            right = text[place : place + CUT_CHARACTERS]
+            ids = [
+                self.encode(part, begins=False, parse_special=parse_special)
+                for part in (left, right, left + right)
+            ]
+            if ids[0] + ids[1] == ids[2]:
+                return place
+        return 0
+
+    def id_of(self, name: str) -> int | None:
+        """The token of this name."""
+        special = self.special_ids.get(name)
+        token: int | None = self._library.token_to_id(name) if special is None else special
+        return token
+
+    def decoder(self, after: Sequence[int] = (), *, begins: bool = True) -> Decoder:
+        """A decoder of what follows the tokens `after`, whose own text it does not repeat.
+        `begins`: where they have no text, a text begins with what follows; else it goes on."""
+        if self._bytes is None:
+            assert self._vocabulary is not None
+            return LibraryDecoder(self._vocabulary, after, begins=begins)
+        decoder = ByteDecoder(self._bytes)
+        decoder.feed_all(after[-PRIMING_TOKENS:])
+        return decoder
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`, special tokens left out."""
+        if self._bytes is not None:
+            return b"".join(map(self._token_bytes, tokens)).decode(errors="replace")
+        decoder = self.decoder()
+        return decoder.feed_all(list(tokens)) + decoder.flush()
+
+    def decode_open(self, tokens: Sequence[int], *, begins: bool = True) -> str:
+        """The text of `tokens`, which goes on: without the bytes at its end that do not make a
+        character yet. `decoder(after=tokens)` begins with these. `begins`: as for `decoder`."""
+        if self._bytes is not None:
+            return self.decode(tokens).removesuffix(self.decoder(after=tokens).flush())
+        return self.decoder(begins=begins).feed_all(tokens)
+
+    def count_bytes(
+        self, tokens: Sequence[int], after: Sequence[int] = (), *, begins: bool = True
+    ) -> int:
+        """UTF-8 bytes of the text of tokens that follow the tokens `after`. `begins`: as for
+        `decoder`."""
+        if self._bytes is not None:
+            return sum(len(self._token_bytes(token)) for token in tokens)
+        decoder = self.decoder(after, begins=begins)
+        return len((decoder.feed_all(tokens) + decoder.flush()).encode())
+
+    def bytes_behind(self, text: str, first: Sequence[int]) -> int:
+        """UTF-8 bytes of a text behind its first tokens. They are the text's own, which tokens do
+        not always tell: a normalizer changes them, and what has no token has no bytes."""
+        if self._bytes is not None:
+            begin = b"".join(map(self._token_bytes, first))
+        else:  # each byte that is a part of a character comes as one U+FFFD
+            decoder = self.decoder(begins=False)
+            begin_text = decoder.feed_all(first) + decoder.flush()
+            begin = begin_text.replace("\ufffd", "?").encode()
+        if begin.startswith(b" ") and not text.startswith(" "):  # put there by the tokenizer
+            begin = begin[1:]
+        return max(len(text.encode()) - len(begin), 0)
+
+    def name(self, token: int) -> str:
+        """A token as a string (Names)."""
+        return self.names[token]
+
+    def bytes_of(self, token: int) -> bytes:
+        """A token's bytes; a special token's are its name's."""
+        if token in self._special:
+            return self._special_names[token].encode()
+        if self._bytes is not None:
+            return self._token_bytes(token)
+        name: str | None = self._library.id_to_token(token)
+        if name is None:  # the model's vocabulary may be padded beyond the tokenizer's
+            return b""
+        if match := _BYTE_NAME.fullmatch(name):
+            return bytes.fromhex(match[1])
+        return name.replace("\u2581", " ").encode()
+
+    def _token_bytes(self, token: int) -> bytes:
+        assert self._bytes is not None
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def _byte_table(self, layout: dict[str, Any]) -> list[bytes] | None:
+        """Each token's bytes where the decoder is byte-level, else None."""
+        if (layout["decoder"] or {}).get("type") != "ByteLevel":
+            return None
+        value = {character: byte for byte, character in enumerate(_byte_alphabet())}
+        vocabulary = self._library.get_vocab()
+        table = [b""] * (1 + max(vocabulary.values(), default=-1))
+        for name, token in vocabulary.items():
+            if token in self._special:
+                continue
+            if all(character in value for character in name):
+                table[token] = bytes(value[character] for character in name)
+            else:  # an added token
+                table[token] = name.encode()
+        return table
+
+    def _read_vocabulary(self, layout: dict[str, Any]) -> Vocabulary:
+        """What decoding needs to know where the decoder is not byte-level."""
+        kinds = set(_decoder_kinds(layout["decoder"]))
+        named = self._library.get_vocab().items()
+        single = {}
+        if "ByteFallback" in kinds:
+            single = {
+                token: int(match[1], 16)
+                for name, token in named
+                if (match := _BYTE_NAME.fullmatch(name)) and token not in self._special
+            }
+        plain = (id for name, id in named if name.isascii() and name.isalnum())
+        others = (id for id in plain if id not in self._special)
+        anchor = next((id for id in others if self._library.decode([id])), None)
+        return Vocabulary(
+            self._library, frozenset(self._special), single, "ByteLevel" in kinds, anchor
+        )
+
+    def _marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What is put before each text and behind it."""
+        # They are seen around a text that has tokens itself, which "a" need not have.
+        for text in ("a", *islice(self._library.get_vocab(), MOST_TEXTS)):
+            try:
+                around = self._library.encode(text, add_special_tokens=True)
+            except Exception:  # no token for it, nor one for the unknown
+                continue
+            mask = list(around.special_tokens_mask)
+            if 0 in mask:
+                begin, end = mask.index(0), len(mask) - mask[::-1].index(0)
+                return tuple(around.ids[:begin]), tuple(around.ids[end:])
+        return (), ()
+
+    def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:
+        """The token of each byte where encoding is nothing else, else None."""
+        model, pre = layout["model"], layout["pre_tokenizer"] or {}
+        if not (
+            layout["normalizer"] is None
+            and layout["post_processor"] is None
+            and all(token["special"] for token in layout["added_tokens"])
+            and pre.get("type") == "ByteLevel"
+            and not pre["add_prefix_space"]
+            and model["type"] == "BPE"
+            and not model["merges"]
+            and not model.get("ignore_merges")
+            and not model.get("continuing_subword_prefix")
+            and not model.get("end_of_word_suffix")
+        ):
+            return None
+        ids = [model["vocab"].get(character) for character in _byte_alphabet()]
+        return None if None in ids else ids
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-in of each byte in byte-level vocabularies (GPT-2's): printable Latin-1
+    stands for itself, the other bytes, in order, for the code points from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _check_unicode(text: str) -> bytes:
+    """The text as UTF-8. Raises InvalidRequest for text that it cannot hold."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text holds a lone surrogate at character {error.start}, which is no "
+            "Unicode character"
+        ) from error
+
+
+def _added_token(token: dict[str, Any]) -> str:
+    """The expression for an added token in a text, with the spaces to its left that it takes."""
+    spelled = re.escape(token["content"])
+    if token["single_word"]:
+        spelled = rf"(?<!\w){spelled}(?!\w)"
+    # Looked for where a run of spaces begins: from each of a million it would take forever.
+    return rf"(?<!\s)\s*{spelled}" if token["lstrip"] else spelled
+
+
+def _ids(library: tokenizers.Tokenizer, text: str) -> array[int]:
+    """Raises InvalidRequest for a text that the vocabulary has no tokens for."""
+    try:
+        return array("i", library.encode(text, add_special_tokens=False).ids)
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidRequest(
+            f"the model's tokenizer has no tokens for the text: {error}"
+        ) from error
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
+    """The types of a decoder and of all its parts."""
+    if decoder is not None:
+        yield decoder["type"]
+        for part in decoder.get("decoders", ()):
+            yield from _decoder_kinds(part)
