@@ -19,9 +19,9 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.protocol.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
+from engine.protocol.sampling_params import is_adjusted, is_greedy, top_of
 from engine.runner.model_runner import Runner
 from engine.scheduler.decode_scheduler import ROUND_SECONDS
-from engine.sequence import is_adjusted, is_greedy, top_of
 from engine.step_plan import MOST_STEPS, Admission, DecodeRow, Plan, PrefillChunk, StepResult
 
 #: Sequences begin with tokens this far apart.

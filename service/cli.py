@@ -69,8 +69,8 @@ def generate(
 ) -> None:
     """Writes what a model says after a prompt, as it comes. Needs no server."""
     from engine.client.client import EngineClient
-    from engine.client.socket_transport import InlineTransport
     from engine.engine import Engine
+    from engine.inline import InlineTransport
     from engine.models.loader import load_config, resolve
     from engine.protocol.messages import SamplingParams
     from service.terminal.generate import generate_text, seed_of, top_k_of

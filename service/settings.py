@@ -26,7 +26,6 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import MOST_ENGINES, EngineConfig, StateSync
-from service.observability.access_log import AccessLogFormat
 
 PREFIX = "MINSERVE_"
 # Variables of this prefix that are read by others: the kernels, builds, docker/compose.yaml.
@@ -55,6 +54,8 @@ def _split(value: Any) -> Any:
 MOST_GRAMMAR_BYTES = 2**20  # that the engine takes
 # Whose x-forwarded-proto and x-forwarded-for are believed; the variable is uvicorn's.
 TRUSTED_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+
+AccessLogFormat = Literal["json", "text", "off"]
 
 
 class Settings(BaseSettings):

@@ -27,6 +27,7 @@ from engine.cache.storage import prefix_file
 from engine.cache.storage.file_store import Shelf
 from engine.cache.storage.prefix_file import Head
 from engine.cache.storage.snapshot import MOST_HEADER, Shape
+from engine.cache.storage.state_folder import PREFIX_FOLDER
 from engine.cache.storage.worker_threads import Result
 from engine.cache.tiered_store import Kept, Tiers
 from engine.cache.transfer import Traffic
@@ -35,7 +36,6 @@ from engine.protocol.messages import ID_BYTES
 
 log = logging.getLogger(__name__)
 
-FOLDER = "prefixes"  # on the shelf
 LEAST_TOKENS = 256  # of a text that is written
 WRITES_PER_SECOND = 100.0
 MOST_PENDING = 64  # things that the shelf has still to do
@@ -189,12 +189,12 @@ class DiskCache:
 
     def _name(self, head: Head) -> str:
         digest = hashlib.blake2b(head.text, digest_size=24).hexdigest()
-        return f"{FOLDER}/{Shelf.name(self._variant, head.owner, head.salt, digest)}"
+        return f"{PREFIX_FOLDER}/{Shelf.name(self._variant, head.owner, head.salt, digest)}"
 
     def _look_around(self, shelf: Shelf) -> None:
         """What is there that is not known, and what is not there any more? Raises ConfigError."""
         alone = shelf.lock.alone  # asked first: what an older engine writes last is found
-        found = shelf.names(self._variant, FOLDER)
+        found = shelf.names(self._variant, PREFIX_FOLDER)
         found.sort(key=lambda one: one[1].st_mtime, reverse=True)
         known = {name: kept for kept in self._sizes for name in kept.files}
         self._left = [name for name, _ in found if known.pop(name, None) is None]

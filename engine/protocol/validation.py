@@ -22,7 +22,7 @@ from engine.protocol.messages import (
     SamplingParams,
     unpack_ids,
 )
-from engine.sequence import MOST_OWNER_BYTES, endings
+from engine.protocol.sampling_params import MOST_OWNER_BYTES, endings
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1

@@ -23,6 +23,7 @@ from engine.models import loader as checkpoint
 from engine.models.backends.selector import serving_model
 from engine.protocol.logprobs import Reports
 from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
+from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
 from engine.runner.device_batch import DecodeState, Round, to_drawn
 from engine.runner.device_events import Mark, Marks
@@ -36,7 +37,6 @@ from engine.runner.sampling.logprobs import Reported
 from engine.runner.sampling.sampler import Drawing, Sampler
 from engine.runner.state_copies import Places, exported
 from engine.runner.state_pool import StatePool
-from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.step_plan import (
     MOST_STEPS,
     Admission,

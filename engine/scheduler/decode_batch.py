@@ -19,9 +19,10 @@ from collections.abc import Callable, Hashable
 
 from engine.protocol.logprobs import Reports
 from engine.protocol.messages import ID_BYTES, Run, unpack_ids
+from engine.protocol.sampling_params import is_adjusted, is_greedy
 from engine.scheduler.output import Outbox
 from engine.scheduler.token_ring import TURN_STEPS, History
-from engine.sequence import Sequence, is_adjusted, is_greedy
+from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, Drawn, Plan
 
 _Listener = tuple[Hashable, int]  # a client, and how many best tokens it is told of

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol.messages import Grammar, SamplingParams
-from engine.sequence import endings, stop_ids
+from engine.protocol.sampling_params import endings, stop_ids
 from engine.structured_output.compiler import is_full, reason
 from engine.structured_output.grammar_cache import Grammars, Original
 from engine.structured_output.mask_threads import MaskThreads

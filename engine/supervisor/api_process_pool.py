@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.client.socket_transport import describe_exit, module_environment
+from engine.subprocesses import describe_exit, module_environment
 from engine.supervisor.channel import SocketPipe
 from engine.supervisor.control_messages import Cut, Drain, FromMember, ToMember
 from engine.supervisor.supervisor import Supervisor

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.http.disconnect import ClientGone
 from service.http.errors import forget, unexpected
 from service.http.scope import (
     ARRIVED,
@@ -22,7 +23,6 @@ from service.http.scope import (
     header,
 )
 from service.inference.inference_request import Flight
-from service.inference.sse import ClientGone
 from service.observability.access_log import AccessLog, Exchange, timestamp
 from service.observability.metrics import ENDPOINTS, Metrics
 from service.observability.outcomes import CLIENT_CLOSED, outcome_of

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from starlette.types import Message, Receive, Scope
 
 from service.http.connection import Connection
+from service.http.disconnect import ClientGone, unless_client_leaves
 from service.http.errors import ApiError
 from service.http.scope import CONNECTION
-from service.inference.sse import ClientGone, unless_client_leaves
 
 T = TypeVar("T")
 

@@ -7,10 +7,9 @@ that ends the stream is one `data: {"error": ...}` frame, and no `data: [DONE]` 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -18,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from engine.client.client import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, ReaderBehind, StepFailed
 from service.http.connection import Connection, Writer, begin
+from service.http.disconnect import T, unless_client_leaves
 from service.http.errors import ApiError, forget, from_engine
 from service.http.json_response import DONE, event
 from service.http.scope import CONNECTION, ERROR_CODE, OUTCOME
@@ -33,8 +33,6 @@ HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
 )
 
-T = TypeVar("T")
-
 
 class Voice(Protocol):
     """What one request has to say in a stream."""
@@ -45,57 +43,6 @@ class Voice(Protocol):
 
     def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
         """Those of tokens that came alone; None, and nothing is taken, where they are not plain."""
-
-
-class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
-
-
-async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects: then raises
-    ClientGone. The request's body must have been read."""
-    connection: Connection | None = scope.get(CONNECTION)
-    task = asyncio.current_task(None if connection is None else connection.loop)
-    assert task is not None
-    left = over = False
-
-    def note() -> None:
-        nonlocal left
-        if not over:
-            left = True
-            task.cancel()
-
-    unwatch = _watch(connection, receive, note)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if left and not task.uncancel():  # else somebody else wants it to end as well
-            raise ClientGone from None
-        raise
-    finally:
-        over = True
-        unwatch()
-
-
-def _watch(
-    connection: Connection | None, receive: Receive, on_lost: Callable[[], None]
-) -> Callable[[], object]:
-    """Has `on_lost` called when the client leaves. Returns what ends that."""
-    if connection is not None:
-        return connection.watch(on_lost)
-
-    def note(watcher: asyncio.Task[None]) -> None:
-        if not watcher.cancelled():
-            on_lost()
-
-    watcher = asyncio.create_task(_disconnect(receive))
-    watcher.add_done_callback(note)
-    return watcher.cancel
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def render_each(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal
 
 import msgspec
 
-AccessLogFormat = Literal["json", "text", "off"]
+from service.settings import AccessLogFormat
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from service.http.connection import Connection
+from service.http.disconnect import ClientGone, unless_client_leaves
 from service.http.errors import ApiError, from_validation
 from service.http.scope import (
     ARRIVED,
@@ -37,7 +38,6 @@ from service.inference.inference_request import Flight
 from service.inference.inputs.grammar_check import get_grammars
 from service.inference.lifecycle import get_lifecycle
 from service.inference.runtime import Runtime, get_runtime
-from service.inference.sse import ClientGone, unless_client_leaves
 
 Model = TypeVar("Model", bound=BaseModel)
 

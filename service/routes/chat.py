@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import ModelInfo, SamplingParams, pack_ids
+from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse, event, render
 from service.http.scope import REQUEST_ID
@@ -33,7 +34,7 @@ from service.inference.logprobs import LEAST_LOGPROB
 from service.inference.output_text import Answer, Piece, grouped, total_usage, usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
-from service.inference.sse import EventStream, error_body, render_each, unless_client_leaves
+from service.inference.sse import EventStream, error_body, render_each
 from service.routes.base import InferenceRoute, get_flight
 from service.routes.openai_format import OpenAIView
 from service.schemas.chat import ChatRequest, ChatResponse

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.protocol.messages import ModelInfo, SamplingParams, pack_ids
+from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import TOKENS_AT_ONCE, JSONResponse, event, render
 from service.http.scope import REQUEST_ID
@@ -36,7 +37,7 @@ from service.inference.logprobs import LogprobArrays
 from service.inference.output_text import Answer, Piece, Whole, grouped, total_usage, usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
-from service.inference.sse import EventStream, error_body, render_each, unless_client_leaves
+from service.inference.sse import EventStream, error_body, render_each
 from service.routes.base import InferenceRoute, get_flight
 from service.routes.openai_format import OpenAIView
 from service.schemas.common import statuses

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from engine.errors import Draining, EngineError, TimedOut
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, SamplingParams, pack_ids
+from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse, render
 from service.http.scope import REQUEST_ID
@@ -31,7 +32,7 @@ from service.inference.output_text import usage
 from service.inference.prefix_plan import Points, junctions_of
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
-from service.inference.sse import ends_all, error_body, render_each, unless_client_leaves
+from service.inference.sse import ends_all, error_body, render_each
 from service.routes.base import InferenceRoute, get_flight
 from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse

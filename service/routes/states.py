@@ -11,6 +11,7 @@ from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from msgspec import structs
 
 from engine.protocol.messages import Keep, SamplingParams, StateReply, pack_ids
+from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse
 from service.http.upload import Upload
@@ -21,7 +22,6 @@ from service.inference.inputs.states import check_points, kept_state, read_use, 
 from service.inference.output_text import usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
-from service.inference.sse import unless_client_leaves
 from service.routes.base import TEXT as TEXT_TYPES
 from service.routes.base import FlightRoute, InferenceRoute, StrictRequest, get_flight
 from service.schemas.common import statuses

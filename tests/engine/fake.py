@@ -31,7 +31,7 @@ from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.protocol.logprobs import Reports, TokenLogprobs, words_of_report
 from engine.protocol.messages import ModelInfo, Request, unpack_ids
-from engine.sequence import is_adjusted, is_greedy, is_plain, stop_ids, top_of
+from engine.protocol.sampling_params import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from engine.step_plan import (
     INITIAL,
     Copy,

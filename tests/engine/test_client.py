@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from engine.client.client import TURN_MESSAGES, Delivery, EngineClient, Update
-from engine.client.socket_transport import InlineTransport, SocketTransport
+from engine.client.socket_transport import SocketTransport
 from engine.engine import Engine
 from engine.errors import (
     CheckpointError,
@@ -23,6 +23,7 @@ from engine.errors import (
     InvalidRequest,
     StepFailed,
 )
+from engine.inline import InlineTransport
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import (
     Failed,

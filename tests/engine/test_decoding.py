@@ -27,11 +27,11 @@ from engine.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.runner import step_graphs
 from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import Runner
 from engine.scheduler import decode_scheduler as rounds_module
-from engine.sequence import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.step_plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of

@@ -12,9 +12,9 @@ import pytest
 from engine.client.client import EngineClient
 from engine.client.request_stream import Delivery
 from engine.client.router import EngineGroup
-from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineLoading, EngineUnavailable, StateBusy, StateNotFound
+from engine.inline import InlineTransport
 from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
 from engine.protocol.placement import home_of
 from tests.engine.fake import FakeRunner, recite

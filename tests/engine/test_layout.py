@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache import disk_tier as disk_cache
 from engine.cache.storage.file_store import Shelf
-from engine.cache.storage.state_folder import open_shelf
+from engine.cache.storage.state_folder import PREFIX_FOLDER, open_shelf
 from engine.errors import ConfigError
 from engine.protocol.placement import Home, home_of
 
@@ -35,8 +34,8 @@ def fill(folder: Path) -> None:
     for id in IDS:
         write(shelf, Shelf.name(MODEL, "alice", id), id.encode())
     write(shelf, Shelf.name(OTHER, "alice", "its own"), b"other")
-    shelf.names(VARIANT, disk_cache.FOLDER)  # makes the folder
-    write(shelf, f"{disk_cache.FOLDER}/{Shelf.name(VARIANT, 'a text')}", b"cached")
+    shelf.names(VARIANT, PREFIX_FOLDER)  # makes the folder
+    write(shelf, f"{PREFIX_FOLDER}/{Shelf.name(VARIANT, 'a text')}", b"cached")
     shelf.close()
 
 
@@ -50,7 +49,7 @@ def test_files_follow_the_number_of_engines(tmp_path: Path) -> None:
             assert names(shelf) == {Shelf.name(MODEL, "alice", id) for id in mine}
             for id in mine:
                 assert shelf.look(Shelf.name(MODEL, "alice", id), 100)[0] == id.encode()
-            cached += len(shelf.names(VARIANT, disk_cache.FOLDER))
+            cached += len(shelf.names(VARIANT, PREFIX_FOLDER))
             shelf.close()
         assert cached == 1
     # Another model's is there for when it is served.
@@ -66,7 +65,7 @@ def test_what_is_no_file_of_the_model_stays(tmp_path: Path) -> None:
         shelf.close()
     left = {path.name for path in tmp_path.iterdir() if not path.name.endswith("lock")}
     named = {Shelf.name(OTHER, "alice", "its own"), "notes.txt", "9-of-9", "1-of-2 of them"}
-    assert left == {*named, disk_cache.FOLDER, "0-of-2", "1-of-2"}
+    assert left == {*named, PREFIX_FOLDER, "0-of-2", "1-of-2"}
 
 
 def test_what_another_server_uses_is_left_alone(

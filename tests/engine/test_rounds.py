@@ -23,9 +23,10 @@ from engine.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from engine.protocol.sampling_params import MOST_STOP_IDS
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.scheduler.scheduler import Scheduler
-from engine.sequence import MOST_STOP_IDS, Sequence
+from engine.sequence import Sequence
 from engine.step_plan import Drawn, Plan, Sampled, StepResult
 from engine.structured_output.grammar_cache import Grammars
 from tests.engine.fake import FakeRunner, recite

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine.cache import disk_tier as disk_cache
 from engine.cache.storage.file_store import Shelf
 from engine.cache.storage.folder_lock import FolderLock
+from engine.cache.storage.state_folder import PREFIX_FOLDER
 from engine.protocol.messages import Finished, Keep
 from tests.engine.test_disk_cache import cached, prompt, settle, start
 from tests.engine.test_states import Talk, code, text
@@ -214,7 +214,7 @@ def test_a_state_without_a_file_stays_its_engines(tmp_path: Path) -> None:
 
 
 def test_cached_states_are_read_by_both_and_counted_by_one(tmp_path: Path) -> None:
-    folder = tmp_path / disk_cache.FOLDER
+    folder = tmp_path / PREFIX_FOLDER
     old = start(tmp_path)
     cached(old, prompt(0))
     cached(old, prompt(1))

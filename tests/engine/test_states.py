@@ -11,9 +11,9 @@ import pytest
 from engine.cache.storage import snapshot
 from engine.cache.storage.file_store import Shelf
 from engine.client.client import EngineClient
-from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
+from engine.inline import InlineTransport
 from engine.protocol.messages import (
     AskState,
     Failed,
@@ -25,7 +25,8 @@ from engine.protocol.messages import (
     StateReply,
     pack_ids,
 )
-from engine.sequence import MOST_STOP_IDS, Sequence
+from engine.protocol.sampling_params import MOST_STOP_IDS
+from engine.sequence import Sequence
 from tests.engine.fake import FakeRunner
 
 

@@ -15,8 +15,8 @@ import httpx
 from fastapi import FastAPI
 
 from engine.client.client import EngineClient
-from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
+from engine.inline import InlineTransport
 from engine.training.tokenizer import byte_level_tokenizer
 from service.app.app import create_app
 from service.inference.lifecycle import Lifecycle

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineError
+from engine.inline import InlineTransport
 from service.text.tokenizer import Tokenizer
 from tests.service.harness import (
     Service,

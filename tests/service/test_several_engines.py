@@ -13,8 +13,8 @@ import pytest
 
 from engine.client.client import EngineClient
 from engine.client.router import EngineGroup
-from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
+from engine.inline import InlineTransport
 from engine.protocol.messages import ModelInfo
 from engine.protocol.placement import home_of
 from engine.supervisor.supervisor_client import Event, Serving

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from engine.client.client import EngineClient
-from engine.client.socket_transport import InlineTransport
 from engine.engine import Engine
 from engine.errors import EngineDead
+from engine.inline import InlineTransport
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Restarting, Serving
 from service.app.app import create_app

@@ -12,11 +12,12 @@ import logging
 import re
 from pathlib import Path
 
-from engine.cache import disk_tier as disk_cache
 from engine.cache.storage.file_store import Shelf, digest_in, lock_of
 from engine.cache.storage.folder_lock import is_used
 from engine.errors import ConfigError
 from engine.protocol.placement import Home, home_of_digest
+
+PREFIX_FOLDER = "prefixes"  # of cached prefixes, within an engine's folder
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,9 @@ def open_shelf(folder: Path, model: str, variant: str, home: Home, sync: bool = 
             log.warning("%s: left alone, since another server is using it", other)
             continue
         moved += _move_all(other, mine, model, home)
-        cached = other / disk_cache.FOLDER
+        cached = other / PREFIX_FOLDER
         if not cached.is_symlink():
-            moved += _move_all(cached, mine / disk_cache.FOLDER, variant, home)
+            moved += _move_all(cached, mine / PREFIX_FOLDER, variant, home)
     if moved:
         log.info("%s: took over %d files of another number of engines", mine, moved)
     return shelf

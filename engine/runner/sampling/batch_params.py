@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
 from engine.runner.sampling import random_streams as distribution
 from engine.runner.sampling.batch_rows import HostColumns
-from engine.sequence import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
 from engine.step_plan import Admission
 
 _MOST_FLOAT = float(np.finfo(np.float32).max)

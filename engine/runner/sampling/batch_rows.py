@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops.linear_best import draw_best_
-from engine.sequence import MOST_STOP_IDS
+from engine.protocol.sampling_params import MOST_STOP_IDS
 from engine.step_plan import MOST_STEPS
 
 _WIDE = 3  # columns of 8 bytes, which come first

@@ -17,7 +17,7 @@ from engine import ops
 from engine.ops.logits_processors import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
 from engine.ops.upload import to_device
 from engine.protocol.messages import SamplingParams, unpack_ids
-from engine.sequence import endings, has_penalties, is_adjusted
+from engine.protocol.sampling_params import endings, has_penalties, is_adjusted
 from engine.step_plan import Admission
 
 _MOST_FLOAT = float(torch.finfo(torch.float32).max)

@@ -23,13 +23,13 @@ import msgspec
 from fastapi import Request
 from starlette.types import Receive, Scope
 
-from engine.client.socket_transport import module_environment
 from engine.errors import EngineError
 from engine.protocol.messages import Grammar, ModelInfo
 from engine.structured_output.sandbox import LENGTH_BYTES, frame
+from engine.subprocesses import module_environment
+from service.http.disconnect import unless_client_leaves
 from service.http.scope import ARRIVED, FLIGHT
 from service.inference.inputs.fair_lock import Turns
-from service.inference.sse import unless_client_leaves
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
