@@ -19,25 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.cache.state_calls import StateDesk
-from engine.cache.state_manager import Keeper
-from engine.cache.storage.snapshot import Shape
+from engine.cache.state_calls import StateCallHandler
+from engine.cache.state_manager import StateCacheManager
+from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
 from engine.errors import EngineDead, EngineError, StepFailed
 from engine.protocol.messages import (
-    AskState,
     FinishReason,
     ModelInfo,
     Request,
+    StateCall,
     StateReply,
     Stats,
     StepEvents,
 )
-from engine.protocol.placement import Home
+from engine.protocol.placement import StatePlacement
 from engine.scheduler.scheduler import Scheduler
-from engine.step_plan import Plan, StepResult
-from engine.structured_output.grammar_cache import Grammars
+from engine.step_plan import StepPlan, StepResult
+from engine.structured_output.grammar_cache import GrammarCache
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ STORE_SECONDS = 2.0  # at the end, for states that somebody waits for to be writ
 
 
 class PlanRunner(Protocol):
-    """What the engine needs of a runner (engine.runner.model_runner.Runner; tests bring their
+    """What the engine needs of a runner (engine.runner.model_runner.ModelRunner; tests bring their
     own)."""
 
     @property
@@ -71,10 +71,10 @@ class PlanRunner(Protocol):
         """`start` returns before the work is done, and may be called again before `finish`."""
 
     @property
-    def grammars(self) -> Grammars | None:
+    def grammars(self) -> GrammarCache | None:
         """The model's; None where requests cannot have one."""
 
-    def start(self, plan: Plan) -> Any:
+    def start(self, plan: StepPlan) -> Any:
         """Begins a round; `finish` takes what this returns."""
 
     def is_done(self, pending: Any) -> bool:
@@ -100,16 +100,16 @@ class Engine:
         self.info = info
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
-        home, variant = Home(config.rank, config.engines), _variant(info)
+        home, variant = StatePlacement(config.rank, config.engines), _variant(info)
         shelf = None
         if config.state_folder is not None:
             folder, sync = Path(config.state_folder), config.state_sync == "fsync"
             shelf = open_shelf(folder, info.fingerprint, variant, home, sync)
-        keeper = Keeper(
+        keeper = StateCacheManager(
             config.share_slots,
             config.max_slots,
             host_rows(config, state_bytes=info.state_bytes, vocab_size=info.vocab_size),
-            shape=Shape(info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape),
+            shape=StateLayout(info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape),
             with_whole_chunks=config.deterministic,
             ttl=config.state_ttl,
             most_states=config.max_states,
@@ -120,7 +120,7 @@ class Engine:
             home=home,
         )
         self._keeper = keeper
-        self._desk = StateDesk(keeper)
+        self._desk = StateCallHandler(keeper)
         self._scheduler = Scheduler(
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -136,7 +136,7 @@ class Engine:
             keeper=keeper,
             on_loaded=self._desk.loaded,
         )
-        self._round: _Round | None = None  # under way
+        self._round: _StartedStep | None = None  # under way
         self._latest: tuple[Hashable, ...] = ()  # client that asked for something
 
     @classmethod
@@ -145,9 +145,11 @@ class Engine:
 
         Raises CheckpointError, DeviceError or ConfigError.
         """
-        from engine.runner.model_runner import Runner  # here, so that all else works without torch
+        from engine.runner.model_runner import (
+            ModelRunner,  # here, so that all else works without torch
+        )
 
-        runner = Runner(config)
+        runner = ModelRunner(config)
         runner.warm_up()
         return cls(runner)
 
@@ -176,7 +178,7 @@ class Engine:
         `kept` as in Abort."""
         self._scheduler.abort(client, ids, reason, self._clock(), kept)
 
-    def ask(self, client: Hashable, call: AskState) -> None:
+    def ask(self, client: Hashable, call: StateCall) -> None:
         """Does what a client asks of kept states; `replies` will have the answer."""
         self._latest = (client,)
         self._desk.ask(client, call)
@@ -260,23 +262,23 @@ class Engine:
         if take_in is not None:
             take_in()
 
-    def _start(self) -> _Round | None:
+    def _start(self) -> _StartedStep | None:
         plan = self._scheduler.plan(self._clock())
         return None if plan.empty else self._begin(plan)
 
-    def _start_ahead(self) -> _Round | None:
+    def _start_ahead(self) -> _StartedStep | None:
         if not self._runner.overlaps:
             return None
         plan = self._scheduler.plan_ahead(self._clock())
         return None if plan.empty else self._begin(plan)
 
-    def _begin(self, plan: Plan) -> _Round:
+    def _begin(self, plan: StepPlan) -> _StartedStep:
         try:
-            return _Round(plan, self._runner.start(plan), None)
+            return _StartedStep(plan, self._runner.start(plan), None)
         except Exception as error:
-            return _Round(plan, None, error)
+            return _StartedStep(plan, None, error)
 
-    def _take_in_meanwhile(self, current: _Round, take_in: Callable[[], None]) -> None:
+    def _take_in_meanwhile(self, current: _StartedStep, take_in: Callable[[], None]) -> None:
         end = time.perf_counter() + LOOK_SECONDS
         take_in()
         while current.error is None and not self._runner.is_done(current.pending):
@@ -285,12 +287,12 @@ class Engine:
             time.sleep(NAP_SECONDS)
             take_in()
 
-    def _finish(self, current: _Round) -> StepResult:
+    def _finish(self, current: _StartedStep) -> StepResult:
         if current.error is not None:
             raise current.error
         return self._runner.finish(current.pending)
 
-    def _failure(self, ahead: _Round) -> Exception | None:
+    def _failure(self, ahead: _StartedStep) -> Exception | None:
         """Of a round after one that failed; what it brings is lost with that."""
         try:
             self._finish(ahead)
@@ -298,7 +300,7 @@ class Engine:
             return error
         return None
 
-    def _fail(self, plan: Plan, error: Exception) -> None:
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
         log.error("a step failed", exc_info=error)
         self._scheduler.fail(plan, _step_failed(error))
         if _is_sticky(error):
@@ -307,10 +309,10 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _StartedStep:
     """A round that was started, or that could not be: then `error` says why."""
 
-    plan: Plan
+    plan: StepPlan
     pending: Any
     error: Exception | None
 

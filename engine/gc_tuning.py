@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def calm() -> None:
+def tune_gc() -> None:
     """The collector leaves alone what lives as long as the process, which it would look through
     again and again: up to a third of a busy process's time, in pauses of a tenth of a second. It
     runs less often than by default, since requests leave no cycles behind
@@ -23,7 +23,7 @@ def calm() -> None:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Garbage may be graphs of an engine that was there before: a capture fails when one goes."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Ranking: items in the order of their ranks, which may change and leave in any order.
+"""LazyHeap: items in the order of their ranks, which may change and leave in any order.
 
 A heap whose outdated entries are passed over; it is built anew when they are more than the others.
 """
@@ -13,7 +13,7 @@ T = TypeVar("T")
 SPARE = 64  # outdated entries that never matter
 
 
-class Ranking(Generic[T]):
+class LazyHeap(Generic[T]):
     """Hashable items by rank, the least first. Ranks are comparable, and no two items have the same
     one. Every operation costs O(log n) in the mean."""
 

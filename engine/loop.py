@@ -18,7 +18,6 @@ import msgspec
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.protocol.messages import (
     Abort,
-    AskState,
     FinishReason,
     FromEngine,
     Gone,
@@ -28,6 +27,7 @@ from engine.protocol.messages import (
     Ready,
     Request,
     Shutdown,
+    StateCall,
     StateReply,
     Stats,
     StepEvents,
@@ -73,7 +73,7 @@ class SteppedEngine(Protocol):
         reason: FinishReason,
         kept: Iterable[int] = (),
     ) -> None: ...
-    def ask(self, client: Hashable, call: AskState) -> None: ...
+    def ask(self, client: Hashable, call: StateCall) -> None: ...
     def replies(self) -> list[tuple[Hashable, StateReply]]: ...
     def load_now(self) -> Stats: ...
     def close(self) -> None: ...
@@ -158,7 +158,7 @@ class EngineLoop:
                     self._engine.add(client, message)
                 case Abort():
                     self._engine.abort(client, message.ids, message.reason, message.kept)
-                case AskState():
+                case StateCall():
                     self._engine.ask(client, message)
                 case Ping():
                     if message.quiet:

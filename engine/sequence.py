@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from engine.protocol.logprobs import Reports
+from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import (
     ID_BYTES,
     Finished,
@@ -23,7 +23,7 @@ from engine.protocol.messages import (
 from engine.protocol.sampling_params import is_plain, stop_ids, top_of
 
 if TYPE_CHECKING:
-    from engine.cache.sequence_state import Keeping
+    from engine.cache.sequence_state import SequenceState
     from engine.structured_output.masks import MaskCost
 
 
@@ -94,7 +94,7 @@ class Sequence:
         self.loads = 0  # how often a cached state was read from a file for it
         self.samples = sampling.max_tokens > 0  # a token is drawn after the prompt
         self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
-        self.keeping: Keeping | None = None  # what it does with kept states
+        self.keeping: SequenceState | None = None  # what it does with kept states
         self.mask_cost: MaskCost | None = None  # of its grammar, once that is compiled
         self.max_tokens = sampling.max_tokens
         self.min_tokens = sampling.min_tokens
@@ -221,7 +221,7 @@ class Sequence:
             return "stop"
         return "length" if self.drawn + 1 >= self.max_tokens else None
 
-    def append(self, token: int, report: Reports | None, now: float) -> None:
+    def append(self, token: int, report: PackedLogprobs | None, now: float) -> None:
         """Takes a drawn token into the answer."""
         if self.first_token_at is None:
             self.first_token_at = now
@@ -236,7 +236,7 @@ class Sequence:
         """Log-probabilities are told of when it has ended."""
         return self.top >= 0 and not self.request.stream
 
-    def note(self, reports: Reports | None) -> None:
+    def note(self, reports: PackedLogprobs | None) -> None:
         """Takes log-probabilities of drawn tokens into the answer, where they are told of then."""
         if reports is not None and self.gathers:
             self.reports += reports.packed
@@ -289,7 +289,7 @@ class Sequence:
             completion_tokens=self.drawn,
             timing=Timing(started - self.arrived_at, prefill, decode),
             answer=b"" if self.request.stream else self.tokens.tobytes(),
-            reports=Reports(self.top, bytes(self.reports)) if self.gathers else None,
+            reports=PackedLogprobs(self.top, bytes(self.reports)) if self.gathers else None,
             state=state,
             snapshot=snapshot,
         )

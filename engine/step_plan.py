@@ -1,4 +1,4 @@
-"""Plan: all that one round does, in plain integers.
+"""StepPlan: all that one round does, in plain integers.
 
 A round is what the engine asks of the device at once: one step, or several decode steps in a row.
 The runner carries a plan out in this order: `release`, `before`, `admit`, `prefill`, `after`, then
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import EngineError, InvalidRequest, StepFailed
-from engine.protocol.logprobs import Reports, words_of_report
+from engine.protocol.logprobs import PackedLogprobs, words_of_report
 from engine.protocol.messages import Request
 
 MOST_STEPS = 32  # of a round
@@ -53,8 +53,8 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """A state that comes from outside, packed as `Export` gives it, is put at a place; it may have
+class Load:
+    """A state that comes from outside, packed as `Store` gives it, is put at a place; it may have
     logits."""
 
     target: int
@@ -62,7 +62,7 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class Store:
     """The state at a place is fetched: fp32, cell [layers, inner] and then conv [layers, taps - 1,
     d_model], as bytes; then, if asked for, the logits that are kept there."""
 
@@ -96,7 +96,7 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One round. `sampled` of its result has one entry per chunk with `sample`, and then, unless
     the plan is `plain`, one per row.
 
@@ -115,9 +115,9 @@ class Plan:
     decode: list[DecodeRow] = field(default_factory=list)  # `plain`: those that join the batch
     at: list[int] = field(default_factory=list)  # the row of the batch that each of these takes
     leave: list[int] = field(default_factory=list)  # rows of the batch that the host has ended
-    before: list[Copy | Put] = field(default_factory=list)  # one after the other
+    before: list[Copy | Load] = field(default_factory=list)  # one after the other
     after: list[Copy] = field(default_factory=list)  # snapshots; no two to one place
-    exports: list[Export] = field(default_factory=list)
+    exports: list[Store] = field(default_factory=list)
     # Keys that ended since the last plan; after a step that failed some may be unknown.
     release: list[int] = field(default_factory=list)
     plain: bool = False
@@ -150,29 +150,29 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
 
     key: int
     token: int
-    report: Reports | None
+    report: PackedLogprobs | None
     complete: bool = False  # its request's grammar lets nothing follow
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What the rows of a plain plan's batch drew: `Plan.steps` tokens each, but for those in
+    """What the rows of a plain plan's batch drew: `StepPlan.steps` tokens each, but for those in
     `ended`."""
 
     tokens: bytes  # int32 [rows, steps] (messages.pack_ids); rubbish after the end of a row
     # The rows that have ended, now or before, and how many of the tokens are theirs. The last of
     # these may be a stop id.
     ended: dict[int, int]
-    # int32 [rows, steps, words], of `Plan.top` best tokens each; rubbish where a row asked for less
-    # or has ended.
+    # int32 [rows, steps, words], of `StepPlan.top` best tokens each; rubbish where a row asked for
+    # less or has ended.
     reports: NDArray[np.int32] | None = None
 
-    def reports_of(self, rows: int | list[int], tokens: int, top: int) -> Reports:
+    def reports_of(self, rows: int | list[int], tokens: int, top: int) -> PackedLogprobs:
         """Of the first `tokens` tokens of a row or of each of some, which asked for `top` best
         tokens."""
         assert self.reports is not None
         words = self.reports[rows, :tokens, : words_of_report(top)]
-        return Reports(top, words.tobytes())
+        return PackedLogprobs(top, words.tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Scored:
 
     key: int
     start: int  # index in the prompt of the first scored token
-    reports: Reports
+    reports: PackedLogprobs
 
 
 @dataclass(slots=True)

@@ -29,7 +29,6 @@ from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
 from engine.loop import EngineLoop, Undecodable
 from engine.protocol.messages import (
-    AskState,
     Failed,
     FromEngine,
     LoadFailed,
@@ -37,6 +36,7 @@ from engine.protocol.messages import (
     Pong,
     Request,
     Shutdown,
+    StateCall,
     StateReply,
     StepEvents,
     ToEngine,
@@ -149,9 +149,9 @@ class _LoadingDesk(threading.Thread):
     def _answer(self, client: Hashable, message: ToEngine | Undecodable) -> None:
         if isinstance(message, Ping):
             self._mailbox.send(client, Pong(message.nonce))
-        elif isinstance(message, Request | AskState):
+        elif isinstance(message, Request | StateCall):
             error = EngineLoading("the model is still loading")
-            if isinstance(message, AskState):
+            if isinstance(message, StateCall):
                 failed = Failed(message.call, error.code, error.message)
                 self._mailbox.send(client, StateReply(message.call, failed))
             else:
@@ -182,7 +182,7 @@ def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int
             mailbox.send(client, failure)
         return 2
     desk.close()
-    collector.calm()
+    collector.tune_gc()
     EngineLoop(engine, mailbox, desk.clients).run()
     if engine.broken:
         log.error("%s", engine.broken.message)

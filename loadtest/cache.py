@@ -17,9 +17,16 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.protocol.messages import AskState, Keep, Request, SamplingParams, StateReply, pack_ids
-from engine.runner.model_runner import Runner
-from engine.step_plan import Plan
+from engine.protocol.messages import (
+    KeepState,
+    Request,
+    SamplingParams,
+    StateCall,
+    StateReply,
+    pack_ids,
+)
+from engine.runner.model_runner import ModelRunner
+from engine.step_plan import StepPlan
 
 CLIENT = "loadtest"
 IN_FLIGHT = 128
@@ -30,7 +37,7 @@ LOADS = ((8, 1, 600), (32, 8, 400), (200, 4, 200))
 class Served:
     """An engine of its own over a runner, with ids that the runner has not seen."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.engine = Engine(runner)
         self.requests = 0
@@ -56,7 +63,7 @@ class Served:
                     raise RuntimeError(failed.message)
 
     def call(self, action: Any, **fields: Any) -> StateReply:
-        self.engine.ask(CLIENT, AskState(call=0, action=action, **fields))
+        self.engine.ask(CLIENT, StateCall(call=0, action=action, **fields))
         while not (replies := self.engine.replies()):
             self.engine.step()
         ((_, reply),) = replies
@@ -66,7 +73,7 @@ class Served:
 
     def close(self) -> None:
         """What ended last is released with the next plan, which the next engine makes."""
-        self._runner.run(Plan(release=list(range(2 * self.requests + 2))))
+        self._runner.run(StepPlan(release=list(range(2 * self.requests + 2))))
 
 
 def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -75,7 +82,7 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
     return clock() - begun
 
 
-def _load(runner: Runner, length: int, count: int, number: int, seed: int) -> float:
+def _load(runner: ModelRunner, length: int, count: int, number: int, seed: int) -> float:
     """Seconds of processor time for requests that have nothing in common."""
     chance, served = random.Random(seed), Served(runner)
     vocabulary = range(runner.info.vocab_size)
@@ -86,7 +93,7 @@ def _load(runner: Runner, length: int, count: int, number: int, seed: int) -> fl
     return seconds / number
 
 
-def measure_cost(on: Runner, off: Runner, repeats: int) -> None:
+def measure_cost(on: ModelRunner, off: ModelRunner, repeats: int) -> None:
     """Prints the first table."""
     print("prompt  answer   without     with  (us a request)  ratio")
     for length, count, number in LOADS:
@@ -99,7 +106,7 @@ def measure_cost(on: Runner, off: Runner, repeats: int) -> None:
         print(f"{length:6}  {count:6}  {without:8.0f} {with_:8.0f}  {'':14}  {ratio:.3f}")
 
 
-def measure_gain(runner: Runner, context: int, repeats: int) -> None:
+def measure_gain(runner: ModelRunner, context: int, repeats: int) -> None:
     """Prints what a long context costs each way: milliseconds until the first token."""
     served, chance = Served(runner), random.Random(1)
     vocabulary = range(runner.info.vocab_size)
@@ -110,7 +117,7 @@ def measure_gain(runner: Runner, context: int, repeats: int) -> None:
         return 1000 * _seconds(lambda: served.run(iter([request])))
 
     print(f"\ncontext of {context:,} tokens, ms until the first token after it")
-    print(f"  read:                    {first_token(stem, keep=Keep(id='context')):10.2f}")
+    print(f"  read:                    {first_token(stem, keep=KeepState(id='context')):10.2f}")
     one = statistics.median(first_token([token]) for token in vocabulary[:repeats])
     again = statistics.median(first_token(stem) for _ in range(repeats))
     ends = [chance.choices(vocabulary, k=4) for _ in range(repeats)]
@@ -145,8 +152,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     config = EngineConfig(model=args.model, device=args.device, threads=args.threads, max_slots=64)
-    on = Runner(config)
-    off = Runner(dataclasses.replace(config, share_slots=0, host_state_bytes=0))
+    on = ModelRunner(config)
+    off = ModelRunner(dataclasses.replace(config, share_slots=0, host_state_bytes=0))
     on.warm_up()
     off.warm_up()
     info = on.info

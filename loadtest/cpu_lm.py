@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from engine import device
 from engine.config import ModelConfig
-from engine.models.backends.cpu import PackedLM
+from engine.models.backends.cpu import CpuBackend
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
 from loadtest.report import median
@@ -110,7 +110,7 @@ def packed_rows(
     size: str, kind: str, batches: list[int], prompt: int, budget: float
 ) -> list[dict[str, object]]:
     """One row per batch and one for the prefill."""
-    model = PackedLM(build(size, kind), take=True)
+    model = CpuBackend(build(size, kind), take=True)
     config = model.config
     inner_weights = model.parameters_count - config.vocab_size * config.d_model
     rows: list[dict[str, object]] = []

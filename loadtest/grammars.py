@@ -31,8 +31,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.protocol.messages import Grammar, Request, SamplingParams, pack_ids
 from engine.structured_output.compiler import compile_grammar, load_tokens
-from engine.structured_output.grammar_cache import Grammars
-from engine.structured_output.matchers import Constraints
+from engine.structured_output.grammar_cache import GrammarCache
+from engine.structured_output.matchers import GrammarMatchers
 from loadtest.lm_models import SIZES, subject
 from loadtest.report import print_environment, print_table, save_json
 
@@ -155,9 +155,9 @@ def _batch(
 ) -> float:
     """Median seconds per mask, drawn tokens taken in, of so many streams, which begin one after
     the other."""
-    grammars = Grammars(folder, vocab_size)
+    grammars = GrammarCache(folder, vocab_size)
     grammars.ask(grammar)
-    constraints, seconds = Constraints(grammars, (0,), threads), []
+    constraints, seconds = GrammarMatchers(grammars, (0,), threads), []
     for step in range(len(ids) + streams - 1):
         while grammars.busy:
             grammars.wait(1.0)

@@ -46,7 +46,7 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.scheduler import decode_scheduler as rounds
-from engine.step_plan import MOST_STEPS, Drawn, Plan, Sampled, StepResult
+from engine.step_plan import MOST_STEPS, Drawn, Sampled, StepPlan, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
 TOKEN = 5000  # not one of the small integers that Python keeps
@@ -142,7 +142,7 @@ class MockRunner:
             dtype="float32",
         )
 
-    def start(self, plan: Plan) -> tuple[StepResult, float]:
+    def start(self, plan: StepPlan) -> tuple[StepResult, float]:
         begin = self._clock()
         seconds = self._step_seconds * plan.steps if plan.decodes else 0.0
         self._busy_until = max(self._busy_until, begin) + self._reading(plan) + seconds
@@ -153,11 +153,11 @@ class MockRunner:
         self._clock.forget_since(begin)
         return StepResult(sampled, drawn, decode_seconds=seconds), self._busy_until
 
-    def _reading(self, plan: Plan) -> float:
+    def _reading(self, plan: StepPlan) -> float:
         """How long its prompts take."""
         return self._step_seconds if plan.prefill else 0.0
 
-    def _draw(self, plan: Plan) -> Drawn:
+    def _draw(self, plan: StepPlan) -> Drawn:
         if not plan.again:
             self._rows = []
         for ended in plan.leave:
@@ -394,5 +394,5 @@ def print_share(batches: list[int], step_ms: list[float], repeat: int) -> list[d
 
 
 if __name__ == "__main__":
-    collector.calm()  # as the engine's process does
+    collector.tune_gc()  # as the engine's process does
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Drives a Runner and an Engine for measurements: the one place here that makes Plans.
+"""Drives a ModelRunner and an Engine for measurements: the one place here that makes Plans.
 
 A decode round is what the runner does between two waits of the host: one step or several, whose
 tokens it draws on the device (a `plain` plan).
@@ -20,9 +20,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.protocol.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
 from engine.protocol.sampling_params import is_adjusted, is_greedy, top_of
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from engine.scheduler.decode_scheduler import ROUND_SECONDS
-from engine.step_plan import MOST_STEPS, Admission, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.step_plan import MOST_STEPS, Admission, DecodeRow, PrefillChunk, StepPlan, StepResult
 
 #: Sequences begin with tokens this far apart.
 FIRST_TOKENS_APART = 7
@@ -41,10 +41,10 @@ class WrongAnswerError(RuntimeError):
     """What was measured did not do its work."""
 
 
-def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
+def load(config: EngineConfig, batches: Sequence[int]) -> ModelRunner:
     """A warm runner. Of its CUDA graphs only those for `batches` are captured, and the largest:
     what another batch would need takes time and changes nothing."""
-    runner = Runner(config)
+    runner = ModelRunner(config)
     runner.warm_up(batches)
     return runner
 
@@ -57,7 +57,7 @@ def round_steps(step_seconds: float, greatest: int | None) -> int:
 class Decoding:
     """`batch` sequences that decode together, from the initial state, each with its own seed."""
 
-    def __init__(self, runner: Runner, batch: int, sampling: SamplingParams) -> None:
+    def __init__(self, runner: ModelRunner, batch: int, sampling: SamplingParams) -> None:
         self._runner = runner
         self._greedy, self._adjusted = is_greedy(sampling), is_adjusted(sampling)
         self._top = top_of(sampling)
@@ -68,7 +68,7 @@ class Decoding:
         self._begun = False
         requests = (_request(row, [0], _seeded(sampling, row)) for row in range(batch))
         runner.run(
-            Plan(
+            StepPlan(
                 admit=[
                     Admission(request, key=row, slot=row, source=None, cached_tokens=0)
                     for row, request in enumerate(requests)
@@ -103,18 +103,18 @@ class Decoding:
         self._take(self._runner.finish(ahead), steps)
         return time.perf_counter() - start
 
-    def _plan(self, steps: int) -> Plan:
+    def _plan(self, steps: int) -> StepPlan:
         if self._begun:
-            return self._round(Plan(again=True), steps)
+            return self._round(StepPlan(again=True), steps)
         self._begun = True
         rows = [
             DecodeRow(key=row, slot=row, token=token, position=self._drawn + 1)
             for row, token in enumerate(self.tokens)
         ]
         at = list(range(len(rows)))
-        return self._round(Plan(decode=rows, at=at), steps)
+        return self._round(StepPlan(decode=rows, at=at), steps)
 
-    def _round(self, plan: Plan, steps: int) -> Plan:
+    def _round(self, plan: StepPlan, steps: int) -> StepPlan:
         plan.plain, plan.steps = True, steps
         plan.greedy, plan.adjusted, plan.top = self._greedy, self._adjusted, self._top
         return plan
@@ -136,7 +136,7 @@ class Decoding:
 
     def release(self) -> None:
         """Ends the sequences."""
-        self._runner.run(Plan(release=list(range(len(self.tokens)))))
+        self._runner.run(StepPlan(release=list(range(len(self.tokens)))))
 
 
 def _request(request_id: int, prompt: list[int], sampling: SamplingParams) -> Request:
@@ -148,7 +148,7 @@ def _seeded(sampling: SamplingParams, seed: int, **other: Any) -> SamplingParams
 
 
 @contextmanager
-def decoding(runner: Runner, batch: int, sampling: SamplingParams) -> Iterator[Decoding]:
+def decoding(runner: ModelRunner, batch: int, sampling: SamplingParams) -> Iterator[Decoding]:
     """Sequences that end with the block, also when it fails."""
     running = Decoding(runner, batch, sampling)
     try:
@@ -157,27 +157,27 @@ def decoding(runner: Runner, batch: int, sampling: SamplingParams) -> Iterator[D
         running.release()
 
 
-def read_prompt(runner: Runner, ids: array[int], decode: int = 0) -> tuple[float, list[float]]:
+def read_prompt(runner: ModelRunner, ids: array[int], decode: int = 0) -> tuple[float, list[float]]:
     """Reads one prompt in pieces of the step's budget and draws its first token: seconds of that,
     then of each of `decode` decode steps of this one sequence."""
     budget = runner.config.max_step_tokens or len(ids)
     request = _request(0, [0], GREEDY)
-    runner.run(Plan(admit=[Admission(request, key=0, slot=0, source=None, cached_tokens=0)]))
+    runner.run(StepPlan(admit=[Admission(request, key=0, slot=0, source=None, cached_tokens=0)]))
     token, steps = 0, []
     start = time.perf_counter()
     for begin in range(0, len(ids), budget):
         piece = ids[begin : begin + budget]
         last = begin + budget >= len(ids)
-        result = runner.run(Plan(prefill=[PrefillChunk(0, 0, begin, piece, None, 0, last)]))
+        result = runner.run(StepPlan(prefill=[PrefillChunk(0, 0, begin, piece, None, 0, last)]))
         if last:
             token = result.sampled[0].token
     seconds = time.perf_counter() - start
     for position in range(1, decode + 1):
         begin_step = time.perf_counter()
-        result = runner.run(Plan(decode=[DecodeRow(0, 0, token, position)]))
+        result = runner.run(StepPlan(decode=[DecodeRow(0, 0, token, position)]))
         steps.append(time.perf_counter() - begin_step)
         token = result.sampled[0].token
-    runner.run(Plan(release=[0]))
+    runner.run(StepPlan(release=[0]))
     return seconds, steps
 
 
@@ -186,7 +186,7 @@ def random_prompt(length: int, vocab_size: int) -> array[int]:
     return array("i", torch.randint(max(1, vocab_size - 1), (length,)).tolist())
 
 
-def engine_seconds(runner: Runner, batch: int, tokens: int, sampling: SamplingParams) -> float:
+def engine_seconds(runner: ModelRunner, batch: int, tokens: int, sampling: SamplingParams) -> float:
     """Seconds in which a whole Engine advances `batch` requests by a token: from when all prompts
     (one token each) have been read until the first of the requests finishes, which have `tokens`
     each, more than there are rounds until all prompts have been read. The runner's configuration
@@ -216,7 +216,7 @@ def engine_seconds(runner: Runner, batch: int, tokens: int, sampling: SamplingPa
                 end = time.perf_counter()
     # An engine counts its sequences from 0 and releases the last ones with its next step: the next
     # engine's would be taken for them.
-    runner.run(Plan(release=list(range(batch))))
+    runner.run(StepPlan(release=list(range(batch))))
     if finished != batch or math.isnan(end):
         raise WrongAnswerError(f"{finished} of {batch} requests finished, {drawn} tokens timed")
     return (end - start) * batch / drawn

@@ -15,7 +15,7 @@ import torch
 
 from engine.models.minrnn.lm import LM
 from engine.protocol.messages import SamplingParams
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from loadtest.layers_timing import Budget
 from loadtest.lm_driving import (
     GREEDY,
@@ -105,7 +105,7 @@ def fitting(batches: Iterable[int], figures: ModelFigures, vocab: int, free: int
 
 def measure(
     figures: ModelFigures,
-    runner: Runner,
+    runner: ModelRunner,
     model: LM,
     asked: Asked,
     budget: Budget,
@@ -139,7 +139,7 @@ def measure(
             _peers(rows, figures, model, asked, device)
 
 
-def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -> None:
+def _runner_and_engine(rows: _Rows, row: Decode, runner: ModelRunner, asked: Asked) -> None:
     if {"decode", "engine"} & set(asked.parts):
         rows.fill(row, "greedy", lambda: _runner_step(runner, row, asked, GREEDY))
     if "sampled" in asked.parts:
@@ -159,7 +159,7 @@ def _runner_and_engine(rows: _Rows, row: Decode, runner: Runner, asked: Asked) -
                 )
 
 
-def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingParams) -> float:
+def _runner_step(runner: ModelRunner, row: Decode, asked: Asked, sampling: SamplingParams) -> float:
     with decoding(runner, row.batch, sampling) as running:
         running.run(1)
         step = running.run(1)
@@ -177,7 +177,7 @@ def _runner_step(runner: Runner, row: Decode, asked: Asked, sampling: SamplingPa
 
 
 def _engine_step(
-    runner: Runner, row: Decode, step: float, asked: Asked, sampling: SamplingParams
+    runner: ModelRunner, row: Decode, step: float, asked: Asked, sampling: SamplingParams
 ) -> float:
     """`step`: the runner's."""
     # Where rounds overlap, sequences begin one after the other.
@@ -186,7 +186,7 @@ def _engine_step(
     return typical(lambda: engine_seconds(runner, row.batch, tokens, sampling), asked.seconds)
 
 
-def _prompt(rows: _Rows, row: Prefill, runner: Runner, asked: Asked) -> None:
+def _prompt(rows: _Rows, row: Prefill, runner: ModelRunner, asked: Asked) -> None:
     ids = random_prompt(row.tokens, runner.info.vocab_size)
     steps: list[float] = []
 
@@ -236,7 +236,7 @@ def _take_over(figures: ModelFigures, known: ModelFigures) -> None:
         prompt.default = same.seconds if figures.deterministic else None
 
 
-def _agreement(figures: ModelFigures, runner: Runner, model: LM) -> Agreement | None:
+def _agreement(figures: ModelFigures, runner: ModelRunner, model: LM) -> Agreement | None:
     """Ours decodes greedily, the peer reads the same tokens; None without a batch to do it with."""
     if not figures.decode:
         return None

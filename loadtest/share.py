@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from loadtest.grammars import make_tokenizer
 from loadtest.http.command import measure
 from loadtest.http.options import LENGTHS, parser
@@ -50,7 +50,7 @@ TOKENS_ALONE = {"cpu": 128, "cuda": 512}
 LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer with ids
 
 
-def engine_alone(runner: Runner, args: argparse.Namespace) -> float:
+def engine_alone(runner: ModelRunner, args: argparse.Namespace) -> float:
     """Tokens per second of all slots."""
 
     sampling = msgspec.structs.replace(GREEDY, logprobs=args.logprobs)

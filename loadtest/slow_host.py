@@ -17,7 +17,7 @@ from engine import gc_tuning as collector
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.protocol.messages import FromEngine, StepEvents
-from engine.step_plan import Plan, StepResult
+from engine.step_plan import StepPlan, StepResult
 from loadtest.host import ANSWER, MOST_HOST_BYTES, POST, Clock, MockRunner, PostingMailbox, posts
 from loadtest.report import print_environment, print_table, save_json
 
@@ -36,11 +36,11 @@ class GpuRunner(MockRunner):
         super().__init__(SLOTS, STEP, True, clock, MOST_HOST_BYTES)
         self._slower = slower
 
-    def start(self, plan: Plan) -> tuple[StepResult, float]:
+    def start(self, plan: StepPlan) -> tuple[StepResult, float]:
         self._clock.spend(self._slower * (ROUND + BEGINNING * len(plan.admit)))
         return super().start(plan)
 
-    def _reading(self, plan: Plan) -> float:
+    def _reading(self, plan: StepPlan) -> float:
         return READING + PROMPT * len(plan.prefill) if plan.prefill else 0.0
 
 
@@ -88,5 +88,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    collector.calm()  # as the engine's process does
+    collector.tune_gc()  # as the engine's process does
     raise SystemExit(main())

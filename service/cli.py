@@ -122,7 +122,7 @@ def score(
     import torch
 
     from engine.device import resolve_device, resolve_dtype, usable_cpus
-    from engine.models.backends.selector import serving_model
+    from engine.models.backends.selector import select_backend
     from engine.models.loader import load_config, load_model, resolve
     from engine.training.evaluation import CarriedLoss
 
@@ -138,7 +138,7 @@ def score(
     compute = cast(DtypeName, resolve_dtype(asked.dtype, place, stored.dtype))
     lm, _ = load_model(folder, place, compute, asked.quantization)
     state = lm.new_state(1)
-    carried = CarriedLoss(serving_model(lm, place, deterministic=asked.deterministic), state)
+    carried = CarriedLoss(select_backend(lm, place, deterministic=asked.deterministic), state)
     read = unscored = 0  # bytes
     with terminal.progress("scoring", total) as progress:
         begins = True  # until a token has been read

@@ -1,4 +1,4 @@
-"""DiskCache: cached states on disk, where what leaves main memory can be had again, and what a
+"""DiskTier: cached states on disk, where what leaves main memory can be had again, and what a
 restart finds.
 
 A state is written when it comes to main memory from the device, so that it may lose its row at any
@@ -21,16 +21,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from engine.cache.fair_lru import Shares
+from engine.cache.fair_lru import FairLru
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.storage import prefix_file
-from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.file_store import StateFileStore
 from engine.cache.storage.prefix_file import Head
-from engine.cache.storage.snapshot import MOST_HEADER, Shape
+from engine.cache.storage.snapshot import MOST_HEADER, StateLayout
 from engine.cache.storage.state_folder import PREFIX_FOLDER
 from engine.cache.storage.worker_threads import Result
-from engine.cache.tiered_store import Kept, Tiers
-from engine.cache.transfer import Traffic
+from engine.cache.tiered_store import CachedState, TieredStateStore
+from engine.cache.transfer import StateTransfer
 from engine.errors import ConfigError, StateMalformed
 from engine.protocol.messages import ID_BYTES
 
@@ -43,16 +43,16 @@ HEADER = 512  # about what a file's has, in bytes
 TAKEN_OVER = 16  # files of a former engine with a round
 
 
-class DiskCache:
+class DiskTier:
     """The third tier of `cache`; `shelf` None: there is none."""
 
     def __init__(
         self,
-        tiers: Tiers,
+        tiers: TieredStateStore,
         cache: PrefixCache,
-        traffic: Traffic,
-        shape: Shape,
-        shelf: Shelf | None,
+        traffic: StateTransfer,
+        shape: StateLayout,
+        shelf: StateFileStore | None,
         variant: str,
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
@@ -66,9 +66,9 @@ class DiskCache:
         self._most_bytes = most_bytes
         self._clock = clock
         self._next = 0.0  # when another may be written
-        self._writing: set[Kept] = set()
-        self._sizes: dict[Kept, int] = {}  # of files, in bytes
-        self._order: Shares[Kept] = Shares()  # of them
+        self._writing: set[CachedState] = set()
+        self._sizes: dict[CachedState, int] = {}  # of files, in bytes
+        self._order: FairLru[CachedState] = FairLru()  # of them
         self.bytes = 0
         self._is_mine = False  # no older engine uses the folder any more
         self._left: list[str] = []  # that is still to be taken over; the latest first
@@ -88,7 +88,7 @@ class DiskCache:
                     log.error("%s", error.message)  # the next round tries again
             self._take_over(self._shelf, TAKEN_OVER)
 
-    def offer(self, kept: Kept) -> None:
+    def offer(self, kept: CachedState) -> None:
         """A cached state has come to main memory."""
         now, shelf = self._clock(), self._shelf
         if shelf is None or not self._is_mine or now < self._next or shelf.pending >= MOST_PENDING:
@@ -102,9 +102,9 @@ class DiskCache:
             for kept in list(self._tiers.cached_on_device()):
                 self._write(self._shelf, kept)
 
-    def fetch(self, kept: Kept) -> None:
-        """Brings a state that a file alone has back to a row, where that can be; `Traffic.collect`
-        tells when. A file that is damaged goes."""
+    def fetch(self, kept: CachedState) -> None:
+        """Brings a state that a file alone has back to a row, where that can be;
+        `StateTransfer.collect` tells when. A file that is damaged goes."""
         if self._shelf is not None:
             most = MOST_HEADER + kept.position * ID_BYTES + self._shape.bytes
             most += 4 * self._shape.vocab_size + 8
@@ -124,11 +124,11 @@ class DiskCache:
             raise StateMalformed("the file is another one than it was")
         return state
 
-    def used(self, kept: Kept) -> None:
+    def used(self, kept: CachedState) -> None:
         """Somebody has started from it."""
         self._order.touch(kept)
 
-    def _write(self, shelf: Shelf, kept: Kept) -> bool:
+    def _write(self, shelf: StateFileStore, kept: CachedState) -> bool:
         if kept.position < LEAST_TOKENS or kept.files or kept in self._writing:
             return False
         scope = None if kept.node is None else kept.node.trie.scope
@@ -152,7 +152,7 @@ class DiskCache:
         self._traffic.fetch(kept, fetched, logits=kept.logits)
         return True
 
-    def _written(self, shelf: Shelf, kept: Kept, name: str, result: Result) -> None:
+    def _written(self, shelf: StateFileStore, kept: CachedState, name: str, result: Result) -> None:
         self._writing.discard(kept)
         if not isinstance(result, bytes):
             self._tiers.note_lost(kept, name)
@@ -162,7 +162,7 @@ class DiskCache:
             self._count(kept, size + (4 * self._shape.vocab_size if kept.logits else 0))
             self._trim()
 
-    def _count(self, kept: Kept, size: int) -> None:
+    def _count(self, kept: CachedState, size: int) -> None:
         self._sizes[kept] = size
         self._order.add(kept)
         self.bytes += size
@@ -173,13 +173,13 @@ class DiskCache:
             self._tiers.evictions["disk"] += 1
             self._drop(kept)
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: CachedState) -> None:
         """Its file goes, and with it what lies nowhere else."""
         self._forgotten(kept)
         if kept.node is not None and not kept.has_row:
             self._cache.forget(kept)
 
-    def _forgotten(self, kept: Kept) -> None:
+    def _forgotten(self, kept: CachedState) -> None:
         self.bytes -= self._sizes.pop(kept, 0)
         self._order.discard(kept)
         for name in list(kept.files):
@@ -189,9 +189,11 @@ class DiskCache:
 
     def _name(self, head: Head) -> str:
         digest = hashlib.blake2b(head.text, digest_size=24).hexdigest()
-        return f"{PREFIX_FOLDER}/{Shelf.name(self._variant, head.owner, head.salt, digest)}"
+        return (
+            f"{PREFIX_FOLDER}/{StateFileStore.name(self._variant, head.owner, head.salt, digest)}"
+        )
 
-    def _look_around(self, shelf: Shelf) -> None:
+    def _look_around(self, shelf: StateFileStore) -> None:
         """What is there that is not known, and what is not there any more? Raises ConfigError."""
         alone = shelf.lock.alone  # asked first: what an older engine writes last is found
         found = shelf.names(self._variant, PREFIX_FOLDER)
@@ -202,7 +204,7 @@ class DiskCache:
         for kept in known.values():
             self._drop(kept)
 
-    def _take_over(self, shelf: Shelf, most: int) -> None:
+    def _take_over(self, shelf: StateFileStore, most: int) -> None:
         """Up to so many files, the least recently written first."""
         for _ in range(min(most, len(self._left))):
             name = self._left.pop()
@@ -211,7 +213,7 @@ class DiskCache:
         if self._is_mine:
             self._trim()
 
-    def _take_in(self, shelf: Shelf, name: str) -> None:
+    def _take_in(self, shelf: StateFileStore, name: str) -> None:
         most = self._most_bytes
         try:
             content, status = shelf.look(
@@ -227,7 +229,7 @@ class DiskCache:
             log.warning("%s: not taken over: %s", name, error.message)
             shelf.delete(name)  # nobody can want it
             return
-        kept = Kept(
+        kept = CachedState(
             len(head.text) // ID_BYTES, head.owner, logits=head.with_logits, files={name},
             written={name},
         )  # fmt: skip

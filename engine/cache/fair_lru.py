@@ -1,4 +1,4 @@
-"""Shares: who gives way where several owners have something in the same room.
+"""FairLru: who gives way where several owners have something in the same room.
 
 Whoever has the most there, and of what that owner has the least recently used. So one that floods
 the room displaces others only until all who want it have equal parts; those who hold less than
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sized
 from typing import Generic, Protocol, TypeVar
 
-from engine.lazy_heap import Ranking
+from engine.lazy_heap import LazyHeap
 
 
 class Weights:
@@ -42,7 +42,7 @@ class _Order:
 
     def __init__(self) -> None:
         self.changed: set[str] = set()  # owners whose weights have, since they were ranked
-        self._ranking: Ranking[str] = Ranking()
+        self._ranking: LazyHeap[str] = LazyHeap()
 
     def first(self, of: Mapping[str, int | Sized]) -> str | None:
         """The heaviest of all, by weight or length."""
@@ -70,7 +70,7 @@ class Owned(Protocol):
 T = TypeVar("T", bound=Owned)
 
 
-class Shares(Generic[T]):
+class FairLru(Generic[T]):
     """Things in the order in which they should give way."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Leaving: what sequences leave when they end, how it is kept, and when they are told.
+"""FinishedStates: what sequences leave when they end, how it is kept, and when they are told.
 
 A sequence that leaves a state has ended before its client hears of it: where the state has a file,
 that is written first, and snapshots are made aside. What ends the waiting early is `storing`'s.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.cache.named_states import States
-from engine.cache.resume_point import Standing
-from engine.cache.sequence_state import Keeping
+from engine.cache.named_states import NamedStates
+from engine.cache.resume_point import ResumePoint
+from engine.cache.sequence_state import SequenceState
 from engine.cache.storage import snapshot
-from engine.cache.storage.snapshot import MOST_RECENT, Shape
+from engine.cache.storage.snapshot import MOST_RECENT, StateLayout
 from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import Told
-from engine.cache.tiered_store import Tiers
-from engine.cache.transfer import Traffic
+from engine.cache.tiered_store import TieredStateStore
+from engine.cache.transfer import StateTransfer
 from engine.errors import EngineError, StepFailed
 from engine.protocol.messages import ID_BYTES, Finished, FinishReason, pack_ids, unpack_ids
 from engine.sequence import Sequence
@@ -27,18 +27,18 @@ Tell = Callable[[Finished | EngineError], None]
 LEAST_PATIENCE = 2.0  # seconds for a state's file, where the request's own time is over before
 
 
-class Leaving:
+class FinishedStates:
     """The keeper's other half, which has these."""
 
-    shape: Shape
-    tiers: Tiers
-    traffic: Traffic
-    states: States
+    shape: StateLayout
+    tiers: TieredStateStore
+    traffic: StateTransfer
+    states: NamedStates
 
     def conclude(
         self,
         sequence: Sequence,
-        keeping: Keeping,
+        keeping: SequenceState,
         told: Sequence,
         reason: FinishReason,
         now: float,
@@ -109,7 +109,7 @@ class Leaving:
 
         self.traffic.fetch(standing.kept, fetched)
 
-    def _standing(self, sequence: Sequence, told: Sequence, keeping: Keeping) -> Standing:
+    def _standing(self, sequence: Sequence, told: Sequence, keeping: SequenceState) -> ResumePoint:
         """What is kept; plans the copy to where it is to lie."""
         spare, source = keeping.spare, keeping.source
         assert spare is not None
@@ -121,9 +121,9 @@ class Leaving:
         if answer:
             self.tiers.moves.append(Copy(sequence.slot, spare.place))
             spare.position = tokens - 1
-            return Standing(spare, pack_ids(answer[-1:]), tokens, True, recent)
+            return ResumePoint(spare, pack_ids(answer[-1:]), tokens, True, recent)
         drawn = source is not None and source.drawn and not told.request.prompt
-        return Standing(spare, told.text[keeping.base * ID_BYTES :], tokens, drawn, recent)
+        return ResumePoint(spare, told.text[keeping.base * ID_BYTES :], tokens, drawn, recent)
 
     def _before(self, sequence: Sequence) -> int:
         """Tokens that the state at the beginning of its text has read."""

@@ -1,5 +1,5 @@
-"""Claims: who may put a state under a name: one at a time, in this engine and in all that use the
-folder.
+"""NameLocks: who may put a state under a name: one at a time, in this engine and in all that use
+the folder.
 
 A claim is the lock of the name's file. It outlasts the request that made it by the time in which
 the file is written.
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.file_store import StateFileStore
 from engine.cache.storage.named_state_file import name_of
-from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.snapshot import StateLayout
 from engine.errors import StateBusy
 
 Key = tuple[str, str]  # owner and id
 
 
-class Claims:
+class NameLocks:
     """Without a shelf there are no other engines, and nothing to wait for. `changes` says whether a
     name's file is about to be written or deleted here."""
 
-    def __init__(self, shelf: Shelf | None, shape: Shape, changes: Callable[[Key], bool]) -> None:
+    def __init__(
+        self, shelf: StateFileStore | None, shape: StateLayout, changes: Callable[[Key], bool]
+    ) -> None:
         self._shelf = shelf
         self._shape = shape
         self._changes = changes

@@ -1,4 +1,4 @@
-"""States: the kept states that have a name, by owner and id; how long they stay, how many may.
+"""NamedStates: the kept states that have a name, by owner and id; how long they stay, how many may.
 
 A name refers to a state that never changes, so to fork one is to name it once more. With a shelf
 every named state is written to a file too, and what lies there at the start is there again. Who
@@ -21,15 +21,15 @@ from collections.abc import Callable, Hashable
 from msgspec.structs import replace
 
 from engine.cache.name_locks import Key
-from engine.cache.resume_point import Named, Standing
-from engine.cache.state_names import Names, reason_of
+from engine.cache.resume_point import NamedState, ResumePoint
+from engine.cache.state_names import StateNames, reason_of
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import Shelf, Unsynced
+from engine.cache.storage.file_store import StateFileStore, Unsynced
 from engine.cache.storage.named_state_file import check_id, entries
-from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import Storing, Then, Told, Waiter
-from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.errors import EngineError, StateNotFound, StateNotStored, StateQuota, StepFailed
 from engine.protocol.messages import StateInfo
 
@@ -40,19 +40,19 @@ ASK_SECONDS = 1.0  # between looks for other engines, which may mean to ask anot
 USES_TOLD = 8  # times within a state's ttl at which a file's time follows its uses
 
 
-class States(Names):
+class NamedStates(StateNames):
     """`fetch` gets the bytes of a state in a row, some rounds later; `clock` is the time of day."""
 
     def __init__(
         self,
-        tiers: Tiers,
-        shape: Shape,
+        tiers: TieredStateStore,
+        shape: StateLayout,
         *,
         ttl: float,
         most: int,
-        shelf: Shelf | None,
+        shelf: StateFileStore | None,
         disk_bytes: int,
-        fetch: Callable[[Kept, Callable[[bytes | None], None]], None],
+        fetch: Callable[[CachedState, Callable[[bytes | None], None]], None],
         clock: Callable[[], float],
         new_id: Callable[[str], str],  # of the owner's
     ) -> None:
@@ -63,7 +63,7 @@ class States(Names):
         self._new_id = new_id
         self._asked = clock()
 
-    def find(self, owner: str, id: str, param: str = "id") -> Named:
+    def find(self, owner: str, id: str, param: str = "id") -> NamedState:
         """Raises StateNotFound; the state's time begins anew."""
         self._look(owner, id)
         named = self._named.get((owner, id))
@@ -76,7 +76,7 @@ class States(Names):
         self._tiers.touch(named.standing.kept)
         return named
 
-    def _note_use(self, named: Named, now: float) -> None:
+    def _note_use(self, named: NamedState, now: float) -> None:
         """The file's time tells an engine that takes it over how long the state stays."""
         part = named.ttl / USES_TOLD
         if self._shelf is None or not named.tag or named.writing or now < named.used + part:
@@ -93,7 +93,7 @@ class States(Names):
         self._look(owner, id)
         return (owner, id) in self._named
 
-    def source(self, owner: str, id: str, optional: bool) -> Standing | None:
+    def source(self, owner: str, id: str, optional: bool) -> ResumePoint | None:
         """Of a request that goes on from it; None where it is `optional`, or no id, and is not
         there. Raises StateNotFound."""
         if not id or (optional and not self.has(owner, id)):
@@ -137,7 +137,7 @@ class States(Names):
         self,
         owner: str,
         id: str,
-        standing: Standing,
+        standing: ResumePoint,
         ttl: float | None,
         then: Then,
         *,
@@ -153,7 +153,7 @@ class States(Names):
         lost. Without `wait` it is called at once, unless other engines use the folder. `key` and
         `due` as of a Waiter."""
         now, ttl = self._clock(), self._ttl if ttl is None else ttl
-        named = Named(owner, id, standing, now, ttl, now + ttl)
+        named = NamedState(owner, id, standing, now, ttl, now + ttl)
         self._tiers.hold(standing.kept)
         self._tiers.note_name(standing.kept)
         storing = Storing(then, key, due, named=named, must=must)
@@ -188,7 +188,7 @@ class States(Names):
                 self._place(waiter)
             self.waiters.tell(waiter, self.info(waiter.named))
 
-    def move(self, named: Named, target: str, ttl: float | None, then: Then) -> None:
+    def move(self, named: NamedState, target: str, ttl: float | None, then: Then) -> None:
         """The same state under another id (or a new one), in the place of this one; `then` as of
         `put` with `must`, once this one's file is gone too. Raises as `begin` and `delete`."""
         owner, id = named.owner, named.id
@@ -229,7 +229,7 @@ class States(Names):
         self._forget(owner, id, for_good=True, waiter=waiter)
         self.claims.settle((owner, id))
 
-    def drop(self, kept: set[Kept]) -> None:
+    def drop(self, kept: set[CachedState]) -> None:
         """These are lost, and all that their names stood for."""
         for named in [one for one in self._named.values() if one.standing.kept in kept]:
             self._forget(named.owner, named.id, for_good=True)
@@ -262,7 +262,7 @@ class States(Names):
             else:
                 self._forget(*key, for_good=self._alone)
 
-    def _write(self, storing: Storing, shelf: Shelf) -> None:
+    def _write(self, storing: Storing, shelf: StateFileStore) -> None:
         named = storing.named
         kept, standing, key = named.standing.kept, named.standing, (named.owner, named.id)
         file, former = self._file(*key), self._named.get(key)
@@ -327,7 +327,7 @@ class States(Names):
         else:
             self.waiters.tell(storing, replace(self.info(named), stored=True))
 
-    def _fail(self, storing: Storing, shelf: Shelf, reason: str) -> None:
+    def _fail(self, storing: Storing, shelf: StateFileStore, reason: str) -> None:
         """It could not be stored."""
         named = storing.named
         kept, key = named.standing.kept, (named.owner, named.id)

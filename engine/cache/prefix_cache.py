@@ -27,8 +27,8 @@ from collections.abc import Callable
 import msgspec
 
 from engine.cache.fair_lru import Weights
-from engine.cache.radix_tree import Node, Trie
-from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.radix_tree import RadixNode, RadixTree
+from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.config import SCAN_CHUNK
 from engine.protocol.messages import ID_BYTES
 from engine.sequence import Sequence
@@ -41,48 +41,50 @@ MOST_LOADS = 3  # of cached states for one request: others may have taken the ro
 
 SPARE_SCOPES = 256  # tries that may be empty
 
-Place = Node[Kept]
-Scope = tuple[str, str, Kept | None]  # owner, salt and the state that texts go on from
+Place = RadixNode[CachedState]
+Scope = tuple[str, str, CachedState | None]  # owner, salt and the state that texts go on from
 
 
-class Found(msgspec.Struct, gc=False):
+class CacheHit(msgspec.Struct, gc=False):
     """What a prompt may start from, and what it is to leave behind."""
 
-    kept: Kept | None = None
+    kept: CachedState | None = None
     length: int = 0  # prompt tokens that `kept` has read; all of them: its logits are used too
     awaited: Place | None = None  # a longer one is being read just now
-    loading: Kept | None = None  # a file of it is being read
+    loading: CachedState | None = None  # a file of it is being read
     marks: list[int] = []  # where states should be kept, rising
     ends: list[int] = []  # those of them where a chunk has to end
     reason: str = ""  # why there is nothing to start from
 
 
-class Claim(msgspec.Struct, gc=False):
+class PendingEntry(msgspec.Struct, gc=False):
     """A place whose reader has not come to it."""
 
     node: Place
-    kept: Kept | None = None  # to which a copy is planned
+    kept: CachedState | None = None  # to which a copy is planned
 
 
 class PrefixCache:
     """Keeps states in `tiers`; `most_bytes` bounds what the tries take."""
 
-    def __init__(self, tiers: Tiers, most_bytes: int, with_whole_chunks: bool = False) -> None:
+    def __init__(
+        self, tiers: TieredStateStore, most_bytes: int, with_whole_chunks: bool = False
+    ) -> None:
         self._tiers = tiers
         tiers.forget = self.forget
         self._most_bytes = most_bytes
         self._align = SCAN_CHUNK if with_whole_chunks else 1
-        self._tries: dict[Scope, Trie[Kept]] = {}
+        self._tries: dict[Scope, RadixTree[CachedState]] = {}
         self._bytes = Weights()  # that tries take
         self._weights = Weights()  # parts of these bytes
         self._scopes = 0  # tries that were not empty when this was last looked at
-        self.on_forgotten: Callable[[Kept], None] | None = None
-        self._claims: dict[int, dict[int, Claim]] = {}  # by reader and length
-        self._answers: dict[int, Kept] = {}  # by sequence: states of answers not known yet
+        self.on_forgotten: Callable[[CachedState], None] | None = None
+        self._claims: dict[int, dict[int, PendingEntry]] = {}  # by reader and length
+        self._answers: dict[int, CachedState] = {}  # by sequence: states of answers not known yet
 
-    def look(self, sequence: Sequence) -> Found:
+    def look(self, sequence: Sequence) -> CacheHit:
         """What is known of its prompt."""
-        found = Found()
+        found = CacheHit()
         most, length = sequence.cacheable_tokens, sequence.prompt_tokens
         if not self._tiers.rows:
             found.ends = found.marks = self._aligned(sequence.cache_points)
@@ -115,10 +117,10 @@ class PrefixCache:
         self._mark(found, sequence, same)
         return found
 
-    def _is_worth_it(self, node: Place, found: Found, sequence: Sequence) -> bool:
+    def _is_worth_it(self, node: Place, found: CacheHit, sequence: Sequence) -> bool:
         return node.length - found.length >= LEAST_GAIN or node.length in sequence.cache_points
 
-    def _mark(self, found: Found, sequence: Sequence, same: int) -> None:
+    def _mark(self, found: CacheHit, sequence: Sequence, same: int) -> None:
         length, align = sequence.prompt_tokens, self._align
         points = sequence.cache_points
         ends = self._aligned(points) if points else []
@@ -142,12 +144,12 @@ class PrefixCache:
             return
         trie = self._trie(_scope(sequence))
         before = trie.bytes
-        mine: dict[int, Claim] = {}
+        mine: dict[int, PendingEntry] = {}
         for mark in marks:
             node = trie.insert(sequence.text, mark)
             if node.reader < 0 and (node.value is None or self._lacks_logits(node, sequence)):
                 node.reader = sequence.key
-                mine[mark] = Claim(node)
+                mine[mark] = PendingEntry(node)
         if mine:
             self._claims[sequence.key] = mine
         self._account(trie, trie.bytes - before)
@@ -168,7 +170,7 @@ class PrefixCache:
             and node.length == sequence.prompt_tokens
         )
 
-    def reserve(self, sequence: Sequence, length: int) -> Kept | None:
+    def reserve(self, sequence: Sequence, length: int) -> CachedState | None:
         """A place for the state of a prompt of which `length` tokens are read in the plan being
         made; None unless the sequence is the reader of this length, or where there is no room."""
         claims = self._claims.get(sequence.key)
@@ -176,7 +178,7 @@ class PrefixCache:
         if claim is None:
             return None
         with_logits = length == sequence.prompt_tokens and sequence.samples
-        kept = Kept(length, sequence.owner, logits=with_logits)
+        kept = CachedState(length, sequence.owner, logits=with_logits)
         if not self._tiers.put(kept, for_cache=True):
             return None
         claim.kept = self._tiers.hold(kept)
@@ -224,10 +226,10 @@ class PrefixCache:
     def _may_copy(self) -> bool:
         return self._tiers.rows > 0 and not self._tiers.crowded
 
-    def _copy_of(self, sequence: Sequence) -> Kept | None:
+    def _copy_of(self, sequence: Sequence) -> CachedState | None:
         """A state like that in its slot, from the next plan on; how much it has read is said
         later."""
-        kept = Kept(0, sequence.owner)
+        kept = CachedState(0, sequence.owner)
         if not self._tiers.put(kept, for_cache=True):
             return None
         self._tiers.moves.append(Copy(sequence.slot, kept.place))
@@ -256,7 +258,7 @@ class PrefixCache:
                 self._tidy(node)
         self._account(trie, more)
 
-    def forget(self, kept: Kept) -> None:
+    def forget(self, kept: CachedState) -> None:
         """Keeps a state no more."""
         node: Place | None = kept.node
         if node is None:
@@ -267,7 +269,7 @@ class PrefixCache:
         self._tiers.release(kept)
         self._tidy(node)
 
-    def restore(self, scope: Scope, text: bytes, kept: Kept) -> Kept:
+    def restore(self, scope: Scope, text: bytes, kept: CachedState) -> CachedState:
         """A state of a former process, which a file has; returns the one that its text has from
         then on: another one, where that was there."""
         trie = self._trie(scope)
@@ -280,7 +282,7 @@ class PrefixCache:
         self._account(trie, trie.bytes - before)
         return kept
 
-    def _set(self, node: Place, kept: Kept) -> None:
+    def _set(self, node: Place, kept: CachedState) -> None:
         if node.value is not None:
             old, node.value = node.value, None
             if self.on_forgotten is not None:
@@ -293,20 +295,20 @@ class PrefixCache:
         else:
             self._tiers.stand(kept)
 
-    def _trie(self, scope: Scope) -> Trie[Kept]:
+    def _trie(self, scope: Scope) -> RadixTree[CachedState]:
         """The scope's, made if need be."""
         trie = self._tries.get(scope)
         if trie is None:
-            trie = self._tries[scope] = Trie(scope[0], scope)
+            trie = self._tries[scope] = RadixTree(scope[0], scope)
         return trie
 
     def _tidy(self, node: Place) -> None:
-        trie: Trie[Kept] = node.trie
+        trie: RadixTree[CachedState] = node.trie
         before = trie.bytes
         trie.tidy(node)
         self._bytes.add(trie.owner, trie.bytes - before)
 
-    def _account(self, trie: Trie[Kept], more: int) -> None:
+    def _account(self, trie: RadixTree[CachedState], more: int) -> None:
         if more:
             self._bytes.add(trie.owner, more)
         while self._bytes.total > self._most_bytes:

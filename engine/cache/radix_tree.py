@@ -1,4 +1,5 @@
-"""Trie: texts of token ids as a radix tree, whose edges are packed runs that are compared as bytes.
+"""RadixTree: texts of token ids as a radix tree, whose edges are packed runs that are compared as
+bytes.
 
 A node ends where texts part or where something is kept of the text up to there. Nodes that stand
 for neither go, so the tree is as large as the texts that it tells apart.
@@ -15,47 +16,49 @@ NODE_BYTES = 400  # about what a node takes beside its run
 T = TypeVar("T")
 
 
-class Node(Generic[T]):
+class RadixNode(Generic[T]):
     """The text from the root to here, of `length` tokens; `value` is what is kept of it."""
 
     __slots__ = ("children", "length", "parent", "reader", "run", "trie", "value")
 
-    def __init__(self, trie: Trie[T], parent: Node[T] | None, run: bytes, length: int) -> None:
+    def __init__(
+        self, trie: RadixTree[T], parent: RadixNode[T] | None, run: bytes, length: int
+    ) -> None:
         self.trie = trie
         self.parent = parent
         self.run = run  # the tokens after the parent's
         self.length = length
-        self.children: dict[bytes, Node[T]] = {}  # by their first token
+        self.children: dict[bytes, RadixNode[T]] = {}  # by their first token
         self.value: T | None = None
         self.reader = -1  # the key of the sequence that reads this text just now; -1: none
 
     def text(self) -> bytes:
         """From the root to here, packed."""
         runs: list[bytes] = []
-        node: Node[T] | None = self
+        node: RadixNode[T] | None = self
         while node is not None:
             runs.append(node.run)
             node = node.parent
         return b"".join(reversed(runs))
 
 
-class Trie(Generic[T]):
+class RadixTree(Generic[T]):
     """Texts are packed ids (`messages.pack_ids`)."""
 
     def __init__(self, owner: str = "", scope: Any = None) -> None:
         self.owner = owner  # whose texts these are
         self.scope = scope  # what else is common to them
-        self.root: Node[T] = Node(self, None, b"", 0)
+        self.root: RadixNode[T] = RadixNode(self, None, b"", 0)
         self.bytes = 0  # that nodes take
 
     @property
     def empty(self) -> bool:
         return not self.root.children
 
-    def walk(self, text: bytes) -> tuple[list[Node[T]], int]:
+    def walk(self, text: bytes) -> tuple[list[RadixNode[T]], int]:
         """The nodes whose whole text `text` begins with, shortest first and without the root; and
         how many of its tokens are those of some text here."""
-        path: list[Node[T]] = []
+        path: list[RadixNode[T]] = []
         node, at = self.root, 0
         while (child := node.children.get(text[at : at + ID_BYTES])) is not None:
             if not text.startswith(child.run, at):
@@ -64,7 +67,7 @@ class Trie(Generic[T]):
             node, at = child, at + len(child.run)
         return path, at // ID_BYTES
 
-    def insert(self, text: bytes, length: int) -> Node[T]:
+    def insert(self, text: bytes, length: int) -> RadixNode[T]:
         """The node of the first `length` tokens of `text`, made if need be; at least one."""
         end = length * ID_BYTES
         node, at = self.root, 0
@@ -82,7 +85,7 @@ class Trie(Generic[T]):
             node, at = child, at + len(child.run)
         return node
 
-    def tidy(self, node: Node[T]) -> None:
+    def tidy(self, node: RadixNode[T]) -> None:
         """Removes the node, and those above it, as far as they stand for nothing any more."""
         while node.parent is not None and node.value is None and node.reader < 0:
             parent = node.parent
@@ -96,24 +99,24 @@ class Trie(Generic[T]):
             node.parent = None
             node = parent
 
-    def _add(self, parent: Node[T], run: bytes) -> Node[T]:
-        node = Node(self, parent, run, parent.length + len(run) // ID_BYTES)
+    def _add(self, parent: RadixNode[T], run: bytes) -> RadixNode[T]:
+        node = RadixNode(self, parent, run, parent.length + len(run) // ID_BYTES)
         parent.children[run[:ID_BYTES]] = node
         self.bytes += len(run) + NODE_BYTES
         return node
 
-    def _split(self, node: Node[T], at: int) -> Node[T]:
+    def _split(self, node: RadixNode[T], at: int) -> RadixNode[T]:
         """A new node `at` bytes into the run of `node`."""
         parent = node.parent
         assert parent is not None
-        upper = Node(self, parent, node.run[:at], parent.length + at // ID_BYTES)
+        upper = RadixNode(self, parent, node.run[:at], parent.length + at // ID_BYTES)
         parent.children[node.run[:ID_BYTES]] = upper
         node.run, node.parent = node.run[at:], upper
         upper.children[node.run[:ID_BYTES]] = node
         self.bytes += NODE_BYTES
         return upper
 
-    def _merge(self, node: Node[T]) -> None:
+    def _merge(self, node: RadixNode[T]) -> None:
         """Gives the run of a node with one child to that child."""
         (child,) = node.children.values()
         parent = node.parent

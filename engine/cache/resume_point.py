@@ -1,25 +1,26 @@
-"""Standing and Named: a kept state with what of its text it has not read, and the name of one."""
+"""ResumePoint and NamedState: a kept state with what of its text it has not read, and the name of
+one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from engine.cache.storage.snapshot import Snapshot
-from engine.cache.tiered_store import Kept
+from engine.cache.tiered_store import CachedState
 
 
 @dataclass(eq=False, slots=True)
-class Standing:
+class ResumePoint:
     """A kept state with the tokens of its text that it has not read."""
 
-    kept: Kept
+    kept: CachedState
     tail: bytes  # packed, at least one
     tokens: int  # of the text, with the tail
     drawn: bool  # the tail, of one token, was generated
     recent: tuple[int, ...]  # the text's last tokens
 
     @classmethod
-    def of(cls, kept: Kept, found: Snapshot) -> Standing:
+    def of(cls, kept: CachedState, found: Snapshot) -> ResumePoint:
         """What a snapshot says of a state."""
         return cls(kept, found.tail, found.tokens, found.drawn, found.recent)
 
@@ -29,12 +30,12 @@ class Standing:
 
 
 @dataclass(eq=False, slots=True)
-class Named:
+class NamedState:
     """A state's name. Times are seconds since the epoch."""
 
     owner: str
     id: str
-    standing: Standing
+    standing: ResumePoint
     created: float
     ttl: float
     expires: float

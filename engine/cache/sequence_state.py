@@ -1,4 +1,4 @@
-"""Keeping: what one sequence does with kept states: what it starts from, and what it leaves.
+"""SequenceState: what one sequence does with kept states: what it starts from, and what it leaves.
 
 `keeper` says how that comes about; here is what is known of it, from the sequence's admission to
 its end.
@@ -10,22 +10,22 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.cache.resume_point import Standing
-from engine.cache.tiered_store import Kept
-from engine.protocol.messages import ID_BYTES, FinishReason, Keep
+from engine.cache.resume_point import ResumePoint
+from engine.cache.tiered_store import CachedState
+from engine.protocol.messages import ID_BYTES, FinishReason, KeepState
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 
 @dataclass(eq=False, slots=True)
-class Keeping:
+class SequenceState:
     """Of one sequence."""
 
-    source: Standing | None  # that it starts from
-    keep: Keep | None
+    source: ResumePoint | None  # that it starts from
+    keep: KeepState | None
     id: str = ""  # under which it will be kept
-    spare: Kept | None = None
+    spare: CachedState | None = None
     base: int = -1  # how much of its text the state in `spare` has read; negative: not yet there
     kept_tokens: int | None = None  # of the answer, where not all of them are
     loads: int = 0  # how often it was read from its file
@@ -39,7 +39,7 @@ class Keeping:
         """Its base stands."""
         return self.base >= 0 and self.spare is not None and self.spare.has_row
 
-    def due(self, length: int) -> Kept | None:
+    def due(self, length: int) -> CachedState | None:
         """Its spare, where that is to become its base when `length` tokens are read."""
         if self.spare is None or self.base >= 0:
             return None

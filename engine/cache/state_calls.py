@@ -1,4 +1,4 @@
-"""StateDesk: answers what clients ask of kept states beside their requests (`AskState`).
+"""StateCallHandler: answers what clients ask of kept states beside their requests (`StateCall`).
 
 Most answers are there at once. What needs a state's bytes has to wait for a round that exports
 them, and before that, where only a file has them, for that to be read; what keeps a state, for its
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from engine.cache.resume_point import Named, Standing
-from engine.cache.state_manager import Keeper
+from engine.cache.resume_point import NamedState, ResumePoint
+from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage import snapshot
 from engine.cache.storage.named_state_file import check_id
 from engine.cache.storage.snapshot import Snapshot
 from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import Then, Told
-from engine.cache.tiered_store import Kept
+from engine.cache.tiered_store import CachedState
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.protocol.messages import ID_BYTES, AskState, Failed, StateInfo, StateReply
+from engine.protocol.messages import ID_BYTES, Failed, StateCall, StateInfo, StateReply
 from engine.protocol.validation import check_ttl
 
 MOST_LISTED = 1000
@@ -26,22 +26,22 @@ MOST_LISTED = 1000
 Answer = Callable[[], None]
 
 
-class StateDesk:
+class StateCallHandler:
     """`replies` are what there is to tell, until they are taken."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: StateCacheManager) -> None:
         self._states = keeper.states
         self._traffic = keeper.traffic
         self._shape = keeper.shape
-        self._waiting: dict[Kept, list[Answer]] = {}  # for a file
+        self._waiting: dict[CachedState, list[Answer]] = {}  # for a file
         self.replies: list[tuple[Hashable, StateReply]] = []
 
-    def ask(self, client: Hashable, call: AskState) -> None:
+    def ask(self, client: Hashable, call: StateCall) -> None:
         """Answers, now or later, with one reply. Raises nothing."""
         self._states.expire()
         self._try(client, call, lambda: self._answer(client, call))
 
-    def loaded(self, kept: Kept) -> None:
+    def loaded(self, kept: CachedState) -> None:
         """A file has been read."""
         for answer in self._waiting.pop(kept, ()):
             answer()
@@ -50,16 +50,16 @@ class StateDesk:
         failed = Failed(call, error.code, error.message, error.param, error.retry_after)
         self.replies.append((client, StateReply(call, failed)))
 
-    def _try(self, client: Hashable, call: AskState, answer: Answer) -> None:
+    def _try(self, client: Hashable, call: StateCall, answer: Answer) -> None:
         try:
             answer()
         except EngineError as error:
             self.refuse(client, call.call, error)
 
-    def _tell(self, client: Hashable, call: AskState, *states: StateInfo) -> None:
+    def _tell(self, client: Hashable, call: StateCall, *states: StateInfo) -> None:
         self.replies.append((client, StateReply(call.call, states=list(states))))
 
-    def _teller(self, client: Hashable, call: AskState) -> Then:
+    def _teller(self, client: Hashable, call: StateCall) -> Then:
         def then(told: Told) -> None:
             if isinstance(told, EngineError):
                 self.refuse(client, call.call, told)
@@ -68,7 +68,7 @@ class StateDesk:
 
         return then
 
-    def _answer(self, client: Hashable, call: AskState) -> None:
+    def _answer(self, client: Hashable, call: StateCall) -> None:
         if call.ttl is not None:
             check_ttl("ttl", call.ttl)
         match call.action:
@@ -87,7 +87,7 @@ class StateDesk:
             case "import":
                 self._import(client, call)
 
-    def _list(self, client: Hashable, call: AskState) -> None:
+    def _list(self, client: Hashable, call: StateCall) -> None:
         if not 1 <= call.limit <= MOST_LISTED:
             raise InvalidRequest(
                 f"limit is {call.limit}; allowed: 1 to {MOST_LISTED}", param="limit"
@@ -98,8 +98,8 @@ class StateDesk:
     def _with_row(
         self,
         client: Hashable,
-        call: AskState,
-        then: Callable[[Hashable, AskState, Named], None],
+        call: StateCall,
+        then: Callable[[Hashable, StateCall, NamedState], None],
         tries: int = 0,
     ) -> None:
         """`then`, once the state is in a row."""
@@ -115,15 +115,15 @@ class StateDesk:
 
         self._waiting.setdefault(kept, []).append(again)
 
-    def _fork(self, client: Hashable, call: AskState, named: Named) -> None:
+    def _fork(self, client: Hashable, call: StateCall, named: NamedState) -> None:
         id = self._states.begin(call.owner, call.target, "target")
         then = self._teller(client, call)
         self._states.put(call.owner, id, named.standing, call.ttl, then, must=True)
 
-    def _move(self, client: Hashable, call: AskState, named: Named) -> None:
+    def _move(self, client: Hashable, call: StateCall, named: NamedState) -> None:
         self._states.move(named, call.target, call.ttl, self._teller(client, call))
 
-    def _export(self, client: Hashable, call: AskState, named: Named) -> None:
+    def _export(self, client: Hashable, call: StateCall, named: NamedState) -> None:
         info = self._states.info(named)
         standing = named.standing
 
@@ -138,13 +138,15 @@ class StateDesk:
 
         self._traffic.fetch(standing.kept, fetched)
 
-    def _hand_out(self, client: Hashable, call: AskState, info: StateInfo, content: Result) -> None:
+    def _hand_out(
+        self, client: Hashable, call: StateCall, info: StateInfo, content: Result
+    ) -> None:
         if isinstance(content, bytes):
             self.replies.append((client, StateReply(call.call, states=[info], content=content)))
         else:
             self.refuse(client, call.call, _as_error(content))
 
-    def _import(self, client: Hashable, call: AskState) -> None:
+    def _import(self, client: Hashable, call: StateCall) -> None:
         if call.target:
             check_id("target", call.target)
         found: list[Snapshot] = []
@@ -161,9 +163,9 @@ class StateDesk:
 
         self._traffic.do(check, checked)
 
-    def _take_in(self, client: Hashable, call: AskState, found: Snapshot) -> None:
+    def _take_in(self, client: Hashable, call: StateCall, found: Snapshot) -> None:
         id = self._states.begin(call.owner, call.target, "target")
-        kept = Kept(found.tokens - len(found.tail) // ID_BYTES, call.owner)
+        kept = CachedState(found.tokens - len(found.tail) // ID_BYTES, call.owner)
         try:
             self._states.check_part(call.owner, id)
             if not self._traffic.bring_in(kept, found.state):
@@ -171,7 +173,7 @@ class StateDesk:
         except EngineError:
             self._states.end(call.owner, id)
             raise
-        standing, then = Standing.of(kept, found), self._teller(client, call)
+        standing, then = ResumePoint.of(kept, found), self._teller(client, call)
         lasts = not call.brief
         self._states.put(call.owner, id, standing, call.ttl, then, must=lasts, wait=lasts)
 

@@ -1,4 +1,5 @@
-"""Keeper: the scheduler's dealings with kept states: what a sequence starts from, what it leaves.
+"""StateCacheManager: the scheduler's dealings with kept states: what a sequence starts from, what
+it leaves.
 
 A sequence that is to be kept has a row of its own for that from its admission on, its `spare`.
 When its prompt has been read up to the last token (with whole chunks: up to the last multiple), the
@@ -16,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from engine.cache.disk_tier import DiskCache
-from engine.cache.leaving import Leaving
-from engine.cache.named_states import States
-from engine.cache.prefix_cache import Found, Place, PrefixCache
-from engine.cache.resume_point import Standing
-from engine.cache.sequence_state import Keeping
-from engine.cache.storage.file_store import Shelf
-from engine.cache.storage.snapshot import Shape
-from engine.cache.tiered_store import Kept, Tiers
-from engine.cache.transfer import Traffic
+from engine.cache.disk_tier import DiskTier
+from engine.cache.leaving import FinishedStates
+from engine.cache.named_states import NamedStates
+from engine.cache.prefix_cache import CacheHit, Place, PrefixCache
+from engine.cache.resume_point import ResumePoint
+from engine.cache.sequence_state import SequenceState
+from engine.cache.storage.file_store import StateFileStore
+from engine.cache.storage.snapshot import StateLayout
+from engine.cache.tiered_store import CachedState, TieredStateStore
+from engine.cache.transfer import StateTransfer
 from engine.config import SCAN_CHUNK
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.protocol.messages import (
@@ -35,12 +36,12 @@ from engine.protocol.messages import (
     SamplingParams,
     pack_ids,
 )
-from engine.protocol.placement import Home
+from engine.protocol.placement import StatePlacement
 from engine.sequence import Sequence
-from engine.step_plan import INITIAL, Admission, Copy, Plan
+from engine.step_plan import INITIAL, Admission, Copy, StepPlan
 
 
-class Keeper(Leaving):
+class StateCacheManager(FinishedStates):
     """One per engine. The device has `device_rows` for kept states, from `first_row` on, and main
     memory `host_rows`; `trie_bytes` bounds what is kept of texts to find them by."""
 
@@ -50,26 +51,26 @@ class Keeper(Leaving):
         first_row: int,
         host_rows: int = 0,
         *,
-        shape: Shape | None = None,
+        shape: StateLayout | None = None,
         with_whole_chunks: bool = False,
         trie_bytes: int = 2**28,
         ttl: float = 86400.0,
         most_states: int = 2**17,
-        shelf: Shelf | None = None,
+        shelf: StateFileStore | None = None,
         disk_bytes: int = 0,
         disk_cache_bytes: int = 0,
         variant: str = "",
-        home: Home | None = None,
+        home: StatePlacement | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """What is on the shelf is there: named states, up to `disk_bytes`, and cached ones of the
         same `variant` of the model; `home` chooses ids; `clock` is the time of day."""
-        self.shape = shape or Shape("", 2**31, (1, 1), None)
+        self.shape = shape or StateLayout("", 2**31, (1, 1), None)
         self.row_bytes = self.shape.bytes + 4 * self.shape.vocab_size  # of main memory
-        self.tiers = Tiers(device_rows, first_row, host_rows)
+        self.tiers = TieredStateStore(device_rows, first_row, host_rows)
         self.cache = PrefixCache(self.tiers, trie_bytes, with_whole_chunks)
-        self.traffic = Traffic(self.tiers, self.shape, shelf)
-        self.states = States(
+        self.traffic = StateTransfer(self.tiers, self.shape, shelf)
+        self.states = NamedStates(
             self.tiers,
             self.shape,
             ttl=ttl,
@@ -78,16 +79,16 @@ class Keeper(Leaving):
             disk_bytes=disk_bytes,
             fetch=self.traffic.fetch,
             clock=clock,
-            new_id=(home or Home()).new_id,
+            new_id=(home or StatePlacement()).new_id,
         )
-        self.disk = DiskCache(
+        self.disk = DiskTier(
             self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes
         )
         self._with_whole_chunks = with_whole_chunks
         self._hits = 0
         self._misses: Counter[str] = Counter()
 
-    def collect(self) -> list[Kept]:
+    def collect(self) -> list[CachedState]:
         """What has been read from files since this was last called; also forgets what is out of
         date."""
         self.states.expire()
@@ -122,35 +123,35 @@ class Keeper(Leaving):
             if id:
                 self.states.end(request.owner, id)
             raise
-        keeping = Keeping(source, keep, id)
+        keeping = SequenceState(source, keep, id)
         if source is not None:
             self.tiers.hold(source.kept)
             sequence.go_on_from(source.tail)
         sequence.keeping = keeping
 
-    def find(self, sequence: Sequence) -> Found:
+    def find(self, sequence: Sequence) -> CacheHit:
         """Where it may start. With `awaited` it has to wait for that; Raises EngineError where it
         cannot start at all."""
         keeping = sequence.keeping
         source = None if keeping is None or keeping.source is None else keeping.source.kept
         look = source is None or sequence.request.cache_points
-        found = self.cache.look(sequence) if look else Found()
+        found = self.cache.look(sequence) if look else CacheHit()
         if found.kept is not None and not found.kept.has_row:
             self.disk.fetch(found.kept)
             sequence.loads += 1
-            return Found(loading=found.kept)
+            return CacheHit(loading=found.kept)
         if keeping is not None and source is not None and not (found.kept or found.awaited):
             found.reason = ""
             if not source.has_row:
                 self.traffic.load(source, keeping.loads, "state")
                 keeping.loads += 1
-                return Found(loading=source)
+                return CacheHit(loading=source)
             found.kept = source
         if keeping is not None and keeping.keep is not None and found.awaited is None:
             self._reserve(sequence, keeping, found)
         return found
 
-    def successor(self, sequence: Sequence) -> Standing | None:
+    def successor(self, sequence: Sequence) -> ResumePoint | None:
         """What has the name now of the state that it was to go on from, where that is another."""
         keeping, request = sequence.keeping, sequence.request
         if keeping is None or keeping.source is None:
@@ -158,7 +159,7 @@ class Keeper(Leaving):
         latest = self.states.source(request.owner, request.state, optional=True)
         return None if latest is keeping.source else latest
 
-    def change_source(self, sequence: Sequence, source: Standing) -> None:
+    def change_source(self, sequence: Sequence, source: ResumePoint) -> None:
         """It goes on from this one; nothing has been found or reserved for it yet."""
         keeping = sequence.keeping
         assert keeping is not None and keeping.source is not None and keeping.spare is None
@@ -167,7 +168,7 @@ class Keeper(Leaving):
         keeping.source, keeping.loads = source, 0
         sequence.go_on_from(source.tail)
 
-    def _reserve(self, sequence: Sequence, keeping: Keeping, found: Found) -> None:
+    def _reserve(self, sequence: Sequence, keeping: SequenceState, found: CacheHit) -> None:
         base = sequence.prompt_tokens - 1
         if self._with_whole_chunks:
             base = base // SCAN_CHUNK * SCAN_CHUNK
@@ -176,14 +177,14 @@ class Keeper(Leaving):
         owner = sequence.request.owner
         if keeping.id:
             self.states.check_part(owner, keeping.id)
-        spare = Kept(self._before(sequence) + base, owner)
+        spare = CachedState(self._before(sequence) + base, owner)
         if not self.tiers.put(spare):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
         keeping.spare = self.tiers.hold(spare)
         if base > found.length:
             found.ends = sorted({*found.ends, base})
 
-    def admit(self, plan: Plan, sequence: Sequence, found: Found) -> None:
+    def admit(self, plan: StepPlan, sequence: Sequence, found: CacheHit) -> None:
         """It starts there: plans the copies and sets its marks and position."""
         kept, keeping, request = found.kept, sequence.keeping, sequence.request
         place, cached, before = None, found.length, 0
@@ -211,7 +212,7 @@ class Keeper(Leaving):
         if keeping is not None:
             self._leave_source(keeping)
 
-    def passes(self, plan: Plan, sequence: Sequence, length: int) -> None:
+    def passes(self, plan: StepPlan, sequence: Sequence, length: int) -> None:
         """The plan reads its text up to `length`: plans the snapshots that are due there."""
         kept = self.cache.reserve(sequence, length)
         if kept is not None:
@@ -250,7 +251,7 @@ class Keeper(Leaving):
         self.cache.save_answer(sequence)
 
     def needs_rebuild(
-        self, sequence: Sequence, keeping: Keeping, reason: FinishReason, read: int | None
+        self, sequence: Sequence, keeping: SequenceState, reason: FinishReason, read: int | None
     ) -> bool:
         """It ends: whether its state has to be made from its base. Its slot's has read `read`
         tokens of the answer."""
@@ -278,7 +279,7 @@ class Keeper(Leaving):
         sequence.keeping = None
         return heir
 
-    def readmit(self, plan: Plan, heir: Sequence) -> None:
+    def readmit(self, plan: StepPlan, heir: Sequence) -> None:
         """A rebuild begins, in a slot."""
         assert heir.keeping is not None and heir.keeping.spare is not None
         spare = heir.keeping.spare
@@ -327,7 +328,7 @@ class Keeper(Leaving):
         self.states.store_errors = 0
         return told
 
-    def fail(self, plan: Plan) -> None:
+    def fail(self, plan: StepPlan) -> None:
         """What a failed plan copied to is lost, but for what a file has."""
         places = self.tiers.tainted({move.target for move in (*plan.before, *plan.after)})
         lost = self.tiers.lost(places)
@@ -341,11 +342,11 @@ class Keeper(Leaving):
         for one in plan.exports:
             self.traffic.arrived(one.ticket, None)
 
-    def _based(self, keeping: Keeping, spare: Kept, length: int) -> None:
+    def _based(self, keeping: SequenceState, spare: CachedState, length: int) -> None:
         keeping.base = length
         self.tiers.stand(spare)
 
-    def _leave_source(self, keeping: Keeping) -> None:
+    def _leave_source(self, keeping: SequenceState) -> None:
         if keeping.source is not None and not keeping.left:
             keeping.left = True
             self.tiers.release(keeping.source.kept)

@@ -1,4 +1,4 @@
-"""Names: the kept states that have a name, by owner and id, and what the shelf has of them.
+"""StateNames: the kept states that have a name, by owner and id, and what the shelf has of them.
 
 A reload makes two engines use one folder, until the older one has finished what it has. Then a file
 is the truth, and what is remembered holds only as long as the file is the one that it was read from
@@ -12,30 +12,30 @@ import bisect
 import logging
 from collections.abc import Callable
 
-from engine.cache.name_locks import Claims, Key
-from engine.cache.resume_point import Named, Standing
-from engine.cache.storage.file_store import Shelf, tag_of
+from engine.cache.name_locks import Key, NameLocks
+from engine.cache.resume_point import NamedState, ResumePoint
+from engine.cache.storage.file_store import StateFileStore, tag_of
 from engine.cache.storage.named_state_file import name_of, parse
-from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.worker_threads import Result
-from engine.cache.store_waiters import Storing, Waiter, Waiters
-from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.store_waiters import StoreWaiters, Storing, Waiter
+from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import MORE_BYTES
 from engine.errors import ConfigError, EngineError, StateNotStored
-from engine.lazy_heap import Ranking
+from engine.lazy_heap import LazyHeap
 from engine.protocol.messages import ID_BYTES, StateInfo
 
 log = logging.getLogger(__name__)
 
 
-class Names:
+class StateNames:
     """The other half of `States`, which says what becomes of them; `clock` is the time of day."""
 
     def __init__(
         self,
-        tiers: Tiers,
-        shape: Shape,
-        shelf: Shelf | None,
+        tiers: TieredStateStore,
+        shape: StateLayout,
+        shelf: StateFileStore | None,
         disk_bytes: int,
         clock: Callable[[], float],
     ) -> None:
@@ -44,11 +44,11 @@ class Names:
         self._shelf = shelf
         self._disk_bytes = disk_bytes
         self._clock = clock
-        self._named: dict[Key, Named] = {}
+        self._named: dict[Key, NamedState] = {}
         self._ids: dict[str, list[str]] = {}  # by owner, in order
-        self._expiry: Ranking[Key] = Ranking()
-        self.claims = Claims(shelf, shape, self._changes)
-        self.waiters = Waiters()
+        self._expiry: LazyHeap[Key] = LazyHeap()
+        self.claims = NameLocks(shelf, shape, self._changes)
+        self.waiters = StoreWaiters()
         self.store_errors = 0  # files that could not be written or removed
         self._new: set[Key] = set()  # those that requests have claimed, and that were not there
         self._making: dict[str, int] = {}  # how many these are, by owner
@@ -69,7 +69,7 @@ class Names:
             if not self._making[owner]:
                 del self._making[owner]
 
-    def info(self, named: Named) -> StateInfo:
+    def info(self, named: NamedState) -> StateInfo:
         kept = named.standing.kept
         return StateInfo(
             id=named.id,
@@ -117,7 +117,7 @@ class Names:
         named = self._named.get(key)
         return (named is not None and named.writing) or self._shelf.changing(self._file(*key))
 
-    def _take_stock(self, shelf: Shelf) -> None:
+    def _take_stock(self, shelf: StateFileStore) -> None:
         """Of the shelf, where other engines may have written; other models' states are left
         alone."""
         known = {named.file: named for named in self._named.values() if named.file}
@@ -130,7 +130,7 @@ class Names:
             if not self._changes((named.owner, named.id)):
                 self._forget(named.owner, named.id)
 
-    def _take_over(self, shelf: Shelf, file: str) -> None:
+    def _take_over(self, shelf: StateFileStore, file: str) -> None:
         """What a file says takes the place of what is remembered, as far as it is what an engine
         wrote."""
         try:
@@ -159,14 +159,14 @@ class Names:
             self._forget(owner, id)
             read = found.snapshot.tokens - len(found.snapshot.tail) // ID_BYTES
             digest = found.snapshot.digest
-            kept = Kept(read, owner, files={file}, written={file}, digest=digest)
-            standing = Standing.of(self._tiers.hold(kept), found.snapshot)
+            kept = CachedState(read, owner, files={file}, written={file}, digest=digest)
+            standing = ResumePoint.of(self._tiers.hold(kept), found.snapshot)
             times = found.created, found.ttl, expires
             self._tiers.note_name(kept)
-            self._add(Named(owner, id, standing, *times, file, tag_of(status), written))
+            self._add(NamedState(owner, id, standing, *times, file, tag_of(status), written))
             self.files += 1
 
-    def _add(self, named: Named) -> None:
+    def _add(self, named: NamedState) -> None:
         """Its state is held and noted for it."""
         key = named.owner, named.id
         self._named[key] = named
@@ -205,12 +205,12 @@ class Names:
             self.waiters.tell(waiter, None)
         self._let_go(kept)
 
-    def _let_go(self, kept: Kept) -> None:
+    def _let_go(self, kept: CachedState) -> None:
         """One name less has it."""
         self._tiers.note_name(kept, -1)
         self._tiers.release(kept)
 
-    def _delete(self, shelf: Shelf, key: Key, waiter: Waiter | None = None) -> None:
+    def _delete(self, shelf: StateFileStore, key: Key, waiter: Waiter | None = None) -> None:
         file = self._file(*key)
 
         def deleted(result: Result) -> None:

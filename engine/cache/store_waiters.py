@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
-from engine.cache.resume_point import Named
+from engine.cache.resume_point import NamedState
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.protocol.messages import StateInfo
@@ -38,12 +38,12 @@ class Storing(Waiter):
     """Who waits for a state that is written. With `must` its name has it only once the file is
     there; else then, or when that has failed, or is not waited for any longer."""
 
-    named: Named
+    named: NamedState
     must: bool
     placed: bool = False  # its name has it
 
 
-class Waiters:
+class StoreWaiters:
     """All of an engine's."""
 
     def __init__(self) -> None:

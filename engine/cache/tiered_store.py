@@ -1,4 +1,5 @@
-"""Tiers: where kept states lie: rows of the device's pool, then rows of main memory, then files.
+"""TieredStateStore: where kept states lie: rows of the device's pool, then rows of main memory,
+then files.
 
 A kept state never changes once it stands, so whoever needs it holds a reference: a node of the
 prefix cache, a name, a sequence that starts from it. What only the cache holds may go whenever room
@@ -20,12 +21,12 @@ from typing import Any
 
 import msgspec
 
-from engine.cache.fair_lru import Shares, Weights
+from engine.cache.fair_lru import FairLru, Weights
 from engine.cache.slot_allocator import SlotAllocator
 from engine.config import has_room
-from engine.step_plan import Copy, Put
+from engine.step_plan import Copy, Load
 
-_NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `Kept`
+_NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `CachedState`
 # Of states that only the prefix cache holds, those that leave the device for the sake of others,
 # for main memory or, without that, for good: so many for each plan, but a few plans' at once, which
 # takes hardly longer. Under a load of new prompts, of which each leaves two, more would cost more
@@ -35,7 +36,7 @@ MOVED_PER_PLAN = 4
 MOVED_AT_ONCE = 16
 
 
-class Kept(msgspec.Struct, eq=False):
+class CachedState(msgspec.Struct, eq=False):
     """One state, after `position` tokens."""
 
     position: int
@@ -45,7 +46,9 @@ class Kept(msgspec.Struct, eq=False):
     whole: bool = False  # read from the beginning in whole chunks: as a miss would read it
     logits: bool = False  # its row holds those after its last token
     node: Any = None  # of the prefix cache
-    among: Shares[Kept] | set[Kept] | None = None  # those of the tier that it is counted with
+    among: FairLru[CachedState] | set[CachedState] | None = (
+        None  # those of the tier that it is counted with
+    )
     files: AbstractSet[str] = frozenset()  # that hold it, or will
     written: AbstractSet[str] = frozenset()  # those of them that do
     digest: bytes = b""  # of the state, as of `snapshot`, where a file has it or will
@@ -94,25 +97,25 @@ class _Allowance:
         return True
 
 
-class Tiers:
+class TieredStateStore:
     """`forget` is told of a cached state that has to go, and releases it; the cache sets it."""
 
     def __init__(self, device_rows: int, first_row: int, host_rows: int) -> None:
         self.rows = device_rows + host_rows
         self._device = SlotAllocator(device_rows, first_row)
         self._host = SlotAllocator(host_rows)
-        self._on_device: Shares[Kept] = Shares()
-        self._on_host: Shares[Kept] = Shares()  # those that may lose their row
-        self._on_disk: Shares[Kept] = Shares()  # cached states that only a file has
-        self._fixed: set[Kept] = set()  # the others in main memory
-        self.on_host: Callable[[Kept], None] = lambda kept: None  # told of cached ones there
+        self._on_device: FairLru[CachedState] = FairLru()
+        self._on_host: FairLru[CachedState] = FairLru()  # those that may lose their row
+        self._on_disk: FairLru[CachedState] = FairLru()  # cached states that only a file has
+        self._fixed: set[CachedState] = set()  # the others in main memory
+        self.on_host: Callable[[CachedState], None] = lambda kept: None  # told of cached ones there
         self._pinned = Weights()
-        self.forget: Callable[[Kept], None] = lambda kept: None
+        self.forget: Callable[[CachedState], None] = lambda kept: None
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
         self._allowance = _Allowance()
         self._crowded = False  # since there was no row for the cache, nothing has come free
         self._late: list[int] = []  # those of them that nobody needs after it
-        self.moves: list[Copy | Put] = []  # that the next plan has to begin with
+        self.moves: list[Copy | Load] = []  # that the next plan has to begin with
         self.evictions: Counter[str] = Counter()
 
     @property
@@ -139,7 +142,7 @@ class Tiers:
             self._allowance.used_up and self._device.count > 0 and not self._device.free
         )
 
-    def put(self, kept: Kept, for_cache: bool = False) -> bool:
+    def put(self, kept: CachedState, for_cache: bool = False) -> bool:
         """Finds a row for a new state, that nothing has been copied to yet; whether there is one.
         It stands, for others to be moved, once `stand` says so. For the cache alone there may be
         none at times when many are looked for."""
@@ -157,7 +160,7 @@ class Tiers:
         self._busy.add(place)
         return True
 
-    def stand(self, kept: Kept) -> None:
+    def stand(self, kept: CachedState) -> None:
         """Its row holds it, as far as later plans are concerned."""
         if kept.on_device:
             self._enter(kept, self._on_device)
@@ -169,26 +172,26 @@ class Tiers:
         else:
             self._enter(kept, self._fixed)
 
-    def _enter(self, kept: Kept, among: Shares[Kept] | set[Kept]) -> None:
+    def _enter(self, kept: CachedState, among: FairLru[CachedState] | set[CachedState]) -> None:
         if kept.among is not among:
             self._withdraw(kept)
             kept.among = among
             among.add(kept)
 
-    def _withdraw(self, kept: Kept) -> None:
+    def _withdraw(self, kept: CachedState) -> None:
         if kept.among is not None:
             kept.among.discard(kept)
             kept.among = None
 
-    def rest(self, kept: Kept) -> None:
+    def rest(self, kept: CachedState) -> None:
         """A cached state needs no row: a file has it."""
         self.vacate(kept)
         self._enter(kept, self._on_disk)
 
-    def cached_on_device(self) -> Iterable[Kept]:
+    def cached_on_device(self) -> Iterable[CachedState]:
         return (kept for kept in self._on_device if kept.node is not None)
 
-    def note_written(self, kept: Kept, file: str) -> None:
+    def note_written(self, kept: CachedState, file: str) -> None:
         """This file of it is whole."""
         kept.written |= {file}
         self._crowded = False
@@ -196,7 +199,7 @@ class Tiers:
         if kept.among is self._fixed:
             self._enter(kept, self._on_host)
 
-    def note_lost(self, kept: Kept, file: str) -> None:
+    def note_lost(self, kept: CachedState, file: str) -> None:
         """This file has it no more, or never will."""
         kept.files -= {file}
         kept.written -= {file}
@@ -204,7 +207,7 @@ class Tiers:
         if kept.among is self._on_host and kept.node is None and not kept.written:
             self._enter(kept, self._fixed)
 
-    def note_name(self, kept: Kept, more: int = 1) -> None:
+    def note_name(self, kept: CachedState, more: int = 1) -> None:
         """One more name refers to it, or one less."""
         kept.names += more
         self._weigh(kept)
@@ -214,13 +217,13 @@ class Tiers:
         taken, own = self._pinned.total, self._pinned.of.get(owner, 0)
         return has_room(taken=taken, own=own, more=1, most=self.rows, owner=owner)
 
-    def _weigh(self, kept: Kept) -> None:
+    def _weigh(self, kept: CachedState) -> None:
         pinned = kept.names > 0 and not kept.written
         if pinned != kept.pinned:
             self._pinned.add(kept.owner, 1 if pinned else -1)
             kept.pinned = pinned
 
-    def use(self, kept: Kept) -> int:
+    def use(self, kept: CachedState) -> int:
         """The place to admit from, in the plan being made. What is much used comes to the device.
         Its state is in a row."""
         self.touch(kept)
@@ -234,17 +237,17 @@ class Tiers:
         self._busy.add(kept.place)
         return kept.place
 
-    def touch(self, kept: Kept) -> None:
+    def touch(self, kept: CachedState) -> None:
         """It was used."""
-        if isinstance(kept.among, Shares):
+        if isinstance(kept.among, FairLru):
             kept.among.touch(kept)
 
-    def hold(self, kept: Kept) -> Kept:
+    def hold(self, kept: CachedState) -> CachedState:
         """One more holds it."""
         kept.references += 1
         return kept
 
-    def release(self, kept: Kept) -> None:
+    def release(self, kept: CachedState) -> None:
         """One holds it no more; with the last one it goes."""
         kept.references -= 1
         if kept.references == 0:
@@ -252,7 +255,7 @@ class Tiers:
         else:
             self._crowded = False
 
-    def vacate(self, kept: Kept) -> None:
+    def vacate(self, kept: CachedState) -> None:
         """It needs no row any more."""
         self._withdraw(kept)
         if kept.has_row:
@@ -279,7 +282,7 @@ class Tiers:
                 places = places | {move.target}
         return places
 
-    def lost(self, places: set[int]) -> list[Kept]:
+    def lost(self, places: set[int]) -> list[CachedState]:
         """The states in these rows."""
         tiers = (*self._on_device, *self._on_host, *self._fixed) if places else ()
         return [kept for kept in tiers if kept.place in places]
@@ -311,7 +314,7 @@ class Tiers:
             return self._device.take()
         return None
 
-    def _give_way(self, kept: Kept) -> None:
+    def _give_way(self, kept: CachedState) -> None:
         """A cached state loses its row."""
         if kept.written:
             self.rest(kept)
@@ -335,7 +338,7 @@ class Tiers:
                 break
         return ~self._host.take() if self._host.free else None
 
-    def _move(self, kept: Kept, place: int) -> None:
+    def _move(self, kept: CachedState, place: int) -> None:
         self.moves.append(Copy(kept.place, place))
         self._withdraw(kept)
         self._give_back(kept.place)

@@ -1,4 +1,4 @@
-"""Traffic: states on their way out of rows, as bytes, and from outside into them.
+"""StateTransfer: states on their way out of rows, as bytes, and from outside into them.
 
 A state's bytes come with the results of the round whose plan exports it; those of a state that lies
 in no row any more are read from its file, and put in a row by the next plan. What is made of a
@@ -11,35 +11,37 @@ import logging
 from collections.abc import Callable
 
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import Parse, Shelf
-from engine.cache.storage.snapshot import Shape
-from engine.cache.storage.worker_threads import Aside, Done, Result, Work
-from engine.cache.tiered_store import Kept, Tiers
+from engine.cache.storage.file_store import Parse, StateFileStore
+from engine.cache.storage.snapshot import StateLayout
+from engine.cache.storage.worker_threads import Done, Result, Work, WorkerThreads
+from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
-from engine.step_plan import Export, Plan, Put
+from engine.step_plan import Load, StepPlan, Store
 
 log = logging.getLogger(__name__)
 
 MOST_LOADS = 3  # of one state for one request: others may have taken its row meanwhile
 MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
-LANE = "snapshots"  # of `Aside`
+LANE = "snapshots"  # of `WorkerThreads`
 
 Fetched = Callable[[bytes | None], None]
 
 
-class Traffic:
+class StateTransfer:
     """`shelf` has the files, if there are any."""
 
-    def __init__(self, tiers: Tiers, shape: Shape, shelf: Shelf | None) -> None:
+    def __init__(
+        self, tiers: TieredStateStore, shape: StateLayout, shelf: StateFileStore | None
+    ) -> None:
         self._tiers = tiers
         self._shape = shape
         self._shelf = shelf
-        self._aside = Aside() if shelf is None else shelf.aside
-        self._tickets: dict[int, tuple[Kept, Fetched, bool]] = {}
+        self._aside = WorkerThreads() if shelf is None else shelf.aside
+        self._tickets: dict[int, tuple[CachedState, Fetched, bool]] = {}
         self._next_ticket = 0
         self._asked: list[int] = []  # tickets that no plan has yet
-        self._loading: set[Kept] = set()
-        self._loaded: list[Kept] = []
+        self._loading: set[CachedState] = set()
+        self._loaded: list[CachedState] = []
 
     @property
     def fetching(self) -> bool:
@@ -62,7 +64,7 @@ class Traffic:
         self._aside.wait(seconds)
 
     def do(self, work: Work, done: Done) -> None:
-        """Does what takes a while aside; `done` as of `Aside`."""
+        """Does what takes a while aside; `done` as of `WorkerThreads`."""
         self._aside.ask(LANE, work, done)
 
     def close(self) -> None:
@@ -75,14 +77,14 @@ class Traffic:
         if self._shelf is not None:
             self._shelf.flush()
 
-    def collect(self) -> list[Kept]:
+    def collect(self) -> list[CachedState]:
         """What has been read from files, or could not be, since this was last called."""
         if self._aside.pending:
             self._aside.collect()
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    def fetch(self, kept: Kept, then: Fetched, logits: bool = False) -> None:
+    def fetch(self, kept: CachedState, then: Fetched, logits: bool = False) -> None:
         """Calls `then` with the bytes of a state that lies in a row, and those of its logits if
         they are wanted; with None if it is lost."""
         self._next_ticket += 1
@@ -90,15 +92,15 @@ class Traffic:
         self._tickets[self._next_ticket] = self._tiers.hold(kept), then, logits
         self._asked.append(self._next_ticket)
 
-    def bring_in(self, kept: Kept, state: bytes) -> bool:
+    def bring_in(self, kept: CachedState, state: bytes) -> bool:
         """Puts a state that comes from outside in a row; whether there is one."""
         if not self._tiers.put(kept):
             return False
-        self._tiers.moves.append(Put(kept.place, state))
+        self._tiers.moves.append(Load(kept.place, state))
         self._tiers.stand(kept)
         return True
 
-    def load(self, kept: Kept, tries: int, param: str) -> None:
+    def load(self, kept: CachedState, tries: int, param: str) -> None:
         """Brings a state that lies in no row back from a file; `collect` tells when that is done.
         It loses files that are gone or damaged. Where others cannot be read just now, `trouble`
         says why. Who asks has done so `tries` times before. Raises StateNotFound, StateQuota or
@@ -122,8 +124,8 @@ class Traffic:
 
     def load_from(
         self,
-        shelf: Shelf,
-        kept: Kept,
+        shelf: StateFileStore,
+        kept: CachedState,
         most: int,
         parse: Parse,
         lost: Callable[[str], None] = lambda name: None,
@@ -144,8 +146,8 @@ class Traffic:
 
     def _read(
         self,
-        shelf: Shelf,
-        kept: Kept,
+        shelf: StateFileStore,
+        kept: CachedState,
         most: int,
         parse: Parse,
         lost: Callable[[str], None],
@@ -174,11 +176,11 @@ class Traffic:
         else:
             self._end_load(kept)
 
-    def _end_load(self, kept: Kept) -> None:
+    def _end_load(self, kept: CachedState) -> None:
         self._loading.discard(kept)
         self._loaded.append(kept)
 
-    def take_moves(self, plan: Plan) -> None:
+    def take_moves(self, plan: StepPlan) -> None:
         """What was to be copied before the plan's round, and what it is to export."""
         plan.before, tickets = self._tiers.moves, self._asked
         self._tiers.moves, self._asked = [], []
@@ -186,7 +188,7 @@ class Traffic:
             kept, _, logits = self._tickets[ticket]
             kept.wanted -= 1
             if kept.has_row:
-                plan.exports.append(Export(ticket, kept.place, logits))
+                plan.exports.append(Store(ticket, kept.place, logits))
             else:
                 self.arrived(ticket, None)
 

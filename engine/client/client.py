@@ -1,7 +1,7 @@
 """EngineClient: how the service talks to an engine, on one asyncio event loop.
 
-`submit` gives a Delivery, from which the request's tokens are read. When the engine dies every
-Delivery raises EngineDead.
+`submit` gives a RequestStream, from which the request's tokens are read. When the engine dies every
+RequestStream raises EngineDead.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from engine.client.flush_timer import Holding
+from engine.client.flush_timer import FlushTimer
 from engine.client.interface import State
-from engine.client.request_stream import Delivery, Inbox, Taps, Update
+from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox, Update
 from engine.client.socket_transport import Transport
 from engine.errors import (
     BY_CODE,
@@ -31,7 +31,6 @@ from engine.errors import (
 )
 from engine.protocol.messages import (
     Abort,
-    AskState,
     FinishReason,
     FromEngine,
     LoadFailed,
@@ -41,13 +40,14 @@ from engine.protocol.messages import (
     Ready,
     Request,
     StateAction,
+    StateCall,
     StateReply,
     Stats,
     StepEvents,
 )
 from engine.protocol.queue_policy import Queued
 
-__all__ = ["Delivery", "EngineClient", "Inbox", "State", "Update"]
+__all__ = ["EngineClient", "RequestStream", "State", "StreamInbox", "Update"]
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class EngineClient:
         self._others_tokens = 0  # prompt tokens of those of them that wait
         self._ids = itertools.count()
         self._nonces = itertools.count(1)
-        self._deliveries: dict[int, Delivery] = {}
+        self._deliveries: dict[int, RequestStream] = {}
         self.queued = Queued()  # those of them that have no slot yet
-        self._holding = Holding()
-        self.taps = Taps()  # of inboxes that its deliveries are put into
+        self._holding = FlushTimer()
+        self.taps = ReadyStreams()  # of inboxes that its deliveries are put into
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._asked: dict[int, asyncio.Future[StateReply]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
@@ -168,13 +168,13 @@ class EngineClient:
         return next(self._ids)
 
     def submit(
-        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
-    ) -> Delivery:
+        self, request: Request, interval: int = 1, inbox: StreamInbox | None = None, which: int = 0
+    ) -> RequestStream:
         """Sends a request; never blocks. Its id comes from `new_id`; `interval`, `inbox` and
-        `which` as in Delivery.
+        `which` as in RequestStream.
 
         Raises EngineLoading or EngineDead, and InvalidRequest for a value that
-        cannot be sent. Every other refusal is raised by the Delivery.
+        cannot be sent. Every other refusal is raised by the RequestStream.
         """
         if self._death is not None:
             raise _again(self._death)
@@ -187,7 +187,7 @@ class EngineClient:
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
         self.queued.add(request.id, request.owner, request.prompt_tokens)
-        delivery = Delivery(request, interval, inbox, which, self._holding)
+        delivery = RequestStream(request, interval, inbox, which, self._holding)
         self._deliveries[request.id] = delivery
         return delivery
 
@@ -222,8 +222,8 @@ class EngineClient:
                 self._transport.send(Abort(mine, reason, list(kept)))
 
     def give_up(self, request_id: int, error: EngineError) -> None:
-        """Ends a request, if it is in flight, whose Delivery then fails with `error` after all that
-        has come."""
+        """Ends a request, if it is in flight, whose RequestStream then fails with `error` after all
+        that has come."""
         self.abort([request_id])
         if (delivery := self._deliveries.pop(request_id, None)) is not None:
             self.queued.discard(request_id)
@@ -236,7 +236,7 @@ class EngineClient:
         timeout: float,
         **fields: Any,
     ) -> StateReply:
-        """The answer to an AskState with these fields (`call` is this method's own).
+        """The answer to an StateCall with these fields (`call` is this method's own).
 
         Raises StateNotFound, StateBusy, StateMismatch, StateMalformed, StateQuota or
         InvalidRequest as the engine does, EngineLoading or EngineDead where it cannot be asked, and
@@ -249,7 +249,7 @@ class EngineClient:
         call = next(self._nonces)
         answer = self._asked[call] = asyncio.get_running_loop().create_future()
         try:
-            self._transport.send(AskState(call=call, action=action, **fields))
+            self._transport.send(StateCall(call=call, action=action, **fields))
             reply: StateReply = await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None

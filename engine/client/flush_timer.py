@@ -1,4 +1,4 @@
-"""Holding: readers that are not woken for every token, but not kept waiting for long either."""
+"""FlushTimer: readers that are not woken for every token, but not kept waiting for long either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Holder(Protocol):
         """Gives it what there is."""
 
 
-class Holding:
+class FlushTimer:
     """Releases what has been held for MOST_HELD_SECONDS; used on one event loop."""
 
     def __init__(self) -> None:

@@ -1,11 +1,12 @@
-"""Backend: what an API process sends requests to: one engine, or several that serve as one."""
+"""EngineBackend: what an API process sends requests to: one engine, or several that serve as
+one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from engine.client.request_stream import Delivery, Inbox, Taps
+from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox
 from engine.errors import EngineError, EngineLoading
 from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
 from engine.protocol.queue_policy import Waiters
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 State = Literal["loading", "ready", "dead"]
 
 
-class Backend(Protocol):
-    """EngineClient says more of each; an EngineGroup answers for all of its engines."""
+class EngineBackend(Protocol):
+    """EngineClient says more of each; an EngineRouter answers for all of its engines."""
 
     @property
     def clients(self) -> Sequence[EngineClient]:
@@ -49,15 +50,15 @@ class Backend(Protocol):
     def queued(self) -> Waiters: ...
 
     @property
-    def taps(self) -> Taps: ...
+    def taps(self) -> ReadyStreams: ...
 
     async def ready(self, timeout: float | None = None) -> ModelInfo: ...
 
     def new_id(self) -> int: ...
 
     def submit(
-        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
-    ) -> Delivery: ...
+        self, request: Request, interval: int = 1, inbox: StreamInbox | None = None, which: int = 0
+    ) -> RequestStream: ...
 
     def client_of(self, request_id: int) -> EngineClient:
         """The one that has this request in flight; where none has, any."""

@@ -1,5 +1,5 @@
-"""Familiars: which of several engines has read the beginning of a prompt, as far as an API process
-has sent it there.
+"""PrefixAffinity: which of several engines has read the beginning of a prompt, as far as an API
+process has sent it there.
 
 An engine caches the states after prompts that it has read, so a prompt that goes on from one, as
 turns of a conversation do, is best read where that was. What is remembered is a hint and no more:
@@ -27,7 +27,7 @@ MOST_MARKS = 2**16  # that are remembered; the least recently used go first
 _BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
 
 
-def marks_of(scope: str, prompt: bytes) -> list[int]:
+def prefix_hashes(scope: str, prompt: bytes) -> list[int]:
     """What tells the beginnings of a prompt apart, the shortest first: of one block, of two, and so
     on. Prompts of different scopes have nothing in common."""
     mark, packed = zlib.crc32(scope.encode()), memoryview(prompt)
@@ -38,7 +38,7 @@ def marks_of(scope: str, prompt: bytes) -> list[int]:
     return marks
 
 
-class Familiars(Generic[Engine]):
+class PrefixAffinity(Generic[Engine]):
     """By marks of what they have read."""
 
     def __init__(self, most: int = MOST_MARKS) -> None:

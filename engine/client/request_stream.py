@@ -1,9 +1,9 @@
 """Deliveries: what has come of each request and has not been read yet.
 
-A Delivery merges what comes between two reads, so that a slow reader costs memory for its own
+A RequestStream merges what comes between two reads, so that a slow reader costs memory for its own
 tokens only, and never holds up another. What the reader of a stream takes at a time is bounded; how
-much waits for it can be asked, so that it can be given up. Several deliveries can share an Inbox,
-from which one task reads all that have news in one go.
+much waits for it can be asked, so that it can be given up. Several deliveries can share an
+StreamInbox, from which one task reads all that have news in one go.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
-from engine.client.flush_timer import Holding
+from engine.client.flush_timer import FlushTimer
 from engine.errors import EngineError
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, unpack_ids
@@ -36,14 +36,14 @@ class Update(msgspec.Struct):
 
 
 # Takes the news of deliveries that it can deal with at once; returns the others, untaken.
-Tap = Callable[[list["Delivery"]], list["Delivery"]]
+Tap = Callable[[list["RequestStream"]], list["RequestStream"]]
 
 
-class Taps:
+class ReadyStreams:
     """Those that are to be asked in the event loop's next turn, in one go."""
 
     def __init__(self) -> None:
-        self._inboxes: list[Inbox] = []
+        self._inboxes: list[StreamInbox] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -53,7 +53,7 @@ class Taps:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
-    def add(self, inbox: Inbox) -> None:
+    def add(self, inbox: StreamInbox) -> None:
         """Its tap is asked, which is not going to be yet."""
         if not self._inboxes:
             self.loop.call_soon(self._ask)
@@ -65,7 +65,7 @@ class Taps:
             inbox.ask_tap()
 
 
-class Inbox:
+class StreamInbox:
     """Deliveries with news, each once, in the order in which they came; one task reads it.
 
     A `tap` saves waking the task: while the task waits, news are shown to the tap first, once in a
@@ -74,10 +74,10 @@ class Inbox:
 
     __slots__ = ("_closed", "_news", "_taps", "_unaware", "_waiter", "tap")
 
-    def __init__(self, taps: Taps | None = None) -> None:
+    def __init__(self, taps: ReadyStreams | None = None) -> None:
         """`taps`: those that its own is asked with; they need not be one engine's."""
-        self._taps = taps or Taps()
-        self._news: list[Delivery] = []
+        self._taps = taps or ReadyStreams()
+        self._news: list[RequestStream] = []
         self._waiter: asyncio.Future[None] | None = None
         self._unaware = False  # the task waits, and neither it nor the tap is going to look
         self._closed = False
@@ -89,7 +89,7 @@ class Inbox:
         self._news.clear()
         self.tap = None
 
-    async def next(self) -> list[Delivery]:
+    async def next(self) -> list[RequestStream]:
         """All deliveries with news, each of which is to be taken; waits for the first one."""
         while not self._news:
             self._waiter = self._taps.loop.create_future()
@@ -101,7 +101,7 @@ class Inbox:
         news, self._news = self._news, []
         return news
 
-    def put(self, delivery: Delivery) -> None:
+    def put(self, delivery: RequestStream) -> None:
         """A delivery has news, and was read since it last had some."""
         if self._closed:
             return
@@ -131,7 +131,7 @@ class Inbox:
             self._unaware = True
 
 
-class Delivery:
+class RequestStream:
     """The answer to one request; one task reads it, by itself or through an inbox.
 
     `async for update in delivery` ends after the update that holds `finished`. The reader is given
@@ -149,9 +149,9 @@ class Delivery:
         self,
         request: Request,
         interval: int = 1,
-        inbox: Inbox | None = None,
+        inbox: StreamInbox | None = None,
         which: int = 0,
-        holding: Holding | None = None,
+        holding: FlushTimer | None = None,
     ) -> None:
         """`inbox`: through which it is read, if not by itself; `which` is its reader's own number
         for it."""

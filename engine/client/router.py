@@ -1,4 +1,4 @@
-"""EngineGroup: several engines of one model, to be talked to as if they were one.
+"""EngineRouter: several engines of one model, to be talked to as if they were one.
 
 A request that has to do with a kept state goes to the engine that keeps it
 (`engine.protocol.placement`); any other to that with the least to do, or to the one that has read
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from engine.client.client import EngineClient
 from engine.client.interface import State
-from engine.client.prefix_affinity import Familiars, marks_of
-from engine.client.request_stream import Delivery, Inbox, Taps
+from engine.client.prefix_affinity import PrefixAffinity, prefix_hashes
+from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox
 from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
 from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
-from engine.protocol.placement import home_of
+from engine.protocol.placement import engine_of_state
 from engine.protocol.queue_policy import Waiters, WaitersOfAll
 
 # An engine that has read so many of a prompt's tokens before may have one request more in flight
@@ -55,25 +55,25 @@ def _load(client: EngineClient) -> tuple[int, int]:
     return client.in_flight, client.waiting_tokens
 
 
-class EngineGroup:
+class EngineRouter:
     """All methods are called on one event loop."""
 
     def __init__(
         self,
         clients: Sequence[EngineClient | None],
         waits: Sequence[float] = (),
-        familiars: Familiars[EngineClient] | None = None,
+        familiars: PrefixAffinity[EngineClient] | None = None,
     ) -> None:
         """By rank; None for an engine that is missing just now, and may be back in `waits` seconds.
         There is at least one. `familiars`: what groups before this one knew."""
         now = time.monotonic()
         self._back_at = dict(enumerate([now + wait for wait in waits]))  # by rank
-        self._familiars = Familiars() if familiars is None else familiars
+        self._familiars = PrefixAffinity() if familiars is None else familiars
         self._familiars.keep_only(clients)
         self.by_rank = tuple(clients)
         self.clients = [client for client in clients if client is not None]
         self.queued: Waiters = WaitersOfAll([client.queued for client in self.clients])
-        self.taps = Taps()
+        self.taps = ReadyStreams()
         self._turn = 0
         self._latest: tuple[bytes, str, list[int]] = b"", "", []
 
@@ -114,8 +114,8 @@ class EngineGroup:
         return next(_ids)
 
     def submit(
-        self, request: Request, interval: int = 1, inbox: Inbox | None = None, which: int = 0
-    ) -> Delivery:
+        self, request: Request, interval: int = 1, inbox: StreamInbox | None = None, which: int = 0
+    ) -> RequestStream:
         """As `EngineClient.submit`; raises EngineLoading also where the engine is missing that
         keeps the request's state."""
         keep = request.keep
@@ -159,7 +159,7 @@ class EngineGroup:
 
     def _keeper(self, owner: str, id: str) -> EngineClient:
         """Raises EngineLoading where the one that keeps this state is missing."""
-        rank = home_of(owner, id, len(self.by_rank))
+        rank = engine_of_state(owner, id, len(self.by_rank))
         client = self.by_rank[rank]
         if client is None or client.state != "ready":
             raise self.missing("the engine that keeps this state", [rank])
@@ -178,7 +178,7 @@ class EngineGroup:
         """Samples of one prompt share them."""
         prompt, scope = request.prompt, f"{request.owner}\0{request.cache_salt}"
         if prompt is not self._latest[0] or scope != self._latest[1]:
-            self._latest = prompt, scope, marks_of(scope, prompt)
+            self._latest = prompt, scope, prefix_hashes(scope, prompt)
         return self._latest[2]
 
     def _reader(self, request: Request) -> EngineClient:
@@ -201,13 +201,13 @@ class EngineGroup:
         """Of requests that go on from these states, how many one engine gets at most."""
         homes: Counter[int] = Counter()
         for id, count in Counter(ids).items():  # mostly one
-            homes[home_of(owner, id, len(self.by_rank))] += count
+            homes[engine_of_state(owner, id, len(self.by_rank))] += count
         return max(homes.values(), default=0)
 
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:
         """Whether the owner's states of these ids are kept by different engines."""
         engines = len(self.by_rank)
-        return home_of(owner, id, engines) != home_of(owner, other, engines)
+        return engine_of_state(owner, id, engines) != engine_of_state(owner, other, engines)
 
     async def ask_state(
         self, action: StateAction, *, timeout: float, owner: str = "", **fields: Any

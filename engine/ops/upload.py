@@ -19,7 +19,7 @@ PART_WORDS = 2**16
 PARTS = 4
 
 
-class Ring:
+class UploadRing:
     """For one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Ring:
         return there
 
 
-_rings: dict[torch.device, Ring] = {}
+_rings: dict[torch.device, UploadRing] = {}
 
 
 def to_device(
@@ -63,5 +63,5 @@ def to_device(
         return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
     ring = _rings.get(device)
     if ring is None:
-        ring = _rings[device] = Ring(device)
+        ring = _rings[device] = UploadRing(device)
     return ring.put(array.reshape(-1)).view(array.shape)

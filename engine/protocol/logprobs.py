@@ -1,4 +1,5 @@
-"""Reports: log-probabilities of tokens, packed as the device gives them until somebody reads them.
+"""PackedLogprobs: log-probabilities of tokens, packed as the device gives them until somebody reads
+them.
 
 A round may bring those of thousands of tokens, and an object of each would cost the engine more
 than the round does.
@@ -33,36 +34,36 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_greedy: bool = False  # the token is the most likely one
 
 
-class Columns(NamedTuple):
+class LogprobColumns(NamedTuple):
     """Reports as lists."""
 
     chosen: list[float]
     is_greedy: list[int]
-    ids: list[int]  # of the best, `Reports.top` for each token
+    ids: list[int]  # of the best, `PackedLogprobs.top` for each token
     values: list[float]  # their log-probabilities
 
 
-class Reports(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of some tokens, packed as the device reports them."""
 
     top: int  # how many best tokens each has
     packed: bytes  # int32 words, as engine/ops/logprobs.py says
 
-    def part(self, begin: int, end: int) -> Reports:
+    def part(self, begin: int, end: int) -> PackedLogprobs:
         """Of tokens `begin` to `end`."""
         width = WORD_BYTES * words_of_report(self.top)
-        return Reports(self.top, self.packed[begin * width : end * width])
+        return PackedLogprobs(self.top, self.packed[begin * width : end * width])
 
-    def columns(self) -> Columns:
+    def columns(self) -> LogprobColumns:
         """Of all tokens, one after the other."""
         words, floats = array("i", self.packed), array("f", self.packed)
         every = 1 + self.top  # pairs of words: a token's own, then one for each of the best
         chosen, is_greedy = floats[:: WORDS * every].tolist(), words[1 :: WORDS * every].tolist()
         if not self.top:
-            return Columns(chosen, is_greedy, [], [])
+            return LogprobColumns(chosen, is_greedy, [], [])
         ids, values = words[::WORDS].tolist(), floats[1::WORDS].tolist()
         del ids[::every], values[::every]
-        return Columns(chosen, is_greedy, ids, values)
+        return LogprobColumns(chosen, is_greedy, ids, values)
 
     def unpack(self) -> list[TokenLogprobs]:
         """Of each token."""

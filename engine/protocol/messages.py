@@ -1,10 +1,10 @@
 """What crosses the process boundary: requests in, events out; plain data, encoded by msgspec. The
 garbage collector passes over what there is much of (`gc=False`), for plain data has no cycles.
 
-Towards the engine: `Request`, `Abort`, `AskState`, `Ping`, `Gone`, `Shutdown`. From the engine:
+Towards the engine: `Request`, `Abort`, `StateCall`, `Ping`, `Gone`, `Shutdown`. From the engine:
 `Ready` or `LoadFailed` once, `Pong`, `StateReply`, and one `StepEvents` per round and API process.
 
-Every request that is submitted ends in exactly one `Finished` or `Failed`, and every `AskState`
+Every request that is submitted ends in exactly one `Finished` or `Failed`, and every `StateCall`
 has one `StateReply`.
 """
 
@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.protocol.logprobs import Reports, TokenLogprobs
+from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "timeout"]
 
@@ -41,7 +41,7 @@ def unpack_ids(packed: bytes) -> array[int]:
 
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
-StateAction = Literal["get", "fork", "move", "delete", "list", "export", "import"]  # see AskState
+StateAction = Literal["get", "fork", "move", "delete", "list", "export", "import"]  # see StateCall
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class KeepState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """That a request's state is to be kept when it ends: exactly after the last kept token.
 
     Those are the prompt and the answer's delivered tokens, less what an `Abort` says is cut off. A
@@ -115,7 +115,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     # Of a kept state, after which the prompt is read; "": at the beginning of a text.
     state: str = ""
     state_optional: bool = False  # where there is no such state, it begins a text
-    keep: Keep | None = None
+    keep: KeepState | None = None
     # Prompt lengths at which a state is cached beside those that always are (at the prompt's end,
     # the answer's end and where the prompt leaves what was read before).
     cache_points: tuple[int, ...] = ()
@@ -146,7 +146,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     kept: list[int] = []
 
 
-class AskState(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class StateCall(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Asks something of the kept states of `owner`; `StateReply` of the same `call` answers.
 
     get: the state `id`, which counts as a use of it. fork: the same state under another id,
@@ -189,7 +189,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Ends the engine; what is in flight ends as aborted."""
 
 
-ToEngine = Request | Abort | AskState | Ping | Gone | Shutdown
+ToEngine = Request | Abort | StateCall | Ping | Gone | Shutdown
 
 
 Tier = Literal["device", "host", "disk"]
@@ -217,7 +217,7 @@ class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     request: int
     start: int  # index in the prompt of the first token of this run
-    reports: Reports
+    reports: PackedLogprobs
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -238,7 +238,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     completion_tokens: int
     timing: Timing = Timing()
     answer: bytes = b""  # its tokens, packed (pack_ids), when the request was not streamed
-    reports: Reports | None = None  # likewise, where asked for
+    reports: PackedLogprobs | None = None  # likewise, where asked for
     state: StateInfo | None = None  # as it was kept
     snapshot: bytes = b""  # as a file, where asked for
 
@@ -264,7 +264,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StateReply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The one answer to an `AskState`; where `failed` is set, nothing was done (its `request` is
+    """The one answer to an `StateCall`; where `failed` is set, nothing was done (its `request` is
     the call)."""
 
     call: int
@@ -285,7 +285,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     requests: list[int]
     length: int
     tokens: bytes
-    reports: Reports | None = None
+    reports: PackedLogprobs | None = None
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Home: which of a server's engines keeps a state.
+"""StatePlacement: which of a server's engines keeps a state.
 
 An id says so itself, whoever chose it, so that whoever has a request for it needs no table. The
 name of the state's file says the same, so that files can be told apart without being opened.
@@ -25,12 +25,12 @@ def home_of_digest(digest: str, engines: int) -> int:
     return int(digest[:HOME_CHARACTERS], 16) % engines
 
 
-def home_of(owner: str, id: str, engines: int) -> int:
+def engine_of_state(owner: str, id: str, engines: int) -> int:
     """The rank, among so many engines, of the one that keeps the owner's state of this id."""
     return home_of_digest(digest_of(owner, id), engines) if engines > 1 else 0
 
 
-class Home:
+class StatePlacement:
     """Of the engine of this rank."""
 
     def __init__(self, rank: int = 0, engines: int = 1) -> None:
@@ -41,5 +41,5 @@ class Home:
         """An id that was never used, of a state that is kept here."""
         while True:  # one in `engines` is
             id = f"st_{secrets.token_hex(16)}"
-            if home_of(owner, id, self.engines) == self.rank:
+            if engine_of_state(owner, id, self.engines) == self.rank:
                 return id

@@ -1,5 +1,5 @@
-"""Queued: requests that have no slot yet, by owner. The engine counts all of them (`Counts`), an
-API process its own, as far as the engine has told (`Queued`)."""
+"""Queued: requests that have no slot yet, by owner. The engine counts all of them (`QueueCounts`),
+an API process its own, as far as the engine has told (`Queued`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Counts:
+class QueueCounts:
     """Counts requests and their prompt tokens."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Queued:
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[str, int]] = {}  # the owner, prompt tokens
-        self._counts = Counts()
+        self._counts = QueueCounts()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -113,4 +113,4 @@ class Queued:
     def clear(self) -> None:
         """Nothing waits any more."""
         self._requests.clear()
-        self._counts = Counts()
+        self._counts = QueueCounts()

@@ -17,7 +17,7 @@ from engine.protocol.messages import (
     ID_BYTES,
     LEAST_PRIORITY,
     MOST_PRIORITY,
-    Keep,
+    KeepState,
     Request,
     SamplingParams,
     unpack_ids,
@@ -77,7 +77,7 @@ def check_request(request: Request, vocab_size: int, eos_token_ids: tuple[int, .
     _check_sampling(request.sampling, vocab_size, eos_token_ids)
 
 
-def _check_keep(keep: Keep) -> None:
+def _check_keep(keep: KeepState) -> None:
     if keep.ttl is not None:
         check_ttl("keep", keep.ttl)
     if not (keep.store or keep.export):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.gc_tuning import no_collection
+from engine.gc_tuning import gc_paused
 
 # Rises by a half or less from 16 on, so that at most a third of a batch is padding.
 _BUCKETS = (
@@ -95,7 +95,7 @@ class BucketGraphs:
             self._warm_up(size)
             graph = torch.cuda.CUDAGraph()
             with (
-                no_collection(),
+                gc_paused(),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 self._run(size)

@@ -1,4 +1,4 @@
-"""DecodeState: a decode batch on the device, whose rows draw, go on and end by themselves.
+"""DeviceBatch: a decode batch on the device, whose rows draw, go on and end by themselves.
 
 What a row needs (its slot, last token, position, parameters) lies in one piece of device memory,
 the columns of engine/runner/sampling/batch_rows.py. It is uploaded at once when the batch is made,
@@ -21,26 +21,26 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.models.backends.selector import ServingModel
+from engine.models.backends.selector import ModelBackend
 from engine.models.minrnn.cell import ModelState
 from engine.ops.upload import to_device
 from engine.protocol.logprobs import MOST_TOP, words_of_report
-from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import (
     FILLED_WORDS,
     RESULT_WORD,
-    Columns,
     HostColumns,
+    SamplingRows,
     columns,
     draw_bests,
-    draw_rows,
     host_columns,
+    sample_rows,
     words_of,
 )
-from engine.runner.sampling.logits_processors import Adjustments
-from engine.runner.sampling.sampler import Drawing
+from engine.runner.sampling.logits_processors import LogitsProcessors
+from engine.runner.sampling.sampler import SampleStep
 from engine.runner.step_graphs import StepGraphs
-from engine.step_plan import MOST_STEPS, DecodeRow, Drawn, Plan
+from engine.step_plan import MOST_STEPS, DecodeRow, Drawn, StepPlan
 
 _WORDS = FILLED_WORDS + MOST_STEPS
 
@@ -65,17 +65,17 @@ _GREEDY, _SAMPLED = _Kind(greedy=True), _Kind()
 _KINDS = (_GREEDY, *(_Kind(False, *asked) for asked in product((False, True), repeat=2)))
 
 
-class DecodeState:
+class DeviceBatch:
     """Batches of up to `max_batch`. At most one round may be started before the one before it is
     finished."""
 
     def __init__(
         self,
-        model: ServingModel,
+        model: ModelBackend,
         state: ModelState,
         max_batch: int,
-        parameters: Parameters,
-        adjustments: Adjustments,
+        parameters: BatchSamplingParams,
+        adjustments: LogitsProcessors,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -94,7 +94,7 @@ class DecodeState:
         ]
         self._told = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._reports: Tensor | None = None  # of the graphs
-        self._views: dict[int, Columns] = {}  # by size
+        self._views: dict[int, SamplingRows] = {}  # by size
         self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
         self._size = 0
         self._graphs: dict[_Kind, StepGraphs] = {}
@@ -138,12 +138,12 @@ class DecodeState:
             if reports is not None:
                 adjusted = logits.clone()
             self._adjustments.apply(adjusted, at.tokens, at.slots, at.positions)
-        draw_rows(adjusted, at)
+        sample_rows(adjusted, at)
         if reports is not None:
             out, told = at.out[: len(reports)], self._told[:size]
             ops.report_logprobs_(logits, at.tops, at.cursor, out, told, reports)
 
-    def start(self, plan: Plan, drawings: Sequence[Drawing] = ()) -> Round:
+    def start(self, plan: StepPlan, drawings: Sequence[SampleStep] = ()) -> Round:
         """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
         if plan.again:
             self._change(plan)
@@ -156,7 +156,7 @@ class DecodeState:
             self._told.zero_()
         return self._go(plan)
 
-    def _go(self, plan: Plan) -> Round:
+    def _go(self, plan: StepPlan) -> Round:
         size, steps = self._size, plan.steps
         kind = _Kind(adjusted=plan.adjusted, reported=plan.top >= 0)
         if plan.greedy and kind == _SAMPLED and self._model.step_to_bests(size) is not None:
@@ -183,7 +183,7 @@ class DecodeState:
             reports = reports.to("cpu", non_blocking=True)
         return Round(self._keys, results.view(-1, size), reports)
 
-    def _at(self, size: int) -> Columns:
+    def _at(self, size: int) -> SamplingRows:
         view = self._views.get(size)
         if view is None:
             view = self._views[size] = columns(self._memory[: _WORDS * size], size)
@@ -210,7 +210,7 @@ class DecodeState:
             np.array([max(row.token, 0) for row in rows], np.int64),
         )
 
-    def _change(self, plan: Plan) -> None:
+    def _change(self, plan: StepPlan) -> None:
         """The batch goes on: ends rows, and makes room for more."""
         at = self._at(self._size)
         if plan.leave:
@@ -233,7 +233,7 @@ class DecodeState:
         self._memory[self._places(rows, size)] = filled
         self._size = size
 
-    def _join(self, plan: Plan, drawings: Sequence[Drawing]) -> None:
+    def _join(self, plan: StepPlan, drawings: Sequence[SampleStep]) -> None:
         """Copies in the rows that join and are not there yet."""
         rows = dict(zip((row.key for row in plan.decode), plan.at, strict=True))
         known = [row for row in plan.decode if row.token >= 0] if plan.again else []

@@ -1,4 +1,5 @@
-"""Marks: moments of the device's work, to be waited for, and to be timed from one to the other."""
+"""EventPool: moments of the device's work, to be waited for, and to be timed from one to the
+other."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ import time
 import torch
 
 
-class Marks:
+class EventPool:
     """Of what is given to the stream that is the device's current one now. To ask for it again at
     each mark takes longer than the mark."""
 
     def __init__(self, where: torch.device) -> None:
         self._stream = torch.cuda.current_stream(where) if where.type == "cuda" else None
 
-    def set(self) -> Mark:
+    def set(self) -> DeviceEvent:
         """A moment after all that the device was given so far."""
-        return Mark(self._stream)
+        return DeviceEvent(self._stream)
 
 
-class Mark:
+class DeviceEvent:
     """A moment of the device's work; seconds between two exist once the device has passed both."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -39,7 +40,7 @@ class Mark:
         """Whether it need not be waited for."""
         return self._event is None or self._event.query()
 
-    def seconds_until(self, later: Mark) -> float:
+    def seconds_until(self, later: DeviceEvent) -> float:
         if self._event is not None and later._event is not None:
             milliseconds: float = self._event.elapsed_time(later._event)
             return milliseconds / 1000

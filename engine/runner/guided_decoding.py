@@ -1,4 +1,4 @@
-"""HostedDraws: steps in whose draws the host has a part, for grammars (and for more stop ids, or
+"""GuidedSampler: steps in whose draws the host has a part, for grammars (and for more stop ids, or
 more best tokens, than the device sees to).
 
 The device computes logits, while the host asks the matchers of grammars for their masks; then the
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device import upload
-from engine.runner.guided_step import HostedStep, Masks
-from engine.runner.sampling.sampler import Allowed, Drawing, Rows, Sampler
-from engine.step_plan import Admission, Plan
-from engine.structured_output.matchers import Constraints
+from engine.runner.guided_step import GuidedStep, Masks
+from engine.runner.sampling.sampler import Allowed, Rows, Sampler, SampleStep
+from engine.step_plan import Admission, StepPlan
+from engine.structured_output.matchers import GrammarMatchers
 
 
-class HostedDraws:
+class GuidedSampler:
     """Of one model; sequences are known from `admit` to `release`."""
 
     def __init__(
-        self, step: HostedStep, sampler: Sampler, constraints: Constraints, device: torch.device
+        self, step: GuidedStep, sampler: Sampler, constraints: GrammarMatchers, device: torch.device
     ) -> None:
         self._step = step
         self._sampler = sampler
@@ -34,7 +34,7 @@ class HostedDraws:
         self._device = device
 
     def capture(self, sizes: list[int], pool: Any) -> None:
-        """As HostedStep.capture."""
+        """As GuidedStep.capture."""
         self._step.capture(sizes, pool)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -48,7 +48,7 @@ class HostedDraws:
         """Forgets sequences; unknown keys are ignored."""
         self._constraints.release(keys)
 
-    def draw(self, plan: Plan, rows: Rows, prompts: Tensor | None) -> list[Drawing]:
+    def draw(self, plan: StepPlan, rows: Rows, prompts: Tensor | None) -> list[SampleStep]:
         """Decodes, then draws for `rows`, which are the plan's: for the chunks that end their
         prompt, whose logits `prompts` are, and for the decoded rows."""
         chunks = len(rows.keys) - len(plan.decode)
@@ -127,7 +127,7 @@ class HostedDraws:
         )
 
 
-def rows_of(plan: Plan) -> Rows:
+def rows_of(plan: StepPlan) -> Rows:
     """Whom a plan draws for, but for the batch of a plain one."""
     chunks = [chunk for chunk in plan.prefill if chunk.sample]
     decode = [] if plan.plain else plan.decode

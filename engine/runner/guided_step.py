@@ -1,4 +1,4 @@
-"""HostedStep: a decode step of rows in whose draws the host has a part, in two pieces.
+"""GuidedStep: a decode step of rows in whose draws the host has a part, in two pieces.
 
 The first reads tokens into states and leaves logits. While the device is at that, the host finds
 out what grammars allow; the second piece lays that on the logits and draws. Both are CUDA graphs
@@ -15,15 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.backends.selector import ServingModel
+from engine.models.backends.selector import ModelBackend
 from engine.models.minrnn.cell import ModelState
 from engine.ops import copy_words_
 from engine.runner.cuda_graphs import BucketGraphs
-from engine.runner.sampling.batch_params import Parameters
-from engine.runner.sampling.batch_rows import Columns, HostColumns, columns, draw_rows, host_columns
-from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.batch_params import BatchSamplingParams
+from engine.runner.sampling.batch_rows import (
+    HostColumns,
+    SamplingRows,
+    columns,
+    host_columns,
+    sample_rows,
+)
+from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import report
-from engine.runner.sampling.sampler import ROW_WORDS, Drawing, Rows
+from engine.runner.sampling.sampler import ROW_WORDS, Rows, SampleStep
 
 
 class Masks(NamedTuple):
@@ -36,7 +42,7 @@ class Masks(NamedTuple):
 class _Place(NamedTuple):
     """Where so many rows lie in the memory of all."""
 
-    at: Columns
+    at: SamplingRows
     given: HostColumns
     rows: tuple[Tensor, Tensor]  # the words of `at`, there and as they are given
     mask_of: Tensor  # [size] int32
@@ -49,17 +55,17 @@ class _Place(NamedTuple):
 _MOST_PLACES = 8  # of sizes that are kept, where there are no graphs and so any size may come
 
 
-class HostedStep:
+class GuidedStep:
     """Of up to `max_batch` rows. One step at a time: the next begins when its draws are known."""
 
     def __init__(
         self,
-        model: ServingModel,
+        model: ModelBackend,
         state: ModelState,
         max_batch: int,
         vocab_size: int,
-        parameters: Parameters,
-        adjustments: Adjustments,
+        parameters: BatchSamplingParams,
+        adjustments: LogitsProcessors,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -112,7 +118,7 @@ class HostedStep:
         place.given_mask_of[:] = -1
         return Masks(place.given_mask_of[:rows], place.given_masks[:masked])
 
-    def draw(self, rows: Rows, masks: Masks | None) -> Drawing:
+    def draw(self, rows: Rows, masks: Masks | None) -> SampleStep:
         """Draws from what `begin` left; `masks` as they were filled."""
         count, size = len(rows.keys), self._size_for(len(rows.keys))
         place, raw, self._left = self._place(size), self._left, None
@@ -133,10 +139,10 @@ class HostedStep:
             elif self._adjustments.concern(rows.slots):
                 logits = raw.clone()
                 self._adjust(logits, place)
-            draw_rows(logits, place.at)
+            sample_rows(logits, place.at)
         tokens = place.at.out[0, :count]
         reported = report(raw[:count], tokens, self._parameters.asked(rows.slots))
-        return Drawing(rows.keys, self._memory, size, tokens, reported)
+        return SampleStep(rows.keys, self._memory, size, tokens, reported)
 
     def _size_for(self, rows: int) -> int:
         size = None if self._step_graphs is None else self._step_graphs.size_of(rows)
@@ -185,7 +191,7 @@ class HostedStep:
         assert self._logits is not None
         logits = self._logits[:size].clone()
         self._adjust(logits, place, place.masks, place.mask_of)
-        draw_rows(logits, place.at)
+        sample_rows(logits, place.at)
 
     def _adjust(
         self,

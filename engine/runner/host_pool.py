@@ -1,4 +1,4 @@
-"""HostRows: kept states in main memory, one row each, and their copies to and from the device.
+"""HostStatePool: kept states in main memory, one row each, and their copies to and from the device.
 
 A row is [cell | conv | logits] in fp32. Memory is taken in slabs, as rows are used. On a GPU the
 slabs are pinned, which takes milliseconds each, so a thread has the next ones ready; and what
@@ -20,7 +20,7 @@ SLAB_BYTES = 2**23
 SLABS_AHEAD = 8
 
 
-class HostRows:
+class HostStatePool:
     """`rows` rows of `width` floats."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:

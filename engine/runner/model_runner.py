@@ -1,4 +1,5 @@
-"""Runner: carries out a Plan: tensors in, the model, the sampler, token ids and scores out.
+"""ModelRunner: carries out a StepPlan: tensors in, the model, the sampler, token ids and scores
+out.
 
 `start` gives the device its work, the copies of the results to the host included, and `finish`
 waits for these, which is a round's one wait. On the CPU all of the work is done in `start`.
@@ -20,39 +21,39 @@ from torch import Tensor
 from engine import device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.models import loader as checkpoint
-from engine.models.backends.selector import serving_model
-from engine.protocol.logprobs import Reports
+from engine.models.backends.selector import select_backend
+from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
 from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
-from engine.runner.device_batch import DecodeState, Round, to_drawn
-from engine.runner.device_events import Mark, Marks
-from engine.runner.guided_decoding import HostedDraws, rows_of
-from engine.runner.guided_step import HostedStep
-from engine.runner.prefill import PromptStep
+from engine.runner.device_batch import DeviceBatch, Round, to_drawn
+from engine.runner.device_events import DeviceEvent, EventPool
+from engine.runner.guided_decoding import GuidedSampler, rows_of
+from engine.runner.guided_step import GuidedStep
+from engine.runner.prefill import PrefillRunner
 from engine.runner.prompt_logprobs import score, to_scored
-from engine.runner.sampling.batch_params import Parameters
-from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.batch_params import BatchSamplingParams
+from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import Reported
-from engine.runner.sampling.sampler import Drawing, Sampler
-from engine.runner.state_copies import Places, exported
+from engine.runner.sampling.sampler import Sampler, SampleStep
+from engine.runner.state_copies import StateCopier, exported
 from engine.runner.state_pool import StatePool
 from engine.step_plan import (
     MOST_STEPS,
     Admission,
     DecodeRow,
-    Plan,
     PrefillChunk,
     Sampled,
     Scored,
+    StepPlan,
     StepResult,
 )
-from engine.structured_output.grammar_cache import Grammars
-from engine.structured_output.matchers import Constraints
+from engine.structured_output.grammar_cache import GrammarCache
+from engine.structured_output.matchers import GrammarMatchers
 
 
 class _Draws(NamedTuple):
-    """Of a Drawing, in host memory once the device is done."""
+    """Of a SampleStep, in host memory once the device is done."""
 
     tokens: Tensor  # [rows] int32
     reported: Reported | None
@@ -77,25 +78,25 @@ class _Read(NamedTuple):
 
     hidden: Tensor | None  # [tokens, d_model], where there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    drawings: list[Drawing]  # of all rows, or none
+    drawings: list[SampleStep]  # of all rows, or none
 
 
 class Pending(NamedTuple):
     """A round under way."""
 
-    plan: Plan
+    plan: StepPlan
     results: _Results
     keys: list[int]  # whom it draws for, but for its batch
     hosted: bool  # the host has a part in these draws
     round: Round | None  # of a plain plan
     host_seconds: float  # that it took to begin
-    begin: Mark
-    middle: Mark  # prompts have been read
-    end: Mark
-    done: Mark  # the results are on the host
+    begin: DeviceEvent
+    middle: DeviceEvent  # prompts have been read
+    end: DeviceEvent
+    done: DeviceEvent  # the results are on the host
 
 
-class Runner:
+class ModelRunner:
     """The loaded model with its state pool. `config` is the given one with every choice made.
 
     Raises CheckpointError, ConfigError or DeviceError when the model cannot be loaded or run so.
@@ -113,7 +114,7 @@ class Runner:
         torch.set_float32_matmul_precision("highest")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._marks = Marks(self._device)
+        self._marks = EventPool(self._device)
         fingerprint = checkpoint.fingerprint(folder)
         model, self.model_config = checkpoint.load_model(
             folder,
@@ -124,7 +125,7 @@ class Runner:
         )
         parameters = sum(weight.numel() for weight in model.parameters())
         rows = self.config.max_slots + self.config.share_slots
-        self._model = serving_model(
+        self._model = select_backend(
             model,
             self._device,
             deterministic=self.config.deterministic,
@@ -136,7 +137,7 @@ class Runner:
             self._device,
             self._model.initial_state_rows(),
         )
-        self._places = Places(
+        self._places = StateCopier(
             self._pool,
             self.config.max_slots,
             host_rows(
@@ -148,9 +149,9 @@ class Runner:
         )
         vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
         slots = self.config.max_slots
-        self._adjustments = Adjustments(slots, vocab_size, eos_token_ids, self._device)
-        self._parameters = Parameters(slots, vocab_size, eos_token_ids)
-        self._decoding = DecodeState(
+        self._adjustments = LogitsProcessors(slots, vocab_size, eos_token_ids, self._device)
+        self._parameters = BatchSamplingParams(slots, vocab_size, eos_token_ids)
+        self._decoding = DeviceBatch(
             self._model,
             self._pool.state,
             slots,
@@ -158,12 +159,12 @@ class Runner:
             self._adjustments,
             self._device,
         )
-        self._prompts = PromptStep(
+        self._prompts = PrefillRunner(
             self._model, self._pool.state, self._parameters, self._adjustments, self._device
         )
-        self.grammars = Grammars(folder, vocab_size)
-        self._hosted = HostedDraws(
-            HostedStep(
+        self.grammars = GrammarCache(folder, vocab_size)
+        self._hosted = GuidedSampler(
+            GuidedStep(
                 self._model,
                 self._pool.state,
                 slots,
@@ -173,7 +174,7 @@ class Runner:
                 self._device,
             ),
             Sampler(self._parameters, self._adjustments, self._device),
-            Constraints(self.grammars, eos_token_ids, self.config.threads),
+            GrammarMatchers(self.grammars, eos_token_ids, self.config.threads),
             self._device,
         )
         self.info = self._describe(folder, parameters, fingerprint)
@@ -235,26 +236,26 @@ class Runner:
             request = Request(id=0, prompt=pack_ids([0]), sampling=sampling, score=True)
             tokens, targets = array("i", [0]), array("i", [0])
             self.run(
-                Plan(
+                StepPlan(
                     admit=[Admission(request, key=-1, slot=0, source=None, cached_tokens=0)],
                     prefill=[PrefillChunk(-1, 0, 0, tokens, targets, score_top=1, sample=True)],
                 )
             )
             row = DecodeRow(-1, 0, token=0, position=1)
-            self.run(Plan(decode=[row]))
+            self.run(StepPlan(decode=[row]))
             if is_plain(sampling, self.model_config.eos_token_ids):
-                batch = Plan(decode=[row], at=[0], plain=True, adjusted=is_adjusted(sampling))
+                batch = StepPlan(decode=[row], at=[0], plain=True, adjusted=is_adjusted(sampling))
                 batch.top = -1 if sampling.logprobs is None else sampling.logprobs
                 self.run(batch)
                 self.run(replace(batch, leave=[0], again=True, steps=2))
-            self.run(Plan(release=[-1]))
+            self.run(StepPlan(release=[-1]))
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Carries out one round. An exception leaves the rows of its sequences undefined."""
         return self.finish(self.start(plan))
 
     @torch.inference_mode()
-    def start(self, plan: Plan) -> Pending:
+    def start(self, plan: StepPlan) -> Pending:
         """Begins a round. At most one more may be begun before it is finished: the host may have a
         part in the draws of one of the two only, and of two plain ones the second has no new
         batch."""
@@ -269,7 +270,7 @@ class Runner:
                     torch.cuda.synchronize(self._device)
             raise
 
-    def _begin(self, plan: Plan) -> Pending:
+    def _begin(self, plan: StepPlan) -> Pending:
         self._hosted.release(plan.release)
         self._places.carry_out(plan.before)
         self._places.begin(plan.admit)
@@ -335,7 +336,7 @@ class Runner:
         self._parameters.admit(admissions)
         self._adjustments.admit(admissions)
 
-    def _read(self, plan: Plan) -> _Read:
+    def _read(self, plan: StepPlan) -> _Read:
         """Reads every chunk; the device draws for them where the host has no part in it. Chunks
         that were read before come first."""
         known = self._places.logits_at(plan.prefill)
@@ -362,7 +363,7 @@ class Runner:
 
 
 def _fetch(
-    drawings: Sequence[Drawing], scores: Tensor | None, exports: dict[int, Tensor]
+    drawings: Sequence[SampleStep], scores: Tensor | None, exports: dict[int, Tensor]
 ) -> _Results:
     draws = [
         _Draws(_on_host(one.tokens), None if one.reported is None else one.reported.to_host())
@@ -380,10 +381,10 @@ def _on_host(tokens: Tensor) -> Tensor:
     return host
 
 
-def _by_row(draws: Sequence[_Draws]) -> tuple[list[int], dict[int, Reports]]:
+def _by_row(draws: Sequence[_Draws]) -> tuple[list[int], dict[int, PackedLogprobs]]:
     """The tokens of all rows, and the reports of those that asked."""
     tokens: list[int] = []
-    reports: dict[int, Reports] = {}
+    reports: dict[int, PackedLogprobs] = {}
     for one in draws:
         if one.reported is not None:
             reports |= {len(tokens) + row: of for row, of in one.reported.by_row().items()}
@@ -391,7 +392,7 @@ def _by_row(draws: Sequence[_Draws]) -> tuple[list[int], dict[int, Reports]]:
     return tokens, reports
 
 
-def _rows_by_key(plan: Plan) -> dict[int, int]:
+def _rows_by_key(plan: StepPlan) -> dict[int, int]:
     """Which row of the logits of a plan's prompts is whose."""
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
     return {key: row for row, key in enumerate(keys)}

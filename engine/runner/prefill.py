@@ -1,4 +1,4 @@
-"""PromptStep: reads prompts' chunks and draws the tokens that follow them; mostly in one graph.
+"""PrefillRunner: reads prompts' chunks and draws the tokens that follow them; mostly in one graph.
 
 A short prompt is, like a decode step, bound by launching its kernels. So its reading is captured in
 CUDA graphs too: the chunks, the logits behind their last positions and the draws from these, one
@@ -22,15 +22,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.backends.selector import ServingModel
+from engine.models.backends.selector import ModelBackend
 from engine.models.minrnn.cell import ModelState
 from engine.ops import copy_words_
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs
-from engine.runner.sampling.batch_params import Parameters
-from engine.runner.sampling.batch_rows import Columns, HostColumns, columns, draw_rows, host_columns
-from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.batch_params import BatchSamplingParams
+from engine.runner.sampling.batch_rows import (
+    HostColumns,
+    SamplingRows,
+    columns,
+    host_columns,
+    sample_rows,
+)
+from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import report
-from engine.runner.sampling.sampler import ROW_WORDS, Drawing, Rows, Sampler
+from engine.runner.sampling.sampler import ROW_WORDS, Rows, Sampler, SampleStep
 from engine.step_plan import PrefillChunk
 
 # How many times as long as its launches a long prompt may take for a graph to pay: a round has more
@@ -44,7 +50,7 @@ class Read(NamedTuple):
 
     hidden: Tensor | None  # [tokens, d_model], of all chunks, where there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    drawing: Drawing | None
+    drawing: SampleStep | None
 
 
 class _Shape(NamedTuple):
@@ -64,7 +70,7 @@ class _Inputs(NamedTuple):
     """What is uploaded at once, and the place for the tokens drawn."""
 
     words: Tensor  # the memory of `drawing`
-    drawing: Columns | None  # of the rows; None without any
+    drawing: SamplingRows | None  # of the rows; None without any
     last: Tensor  # [rows] int32: the position whose logits are the row's
     slots: Tensor  # [sequences] int32
     cu_seqlens: Tensor  # [sequences + 1] int32
@@ -104,16 +110,16 @@ class _Graphed(NamedTuple):
     inputs: _Inputs
 
 
-class PromptStep:
+class PrefillRunner:
     """Reads with `model` into `state`; `parameters` are those of the chunks' slots. No call waits
     for the device."""
 
     def __init__(
         self,
-        model: ServingModel,
+        model: ModelBackend,
         state: ModelState,
-        parameters: Parameters,
-        adjustments: Adjustments,
+        parameters: BatchSamplingParams,
+        adjustments: LogitsProcessors,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -227,10 +233,10 @@ class PromptStep:
             drawn = inputs.drawing.out[0, :rows]
             asked = self._parameters.asked([chunk.slot for chunk in sampled])
             keys, reported = [chunk.key for chunk in sampled], report(logits, drawn, asked)
-            drawing = Drawing(keys, inputs.words, len(inputs.last), drawn, reported)
+            drawing = SampleStep(keys, inputs.words, len(inputs.last), drawn, reported)
         return Read(hidden if scored else None, logits if rows else None, drawing)
 
-    def draw(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> Drawing:
+    def draw(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> SampleStep:
         """Draws from known logits [rows, vocab] fp32, a row for each of the chunks, whose requests
         must be plain."""
         nothing = [0] * len(chunks)
@@ -275,7 +281,7 @@ class PromptStep:
             return hidden, None
         logits = self._model.logits(hidden.index_select(0, inputs.last))
         if draw:
-            draw_rows(logits, inputs.drawing)
+            sample_rows(logits, inputs.drawing)
         return hidden, logits
 
     def _run_graphed(self, chunks: int, tokens: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops.upload import to_device
-from engine.protocol.logprobs import MOST_TOP, Reports, words_of_report
+from engine.protocol.logprobs import MOST_TOP, PackedLogprobs, words_of_report
 from engine.runner.sampling.random_streams import token_reports
 from engine.step_plan import PrefillChunk, Scored
 
@@ -32,8 +32,8 @@ def score(
     """Reports of every target of `chunks`, one after the other; None without targets.
 
     hidden [tokens, d_model] holds the chunks' positions packed; `logits` maps rows of it to fp32
-    [rows, vocab_size]. Reports have room for the most best tokens that a chunk wants. Does not wait
-    for the device.
+    [rows, vocab_size]. PackedLogprobs have room for the most best tokens that a chunk wants. Does
+    not wait for the device.
     """
     positions, targets, base = [], [], 0
     for chunk in chunks:
@@ -81,7 +81,7 @@ def to_scored(chunks: Sequence[PrefillChunk], reports: Tensor) -> tuple[list[Sco
             continue
         end, start = at + len(indices), chunk.start + int(indices[0]) + 1
         mine = words[at:end, : words_of_report(chunk.score_top)].tobytes()
-        scored.append(Scored(chunk.key, start, Reports(chunk.score_top, mine)))
+        scored.append(Scored(chunk.key, start, PackedLogprobs(chunk.score_top, mine)))
         if not np.isfinite(chosen[at:end]).all():
             non_finite.append(chunk.key)
         at = end

@@ -1,4 +1,4 @@
-"""Places: carries out the moves of kept states that a plan asks for.
+"""StateCopier: carries out the moves of kept states that a plan asks for.
 
 A place is a row of the state pool (those of sequences first, then those of kept states, which have
 logits too) or, as ~row, one of main memory.
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.ops.upload import to_device
-from engine.runner.host_pool import HostRows
+from engine.runner.host_pool import HostStatePool
 from engine.runner.state_pool import StatePool
-from engine.step_plan import INITIAL, Admission, Copy, Export, PrefillChunk, Put
+from engine.step_plan import INITIAL, Admission, Copy, Load, PrefillChunk, Store
 
 
-class Places:
+class StateCopier:
     """The rows of `pool` from `slots` on and `host_rows` rows of main memory are for kept states of
     a model with `vocab_size` logits."""
 
@@ -26,7 +26,7 @@ class Places:
         self._slots = slots
         self._device = pool.device
         self._logits = torch.zeros(pool.rows - slots, vocab_size, device=pool.device)
-        self._host = HostRows(host_rows, pool.width + vocab_size, pool.device)
+        self._host = HostStatePool(host_rows, pool.width + vocab_size, pool.device)
 
     def begin(self, admissions: Sequence[Admission]) -> None:
         """Puts in the slots what their sequences start from."""
@@ -35,19 +35,19 @@ class Places:
         if found:
             self.carry_out(found)
 
-    def carry_out(self, moves: Sequence[Copy | Put]) -> None:
+    def carry_out(self, moves: Sequence[Copy | Load]) -> None:
         """One after the other, as far as one could tell: copies are made at once."""
-        together = _AtOnce()
+        together = _ParallelCopy()
         for move in moves:
             if isinstance(move, Copy):
                 together.add(move)
                 continue
             self._copy(together)
-            together = _AtOnce()
+            together = _ParallelCopy()
             self._put(move)
         self._copy(together)
 
-    def _copy(self, copies: _AtOnce) -> None:
+    def _copy(self, copies: _ParallelCopy) -> None:
         """All are read before any is written."""
         initial, slots = self._pool.initial_row, self._slots
         here: list[tuple[int, int]] = []  # from and to the pool
@@ -119,7 +119,7 @@ class Places:
                     state[self._pool.width :] = logits[rows[copy.key]]
             self._host.save(states, [~copy.target for copy in on_host])
 
-    def export(self, exports: Sequence[Export]) -> dict[int, Tensor]:
+    def export(self, exports: Sequence[Store]) -> dict[int, Tensor]:
         """The states, by ticket, once the device is done: `exported` reads them."""
         found = {}
         for one in exports:
@@ -163,7 +163,7 @@ class Places:
             there, row = to_device([rows, kept], self._device)
             self._logits.index_copy_(0, there, logits.index_select(0, row))
 
-    def _put(self, move: Put) -> None:
+    def _put(self, move: Load) -> None:
         state = torch.frombuffer(bytearray(move.state), dtype=torch.float32)
         if move.target < 0:
             self._host.put(~move.target, state)
@@ -176,7 +176,7 @@ class Places:
                 self._put_logits(state[:, self._pool.width :], [move.target])
 
 
-class _AtOnce:
+class _ParallelCopy:
     """Copies made one after the other, as such that are made at once: for every place that they
     write to, the one that held, before them all, what it holds in the end."""
 

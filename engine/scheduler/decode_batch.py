@@ -5,7 +5,7 @@ the other before the results of the first are here. Every sequence has a row of 
 as it is here: rows that have ended go to others. What the device draws is known later, so there are
 two moments: that of the plans, in which sequences join and leave, and that of the results.
 
-Steps are counted from the batch's first one. What a row draws is put down in the History, and its
+Steps are counted from the batch's first one. What a row draws is put down in the TokenRing, and its
 sequence is brought up to date when it ends, or leaves for another reason.
 """
 
@@ -17,13 +17,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from engine.protocol.logprobs import Reports
+from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import ID_BYTES, Run, unpack_ids
 from engine.protocol.sampling_params import is_adjusted, is_greedy
-from engine.scheduler.output import Outbox
-from engine.scheduler.token_ring import TURN_STEPS, History
+from engine.scheduler.output import StepOutput
+from engine.scheduler.token_ring import TURN_STEPS, TokenRing
 from engine.sequence import Sequence
-from engine.step_plan import DecodeRow, Drawn, Plan
+from engine.step_plan import DecodeRow, Drawn, StepPlan
 
 _Listener = tuple[Hashable, int]  # a client, and how many best tokens it is told of
 
@@ -56,7 +56,7 @@ class DecodeBatch:
         self._listed: dict[_Listener, tuple[list[int], list[int]]] = {}  # the same: rows, requests
         self._gathering: dict[int, Sequence] = {}  # members that gather reports, by row
         self._arrived: list[Sequence] = []  # members since the result that was noted last
-        self._history = History()
+        self._history = TokenRing()
         self._turn = 0  # the row that is brought up to date next
         self._now = 0.0  # of the latest result
 
@@ -76,7 +76,7 @@ class DecodeBatch:
 
     # Plans.
 
-    def join(self, plan: Plan, sequence: Sequence, drawn: bool) -> None:
+    def join(self, plan: StepPlan, sequence: Sequence, drawn: bool) -> None:
         """It decodes from this plan on; with `drawn` its first token is the one that a chunk of the
         plan draws, else its last token is known."""
         if self._free:
@@ -165,7 +165,7 @@ class DecodeBatch:
             self._last = max(alive, key=lambda one: one.last_step, default=None)
         return 0 if self._last is None else self._last.last_step - self._planned
 
-    def go_on(self, plan: Plan, steps: int) -> None:
+    def go_on(self, plan: StepPlan, steps: int) -> None:
         """The plan is this batch's next round."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
         plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
@@ -197,8 +197,8 @@ class DecodeBatch:
         self,
         drawn: Drawn,
         steps: int,
-        outbox: Outbox,
-        end: Callable[[Sequence, array[int], Reports | None, float], int],
+        outbox: StepOutput,
+        end: Callable[[Sequence, array[int], PackedLogprobs | None, float], int],
         now: float,
     ) -> int:
         """Delivers what the round of which `note` was told brought, `steps` steps; returns how many

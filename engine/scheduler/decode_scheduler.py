@@ -1,4 +1,5 @@
-"""Rounds: the sequences that decode, how many steps a round takes, what may follow it unseen.
+"""DecodeScheduler: the sequences that decode, how many steps a round takes, what may follow it
+unseen.
 
 Sequences whose requests are plain are kept in a DecodeBatch on the device. All that the device is
 asked for is done in order, so what a round under way still writes to the slot of a sequence that
@@ -18,7 +19,7 @@ from enum import Enum, auto
 from engine.protocol.messages import Stats
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.sequence import Sequence
-from engine.step_plan import DecodeRow, Plan, StepResult
+from engine.step_plan import DecodeRow, StepPlan, StepResult
 from engine.structured_output.masks import MaskBudget
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
@@ -40,7 +41,7 @@ PATIENCE_SECONDS = 0.008
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 
 
-class Turn(Enum):
+class BatchKind(Enum):
     """Whose prompts are read in a plan, and who decodes."""
 
     PLAIN = auto()
@@ -48,10 +49,10 @@ class Turn(Enum):
     ALL = auto()
 
     def has(self, sequence: Sequence) -> bool:
-        return self is Turn.ALL or sequence.needs_host == (self is Turn.HOSTED)
+        return self is BatchKind.ALL or sequence.needs_host == (self is BatchKind.HOSTED)
 
 
-class Rounds:
+class DecodeScheduler:
     """`most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps`: plans follow
     others whose results are not known."""
 
@@ -63,7 +64,7 @@ class Rounds:
         self._outside: dict[int, Sequence] = {}  # of the others, that are in no batch
         self._batch: DecodeBatch | None = None
         self._latest_apart = False  # the latest plan was
-        self._under_way: list[tuple[Plan, DecodeBatch | None]] = []
+        self._under_way: list[tuple[StepPlan, DecodeBatch | None]] = []
         self._round_seconds = 0.0  # that the latest round decoded for
         self._host_seconds = 0.0  # that the host took for the latest one apart
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
@@ -71,9 +72,9 @@ class Rounds:
         self._aim = ROUND_SECONDS  # of the latest round
         self._since_prompts = 0  # rounds without any
 
-    def is_patient(self, turn: Turn) -> bool:
+    def is_patient(self, turn: BatchKind) -> bool:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
-        if turn is Turn.HOSTED:
+        if turn is BatchKind.HOSTED:
             return False
         decoding = len(self.sequences)
         if self._apart:
@@ -81,28 +82,34 @@ class Rounds:
         rounds = int(PATIENCE_SECONDS / max(self._round_seconds, self._aim))
         return self._since_prompts < min(decoding // PATIENT_ROWS, rounds)
 
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self) -> tuple[BatchKind, ...]:
         """Of the next plan, where none is under way: the first of which it has something to do."""
         if not self._apart:
-            return (Turn.ALL,)
-        return (Turn.PLAIN, Turn.HOSTED) if self._latest_apart else (Turn.HOSTED, Turn.PLAIN)
+            return (BatchKind.ALL,)
+        return (
+            (BatchKind.PLAIN, BatchKind.HOSTED)
+            if self._latest_apart
+            else (BatchKind.HOSTED, BatchKind.PLAIN)
+        )
 
-    def turns_ahead(self, prompts: Collection[Sequence], coming: int) -> list[Turn]:
+    def turns_ahead(self, prompts: Collection[Sequence], coming: int) -> list[BatchKind]:
         """Likewise, of a plan that follows the one under way unseen. There are these prompts to
         read; about `coming` more sequences will decode soon, in slots of those that are `due`
         too."""
         if len(self._under_way) != 1 or not self._apart:
             return []
         if self._under_way[0][0].apart:
-            others = self.decodes(Turn.PLAIN) or any(Turn.PLAIN.has(one) for one in prompts)
-            return [Turn.PLAIN] if others else []
-        turns = [Turn.HOSTED] if self._has_hosted(prompts) else []
+            others = self.decodes(BatchKind.PLAIN) or any(
+                BatchKind.PLAIN.has(one) for one in prompts
+            )
+            return [BatchKind.PLAIN] if others else []
+        turns = [BatchKind.HOSTED] if self._has_hosted(prompts) else []
         thin = self._is_thin(coming - len(self.due()))
-        return turns if thin else [*turns, Turn.PLAIN]
+        return turns if thin else [*turns, BatchKind.PLAIN]
 
-    def decodes(self, turn: Turn) -> bool:
+    def decodes(self, turn: BatchKind) -> bool:
         """Whether somebody takes steps in such a plan."""
-        if turn is Turn.HOSTED:
+        if turn is BatchKind.HOSTED:
             return bool(self._hosted)
         return bool(self._outside) or (self._batch is not None and self._batch.left() > 0)
 
@@ -144,18 +151,18 @@ class Rounds:
         if sequence.row >= 0 and self._batch is not None:
             self._batch.bring_up(sequence)
 
-    def plan(self, plan: Plan, turn: Turn, beginning: Collection[Sequence]) -> None:
+    def plan(self, plan: StepPlan, turn: BatchKind, beginning: Collection[Sequence]) -> None:
         """Adds decode steps to `plan`, which draws the first tokens of `beginning`, of which `turn`
         has all. Those of these that have a `row` afterwards decode from this plan on; for the
         others, `add` is called when their first tokens are here.
 
         Where another round is under way, `turns_ahead` has been asked.
         """
-        if turn is Turn.HOSTED:
+        if turn is BatchKind.HOSTED:
             plan.apart = True
             self._decode_through_host(plan, self._hosted.values())
             return
-        if self._most_steps == 1 or (turn is Turn.ALL and self._has_hosted(beginning)):
+        if self._most_steps == 1 or (turn is BatchKind.ALL and self._has_hosted(beginning)):
             self._dissolve()
             self._decode_through_host(plan, self.sequences.values())
             return
@@ -177,7 +184,7 @@ class Rounds:
     def _has_hosted(self, prompts: Collection[Sequence]) -> bool:
         return bool(self._hosted) or any(one.needs_host for one in prompts)
 
-    def _decode_through_host(self, plan: Plan, sequences: Collection[Sequence]) -> None:
+    def _decode_through_host(self, plan: StepPlan, sequences: Collection[Sequence]) -> None:
         budget = MaskBudget()
         served = [one for one in sequences if budget.has_room(one.mask_cost)]
         plan.decode += [DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in served]
@@ -225,14 +232,14 @@ class Rounds:
             self._outside = {key: one for key, one in self.sequences.items() if one.plain}
             self._batch = None
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: StepPlan) -> None:
         """The plan is under way."""
         self._under_way.append((plan, self._batch if plan.plain else None))
         self._latest_apart = plan.apart
         if not plan.apart:
             self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
 
-    def fail(self, plan: Plan) -> list[Sequence]:
+    def fail(self, plan: StepPlan) -> list[Sequence]:
         """The plan could not be carried out: the sequences of the batch that took part in it."""
         if self._batch is not None and plan.plain:
             self._batch.spoiled = True
@@ -240,7 +247,7 @@ class Rounds:
             return []
         return [one for one in self.sequences.values() if one.row >= 0]
 
-    def land(self, plan: Plan) -> DecodeBatch | None:
+    def land(self, plan: StepPlan) -> DecodeBatch | None:
         """The plan is under way no more; the batch that it moved on."""
         for index, (other, batch) in enumerate(self._under_way):
             if other is plan:
@@ -248,7 +255,9 @@ class Rounds:
                 return batch
         return None
 
-    def note(self, plan: Plan, result: StepResult, decoding: int, left: int, tokens: int) -> Stats:
+    def note(
+        self, plan: StepPlan, result: StepResult, decoding: int, left: int, tokens: int
+    ) -> Stats:
         """Learns how long a step takes, and counts. Tells what the round did, which decoded
         `decoding` sequences, of which `left` are left, and brought `tokens` tokens."""
         if plan.apart:

@@ -1,4 +1,4 @@
-"""Pace: how quickly requests leave the waiting queue, as seen lately."""
+"""DepartureRate: how quickly requests leave the waiting queue, as seen lately."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MEMORY_SECONDS = 30.0  # after so long a departure counts for a third
 MOST_SECONDS = 3600.0  # that the mean is said to be
 
 
-class Pace:
+class DepartureRate:
     """The mean time from one departure to the next, while there is a queue. Departures come in
     bursts (a batch ends as one), so time and departures are summed apart; both fade."""
 

@@ -1,4 +1,4 @@
-"""Outbox: gathers what a round has to say, one message per API process."""
+"""StepOutput: gathers what a round has to say, one message per API process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
-from engine.protocol.logprobs import Reports
+from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import (
     Failed,
     Finished,
@@ -29,7 +29,7 @@ class _Events:
     failed: list[Failed] = field(default_factory=list)
 
 
-class Outbox:
+class StepOutput:
     """Events by client, until `take`."""
 
     def __init__(self) -> None:
@@ -44,7 +44,9 @@ class Outbox:
             events = self._events[client] = _Events()
         return events
 
-    def token(self, client: Hashable, request: int, token: int, report: Reports | None) -> None:
+    def token(
+        self, client: Hashable, request: int, token: int, report: PackedLogprobs | None
+    ) -> None:
         """One token of a streamed request."""
         events = self._of(client)
         if events.runs or report is not None:  # it may follow tokens of a run

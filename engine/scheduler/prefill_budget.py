@@ -20,7 +20,7 @@ from engine.sequence import Sequence
 Portions = list[tuple[Sequence, int]]
 
 
-class PromptBudget:
+class PrefillBudget:
     """`tokens` of prompts may be read in one step."""
 
     def __init__(self, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""WaitingQueue: requests that have no slot yet, and which of them is next.
+"""RequestQueue: requests that have no slot yet, and which of them is next.
 
 - Priorities: the most urgent level that waits comes first (a lower number is more urgent). So that
   the others do not starve, one of OTHERS_TURN departures is theirs while they wait; it goes to the
@@ -20,24 +20,24 @@ import math
 import sys
 
 from engine.cache.prefix_cache import Place
-from engine.cache.tiered_store import Kept
+from engine.cache.tiered_store import CachedState
 from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
-from engine.lazy_heap import Ranking
+from engine.lazy_heap import LazyHeap
 from engine.protocol.messages import Grammar
-from engine.protocol.queue_policy import Counts
-from engine.scheduler.departure_rate import Pace
+from engine.protocol.queue_policy import QueueCounts
+from engine.scheduler.departure_rate import DepartureRate
 from engine.scheduler.fifo_by_key import Arrivals
 from engine.sequence import Sequence
 
-Awaited = Place | Kept | Grammar
+Awaited = Place | CachedState | Grammar
 
 OTHERS_TURN = 8
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
 
 
-class _Line:
+class _OwnerQueue:
     """What waits of one owner at one level."""
 
     __slots__ = ("ready", "start", "waiting")
@@ -48,7 +48,7 @@ class _Line:
         self.start = 0  # tokens that the owner has been given, as the level counts them
 
 
-class _Level:
+class _PriorityLevel:
     """The lines of one priority. Owners are ranked when somebody asks who is first, not whenever
     something changes: while there is one alone, never."""
 
@@ -58,26 +58,28 @@ class _Level:
     )  # fmt: skip
 
     def __init__(self, served_at: int) -> None:
-        self.lines: dict[str, _Line] = {}  # by owner: those that wait, or are ahead of the clock
-        self.ranking: Ranking[str] = Ranking()  # owners who are ready, by start, then by arrival
+        self.lines: dict[
+            str, _OwnerQueue
+        ] = {}  # by owner: those that wait, or are ahead of the clock
+        self.ranking: LazyHeap[str] = LazyHeap()  # owners who are ready, by start, then by arrival
         self.changed: set[str] = set()  # owners whose lines have, since they were ranked
-        self.owing: Ranking[str] = Ranking()  # owners of whom nothing waits, by start
+        self.owing: LazyHeap[str] = LazyHeap()  # owners of whom nothing waits, by start
         self.idle = 0  # how many these are
         self.clock = 0  # the start of the latest departure
         self.ready = self.waiting = self.running = 0  # sequences; `ready`: not held
         self.served_at = served_at  # departures of the queue at this level's latest
 
-    def line_of(self, owner: str) -> _Line:
+    def line_of(self, owner: str) -> _OwnerQueue:
         """One more of the owner's is going to wait there."""
         line = self.lines.get(owner)
         if line is None:
-            line = self.lines[owner] = _Line()
+            line = self.lines[owner] = _OwnerQueue()
         elif not line.waiting:
             self.owing.discard(owner)
             self.idle -= 1
         return line
 
-    def line_up(self, sequence: Sequence, line: _Line) -> None:
+    def line_up(self, sequence: Sequence, line: _OwnerQueue) -> None:
         """It may be the next one of its owner, whose line this is."""
         if not line.ready:  # nothing that was held could have left: that saves nothing up
             line.start = max(line.start, self.clock)
@@ -85,13 +87,13 @@ class _Level:
         self.ready += 1
         self.changed.add(sequence.owner)
 
-    def step_back(self, sequence: Sequence, line: _Line) -> None:
+    def step_back(self, sequence: Sequence, line: _OwnerQueue) -> None:
         """It does not wait, or is held; it was neither."""
         line.ready.discard(sequence.key)
         self.ready -= 1
         self.changed.add(sequence.owner)
 
-    def leave(self, owner: str, line: _Line) -> None:
+    def leave(self, owner: str, line: _OwnerQueue) -> None:
         """One of the owner's does not wait any more."""
         self.waiting -= 1
         line.waiting -= 1
@@ -127,19 +129,19 @@ class _Level:
             del self.lines[owner]
 
 
-class WaitingQueue:
+class RequestQueue:
     """Who waits, and who is next. `most` requests may wait, of `most_tokens` prompt tokens."""
 
     def __init__(self, most: int = sys.maxsize, most_tokens: int = sys.maxsize) -> None:
         self._most = most
         self._most_tokens = most_tokens
-        self._levels: dict[int, _Level] = {}  # by priority
+        self._levels: dict[int, _PriorityLevel] = {}  # by priority
         self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
         self._held_on: dict[int, Awaited] = {}
-        self._queued = Counts()  # all of them
+        self._queued = QueueCounts()  # all of them
         self._departures = 0
         self._since_others = 0  # departures of the most urgent level while others waited
-        self._pace = Pace()
+        self._pace = DepartureRate()
         self._refused = 0  # since the latest departure
         self._lasting = 0  # of those that wait, whose answers may have several tokens
 
@@ -192,7 +194,7 @@ class WaitingQueue:
             self._pace.restart(now)
         level = self._levels.get(sequence.priority)
         if level is None:
-            level = self._levels[sequence.priority] = _Level(self._departures)
+            level = self._levels[sequence.priority] = _PriorityLevel(self._departures)
         line = level.line_of(sequence.owner)
         line.waiting += 1
         level.waiting += 1
@@ -265,7 +267,7 @@ class WaitingQueue:
                 del self._held[awaited]
         self._forget(sequence, level, line)
 
-    def _forget(self, sequence: Sequence, level: _Level, line: _Line) -> None:
+    def _forget(self, sequence: Sequence, level: _PriorityLevel, line: _OwnerQueue) -> None:
         """It is neither ready nor held."""
         self._lasting -= sequence.max_tokens > 1
         self._queued.remove(sequence.owner, sequence.prompt_tokens)
@@ -293,7 +295,7 @@ class WaitingQueue:
         message = f"{reason}; try again in {max(1, math.ceil(seconds))} s"
         return kind(message, retry_after=seconds)
 
-    def _next_level(self) -> _Level | None:
+    def _next_level(self) -> _PriorityLevel | None:
         if len(self._levels) == 1:
             return next(iter(self._levels.values()))
         ready = self._ready_levels()
@@ -314,6 +316,6 @@ class WaitingQueue:
     def _ready_levels(self) -> list[int]:
         return [priority for priority, level in self._levels.items() if level.ready]
 
-    def _tidy(self, level: _Level, priority: int) -> None:
+    def _tidy(self, level: _PriorityLevel, priority: int) -> None:
         if not level.waiting and not level.running:
             del self._levels[priority]

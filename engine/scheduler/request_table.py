@@ -1,4 +1,4 @@
-"""Lives: the sequences in flight, where each of them is, and how they end.
+"""RequestTable: the sequences in flight, where each of them is, and how they end.
 
 A sequence waits, reads its prompt, decodes, and ends once: finished, or failed. Then its slot is
 free. One whose kept state has to be made anew leaves its slot to a rebuild (`keeping`), which ends
@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 from engine.cache.slot_allocator import SlotAllocator
-from engine.cache.state_manager import Keeper
+from engine.cache.state_manager import StateCacheManager
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.protocol.messages import Finished, FinishReason
-from engine.scheduler.decode_scheduler import Rounds, Turn
-from engine.scheduler.output import Outbox
-from engine.scheduler.request_queue import WaitingQueue
+from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
+from engine.scheduler.output import StepOutput
+from engine.scheduler.request_queue import RequestQueue
 from engine.sequence import Sequence
-from engine.step_plan import Plan
+from engine.step_plan import StepPlan
 
 
-class Lives:
+class RequestTable:
     """The scheduler's other half: that one moves sequences on."""
 
-    def __init__(self, keeper: Keeper, slots: int, waiting: WaitingQueue, rounds: Rounds) -> None:
+    def __init__(
+        self, keeper: StateCacheManager, slots: int, waiting: RequestQueue, rounds: DecodeScheduler
+    ) -> None:
         self._keeper = keeper
         self._slots = SlotAllocator(slots)
         self._waiting = waiting
@@ -35,7 +37,7 @@ class Lives:
         self._deadlines: Deadlines[Sequence] = Deadlines()
         self._released: list[int] = []  # keys to be released with the next plan
         self._next_key = 0
-        self._outbox = Outbox()
+        self._outbox = StepOutput()
 
     def abort_all(self, now: float) -> None:
         """Ends every request as aborted."""
@@ -74,7 +76,7 @@ class Lives:
     def _running(self, key: int) -> Sequence | None:
         return self._rounds.sequences.get(key) or self._prefilling.get(key)
 
-    def _reading(self, turn: Turn) -> list[Sequence]:
+    def _reading(self, turn: BatchKind) -> list[Sequence]:
         """Whose prompts may be read in such a plan."""
         return [sequence for sequence in self._prefilling.values() if turn.has(sequence)]
 
@@ -122,7 +124,7 @@ class Lives:
         self._prefilling[heir.key] = heir
         self._rebuilding.append(heir)
 
-    def _readmit(self, plan: Plan, turn: Turn) -> None:
+    def _readmit(self, plan: StepPlan, turn: BatchKind) -> None:
         """Those who rebuild a state have their slots already; the plan has to read for them."""
         rebuilding = [one for one in self._rebuilding if turn.has(one)]
         self._rebuilding = [one for one in self._rebuilding if not turn.has(one)]

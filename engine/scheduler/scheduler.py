@@ -2,7 +2,7 @@
 
 Continuous batching: a round decodes tokens of every sequence whose prompt has been read, and reads
 up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is admitted as
-soon as a slot is free, in the order that `waiting` decides. Of plain requests (`Plan`) a round
+soon as a slot is free, in the order that `waiting` decides. Of plain requests (`StepPlan`) a round
 takes as many steps as `rounds` decides, and the next one is planned before its results are known;
 those in whose draws the host has a part take one, and turns with the others (`rounds`).
 
@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Hashable
 
 import msgspec
 
-from engine.cache.state_manager import Keeper
-from engine.cache.tiered_store import Kept
+from engine.cache.state_manager import StateCacheManager
+from engine.cache.tiered_store import CachedState
 from engine.errors import EngineError, StateNotFound
-from engine.protocol.logprobs import Reports
+from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import (
     Request,
     Run,
@@ -32,20 +32,20 @@ from engine.protocol.messages import (
     pack_ids,
 )
 from engine.protocol.validation import check_request
-from engine.scheduler.decode_scheduler import Rounds, Turn
+from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
 from engine.scheduler.intake import Intake
-from engine.scheduler.prefill_budget import PromptBudget
-from engine.scheduler.request_queue import WaitingQueue
-from engine.scheduler.request_table import Lives
+from engine.scheduler.prefill_budget import PrefillBudget
+from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.request_table import RequestTable
 from engine.sequence import Sequence
-from engine.step_plan import Plan, PrefillChunk, Sampled, StepResult
-from engine.structured_output.grammar_cache import Grammars
+from engine.step_plan import PrefillChunk, Sampled, StepPlan, StepResult
+from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.masks import MaskBudget
 
 log = logging.getLogger(__name__)
 
 
-class Scheduler(Lives):
+class Scheduler(RequestTable):
     """Turns requests into plans and step results into events.
 
     Call `plan`, carry it out, then `commit` (or `fail`, when that raised); `add` and `abort` may
@@ -71,18 +71,20 @@ class Scheduler(Lives):
         most_steps: int = 1,
         overlaps: bool = False,
         with_whole_chunks: bool = False,
-        grammars: Grammars | None = None,
-        keeper: Keeper | None = None,
-        on_loaded: Callable[[Kept], None] = lambda kept: None,
+        grammars: GrammarCache | None = None,
+        keeper: StateCacheManager | None = None,
+        on_loaded: Callable[[CachedState], None] = lambda kept: None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._budgets = {hosted: PromptBudget(max_step_tokens) for hosted in (False, True)}
+        self._budgets = {hosted: PrefillBudget(max_step_tokens) for hosted in (False, True)}
         self._state_bytes = state_bytes
-        self._grammars = grammars or Grammars(None)
-        keeper = keeper or Keeper(share_slots, slots, with_whole_chunks=with_whole_chunks)
-        waiting = WaitingQueue(max_waiting, max_waiting_tokens)
-        super().__init__(keeper, slots, waiting, Rounds(most_steps, overlaps))
+        self._grammars = grammars or GrammarCache(None)
+        keeper = keeper or StateCacheManager(
+            share_slots, slots, with_whole_chunks=with_whole_chunks
+        )
+        waiting = RequestQueue(max_waiting, max_waiting_tokens)
+        super().__init__(keeper, slots, waiting, DecodeScheduler(most_steps, overlaps))
         self._on_loaded = on_loaded
         self._intake = Intake(slots, overlaps)
         self._refusal: EngineError | None = None  # of everything new
@@ -133,39 +135,39 @@ class Scheduler(Lives):
 
     # A step.
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: float) -> StepPlan:
         """The next round; empty only when there is nothing to do yet. None may be under way."""
         self._look_around(now)
         return self._first_of(self._rounds.turns(), now, [])
 
-    def plan_ahead(self, now: float) -> Plan:
+    def plan_ahead(self, now: float) -> StepPlan:
         """What follows the one round under way, whatever that brings. Empty when nothing does, or
         when that cannot be said, because the host has a part in the draws of both."""
         self._look_around(now)
         due = self._due()
         free = self._slots.free + len(due)
-        coming = sum(one.max_tokens > 1 for one in self._reading(Turn.PLAIN))
+        coming = sum(one.max_tokens > 1 for one in self._reading(BatchKind.PLAIN))
         coming += min(self._waiting.lasting, free)
         first = self._next(free) if free else None
         prompts = [*self._prefilling.values(), *([first] if first else [])]
         return self._first_of(self._rounds.turns_ahead(prompts, coming), now, due)
 
-    def _first_of(self, turns: Collection[Turn], now: float, due: list[Sequence]) -> Plan:
+    def _first_of(self, turns: Collection[BatchKind], now: float, due: list[Sequence]) -> StepPlan:
         """That of the first turn with something to do; slots of those `due` may go to others."""
         if turns:
             self._keeper.tiers.begin_plan()
         plans = (self._plan(now, turn, due) for turn in turns)
-        return next((plan for plan in plans if not plan.empty), Plan())
+        return next((plan for plan in plans if not plan.empty), StepPlan())
 
-    def _plan(self, now: float, turn: Turn, due: list[Sequence]) -> Plan:
-        plan = Plan()
+    def _plan(self, now: float, turn: BatchKind, due: list[Sequence]) -> StepPlan:
+        plan = StepPlan()
         self._readmit(plan, turn)
         free = self._slots.free + len(due)
         most, waiting = self._intake.most(free), min(self._waiting.ready, free)
         if waiting >= most or self._reading(turn) or not self._rounds.is_patient(turn):
             self._admit(plan, now, turn, most, due)
         reading = [one for one in self._reading(turn) if one.remaining]
-        for sequence, length in self._budgets[turn is Turn.HOSTED].share(reading):
+        for sequence, length in self._budgets[turn is BatchKind.HOSTED].share(reading):
             self._read(plan, sequence, length, now)
         beginning = [self._prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
         self._rounds.plan(plan, turn, beginning)
@@ -178,7 +180,7 @@ class Scheduler(Lives):
             self._rounds.start(plan)
         return plan
 
-    def commit(self, plan: Plan, result: StepResult, now: float) -> None:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
         self._now = now
         for ticket, state in result.exports.items():
@@ -211,7 +213,7 @@ class Scheduler(Lives):
         left = 0 if batch is None else batch.members
         self._step = self._rounds.note(plan, result, decoding, left, tokens)
 
-    def fail(self, plan: Plan, error: EngineError) -> None:
+    def fail(self, plan: StepPlan, error: EngineError) -> None:
         """The plan could not be carried out: every sequence that took part in it fails.
 
         So must every plan under way after it.
@@ -266,7 +268,9 @@ class Scheduler(Lives):
             self._on_loaded(kept)
         self._end_overdue(now)
 
-    def _admit(self, plan: Plan, now: float, turn: Turn, most: int, due: list[Sequence]) -> None:
+    def _admit(
+        self, plan: StepPlan, now: float, turn: BatchKind, most: int, due: list[Sequence]
+    ) -> None:
         admitted, masks = 0, MaskBudget()
         # Others than its own, who are read in the next plan, come along where this has some to do.
         goes = self._rounds.decodes(turn) or bool(self._reading(turn))
@@ -332,7 +336,7 @@ class Scheduler(Lives):
         return None
 
     def _read(
-        self, plan: Plan, sequence: Sequence, length: int, now: float, source: int | None = None
+        self, plan: StepPlan, sequence: Sequence, length: int, now: float, source: int | None = None
     ) -> None:
         if sequence.started_at is None:
             sequence.started_at = now
@@ -384,7 +388,7 @@ class Scheduler(Lives):
         return 1
 
     def _take_last(
-        self, sequence: Sequence, ids: array[int], reports: Reports | None, now: float
+        self, sequence: Sequence, ids: array[int], reports: PackedLogprobs | None, now: float
     ) -> int:
         """Delivers the tokens with which the device ended a row; returns how many that were."""
         taken, verdict = sequence.take_last(ids, now)

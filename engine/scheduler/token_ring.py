@@ -1,4 +1,4 @@
-"""History: the latest tokens of a batch's rows, until somebody wants them.
+"""TokenRing: the latest tokens of a batch's rows, until somebody wants them.
 
 What a round brings is put down at once, for all rows, and what belongs to one sequence is read when
 it ends: so a round costs the host next to nothing per row.
@@ -13,7 +13,7 @@ WIDTH = STEPS + 16  # no power of two: else all rows' lines would want the same 
 TURN_STEPS = STEPS // 4  # who is behind by so many reads within as many more
 
 
-class History:
+class TokenRing:
     """Steps are counted from the batch's first one."""
 
     def __init__(self) -> None:

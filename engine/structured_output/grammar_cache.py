@@ -1,4 +1,4 @@
-"""Grammars: the compiled grammars of one model, kept while they are used; compiled on a thread.
+"""GrammarCache: the compiled grammars of one model, kept while they are used; compiled on a thread.
 
 The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
 All methods are called by one thread, and between the plan that admits a sequence and its admission
@@ -77,7 +77,7 @@ class _Compiled:
         self.seconds += again.seconds
 
 
-class Grammars:
+class GrammarCache:
     """`folder` holds the model's tokenizer.json, which is read with the first grammar, or before
     (`prepare`); without a folder every grammar is wrong."""
 

@@ -1,4 +1,5 @@
-"""Constraints: which tokens the grammar of each sequence allows next; bits on the host, no torch.
+"""GrammarMatchers: which tokens the grammar of each sequence allows next; bits on the host, no
+torch.
 
 A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
 a GPU that goes on beside the model's step, whose logits the masks are laid on. Many masks are
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from engine.protocol.messages import Grammar, SamplingParams
 from engine.protocol.sampling_params import endings, stop_ids
 from engine.structured_output.compiler import is_full, reason
-from engine.structured_output.grammar_cache import Grammars, Original
+from engine.structured_output.grammar_cache import GrammarCache, Original
 from engine.structured_output.mask_threads import MaskThreads
 from engine.structured_output.masks import SLOW_SECONDS
 
@@ -63,11 +64,11 @@ class _Ahead:
     masks: NDArray[np.int32]  # [rows, words]
 
 
-class Constraints:
+class GrammarMatchers:
     """Of one model, whose texts each of `eos_token_ids` ends; up to `threads` compute masks."""
 
     def __init__(
-        self, grammars: Grammars, eos_token_ids: tuple[int, ...], threads: int = 1
+        self, grammars: GrammarCache, eos_token_ids: tuple[int, ...], threads: int = 1
     ) -> None:
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids

@@ -1,4 +1,4 @@
-"""MemberProcesses: members of a supervisor in processes of their own, started again when they end.
+"""ApiProcessPool: members of a supervisor in processes of their own, started again when they end.
 
 A member inherits one end of a pipe, and what it has to know comes on its standard input: arguments
 and environments can be read by others. It is in a process group of its own, so that signals to this
@@ -39,7 +39,7 @@ class Command:
     handles: Sequence[int]  # file descriptors that it inherits under their numbers
 
 
-class MemberProcesses:
+class ApiProcessPool:
     """`keep` runs them until `finish`."""
 
     def __init__(self, supervisor: Supervisor, commands: Sequence[Command], hang: float) -> None:

@@ -1,4 +1,4 @@
-"""Members: the supervisor's side of its API processes: who they are, what they still need, what
+"""ApiRegistry: the supervisor's side of its API processes: who they are, what they still need, what
 they count."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from engine.errors import EngineError
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.channel import Pipe
 from engine.supervisor.control_messages import (
-    Answer,
     Collect,
+    ControlReply,
     FromMember,
     Gather,
     Left,
@@ -44,7 +44,7 @@ class _Member:
     asked: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by nonce, for samples
 
 
-class Members:
+class ApiRegistry:
     """By name; all on one event loop."""
 
     def __init__(
@@ -159,13 +159,13 @@ class Members:
         try:
             info = await self._reload(message.model)
         except EngineError as error:
-            member.pipe.send(Answer(message.nonce, Problem.of(error)))
+            member.pipe.send(ControlReply(message.nonce, Problem.of(error)))
         except Exception as error:
             log.exception("unexpected error in a reload")
             problem = Problem(EngineError.code, f"the reload failed: {error}")
-            member.pipe.send(Answer(message.nonce, problem))
+            member.pipe.send(ControlReply(message.nonce, problem))
         else:
-            member.pipe.send(Answer(message.nonce, info=info))
+            member.pipe.send(ControlReply(message.nonce, info=info))
 
     async def _answer_gather(self, asker: _Member, message: Gather) -> None:
         waiting = [self._ask(member) for member in self._others(asker)]
@@ -174,7 +174,7 @@ class Members:
         # Whoever left meanwhile is among the departed now.
         known = [self._departed, *(member.samples for member in self._others(asker))]
         samples = [one for one in known if one is not None]
-        asker.pipe.send(Answer(message.nonce, samples=samples))
+        asker.pipe.send(ControlReply(message.nonce, samples=samples))
 
     def _others(self, asker: _Member) -> list[_Member]:
         return [member for member in self._members.values() if member is not asker]

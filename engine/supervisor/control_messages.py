@@ -41,7 +41,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class EngineEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """An engine that has loaded its model."""
 
     generation: int
@@ -52,7 +52,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     """From now on new requests go to these engines, of one model; by rank, None for one that is
     missing just now. There is at least one."""
 
-    seats: list[Seat | None]
+    seats: list[EngineEndpoint | None]
     info: ModelInfo
     restarts: int  # so far, of engines that died
     waits: list[float] = []  # by rank, seconds until one that is missing may be back
@@ -79,7 +79,7 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     nonce: int
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class ControlReply(msgspec.Struct, frozen=True, tag=True):
     """To a `Reload` or `Gather` of this nonce."""
 
     nonce: int
@@ -96,7 +96,7 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
     """The member is to end at once, with what it has."""
 
 
-ToMember = Welcome | Serve | Down | Collect | Answer | Drain | Cut
+ToMember = Welcome | Serve | Down | Collect | ControlReply | Drain | Cut
 
 # From a member.
 

@@ -1,4 +1,5 @@
-"""Charge: one engine process in the care of a supervisor: its load, its pulse and its end."""
+"""EngineProcess: one engine process in the care of a supervisor: its load, its pulse and its
+end."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
 from engine.protocol.messages import Gone, ModelInfo
-from engine.supervisor.control_messages import Seat
+from engine.supervisor.control_messages import EngineEndpoint
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between looks at whether it answers
 
 
-class Charge:
+class EngineProcess:
     """`generation` tells it apart from all others that its supervisor started."""
 
     def __init__(self, generation: int, config: EngineConfig, engine: str | None = None) -> None:
@@ -49,9 +50,9 @@ class Charge:
         return self._client.info
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> EngineEndpoint:
         """What members are told when it is to serve."""
-        return Seat(self.generation, self._address)
+        return EngineEndpoint(self.generation, self._address)
 
     async def load(self, timeout: float) -> None:
         """Starts the process and returns when the model is loaded. Raises the EngineError that is

@@ -1,4 +1,5 @@
-"""SoleMember: the end of a supervisor that runs in the same process, as with one API process."""
+"""LocalSupervisorClient: the end of a supervisor that runs in the same process, as with one API
+process."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from collections.abc import Callable
 from engine.errors import EngineError
 from engine.supervisor.channel import memory_pipe
 from engine.supervisor.supervisor import Supervisor
-from engine.supervisor.supervisor_client import Member
+from engine.supervisor.supervisor_client import SupervisorClient
 
 
-class SoleMember(Member):
+class LocalSupervisorClient(SupervisorClient):
     """The one member of a supervisor in the same process, which it runs from its start to its
     end."""
 

@@ -1,4 +1,4 @@
-"""Restarts: how often, and how soon, an engine that died is started again."""
+"""RestartPolicy: how often, and how soon, an engine that died is started again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 LONGEST_WAIT = 30.0  # seconds
 
 
-class Restarts:
+class RestartPolicy:
     """At most `most` starts within `window` seconds; the first at once, the next after 1, 2, 4, ...
     seconds. What is older than the window is forgotten."""
 

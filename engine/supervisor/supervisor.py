@@ -27,10 +27,10 @@ from engine.errors import (
     ReloadUnderWay,
 )
 from engine.protocol.messages import ModelInfo
-from engine.supervisor.api_registry import MemberPipe, Members
+from engine.supervisor.api_registry import ApiRegistry, MemberPipe
 from engine.supervisor.control_messages import Down, Problem, Serve
-from engine.supervisor.engine_process import Charge
-from engine.supervisor.restart_policy import Restarts
+from engine.supervisor.engine_process import EngineProcess
+from engine.supervisor.restart_policy import RestartPolicy
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ USE_SECONDS = 30.0  # for all members to use other engines; who hangs so long ho
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class SupervisorConfig:
     """When a supervisor steps in; times in seconds."""
 
     restarts: int = 3  # starts of an engine that died, within `window`; 0 = none
@@ -55,33 +55,35 @@ class Supervisor:
     def __init__(
         self,
         config: EngineConfig,
-        rules: Rules,
+        rules: SupervisorConfig,
         check: Callable[[ModelInfo], Awaitable[None]] | None = None,
         fold: Callable[[list[bytes]], bytes] | None = None,
         engine: str | None = None,
     ) -> None:
         """`config` is every engine's, but for the rank; `config.engines` says how many there are.
         `check` is awaited with every model before it serves; what it raises (an EngineError) is
-        a failure to load. `fold`: as of `Members`; `engine`: as of `ProcessTransport`. Raises
+        a failure to load. `fold`: as of `ApiRegistry`; `engine`: as of `ProcessTransport`. Raises
         ConfigError for what is not allowed where there are so many."""
         config.of_rank(config.engines - 1)
         self._config = config  # of the engines that serve
         self._rules = rules
         self._check = check
         self._engine = engine
-        self._restarts = [Restarts(rules.restarts, rules.window) for _ in range(config.engines)]
+        self._restarts = [
+            RestartPolicy(rules.restarts, rules.window) for _ in range(config.engines)
+        ]
         # By rank: who serves, or has died and is to be replaced; None: not there yet, or no more.
-        self._seats: list[Charge | None] = [None] * config.engines
+        self._seats: list[EngineProcess | None] = [None] * config.engines
         self._spent: set[int] = set()  # ranks that may be started again later, if others last
         self._back_at: dict[int, float] = {}  # by rank, when who is missing may be back
-        self._engines: set[Charge] = set()  # all that live: loading, serving, finishing
+        self._engines: set[EngineProcess] = set()  # all that live: loading, serving, finishing
         self._generations = 0
         self._load_seconds = 1.0  # of the latest one
         self._over: asyncio.Queue[EngineError] = asyncio.Queue()  # why no engine is left
-        self._reload: asyncio.Task[list[Charge]] | None = None
+        self._reload: asyncio.Task[list[EngineProcess]] | None = None
         self._held = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.members = Members(self.reload, self._on_unneeded, fold)
+        self.members = ApiRegistry(self.reload, self._on_unneeded, fold)
 
     async def run(self) -> EngineError:
         """Starts the engines, and again those that die; returns why there is none any more."""
@@ -96,7 +98,7 @@ class Supervisor:
         self.members.tell(Down(self._generations, Problem.of(error), final=True))
         return error
 
-    async def _replace(self, engine: Charge, error: EngineError) -> None:
+    async def _replace(self, engine: EngineProcess, error: EngineError) -> None:
         """Returns when another engine serves in its place, or none will."""
         try:
             reason = await self._try_to_replace(engine, error)
@@ -117,7 +119,9 @@ class Supervisor:
         """Nobody serves, and nobody is being started."""
         return all(seat is None or rank in self._spent for rank, seat in enumerate(self._seats))
 
-    async def _try_to_replace(self, engine: Charge, error: EngineError) -> EngineError | None:
+    async def _try_to_replace(
+        self, engine: EngineProcess, error: EngineError
+    ) -> EngineError | None:
         """None, or why none will serve in its place."""
         rank = engine.rank
         restarts = self._restarts[rank]
@@ -170,7 +174,7 @@ class Supervisor:
         self._back_at[rank] = time.monotonic() + seconds
         self._tell_serving()
 
-    async def _waits(self, engine: Charge, spent: EngineDead) -> bool:
+    async def _waits(self, engine: EngineProcess, spent: EngineDead) -> bool:
         """Until another may be started in its place, where others serve meanwhile."""
         rank = engine.rank
         self._spent.add(rank)
@@ -217,7 +221,7 @@ class Supervisor:
                 await self.members.all_use(max(engine.generation for engine in engines))
         return engines[0].info
 
-    def _on_reloaded(self, reload: asyncio.Task[list[Charge]]) -> None:
+    def _on_reloaded(self, reload: asyncio.Task[list[EngineProcess]]) -> None:
         """Only now another one may begin, whether or not anybody has waited for this one."""
         self._tasks.discard(reload)
         self._reload = None
@@ -256,7 +260,7 @@ class Supervisor:
 
     # Engines.
 
-    async def _start_all(self, config: EngineConfig) -> list[Charge]:
+    async def _start_all(self, config: EngineConfig) -> list[EngineProcess]:
         """Loads an engine for every rank, to which new requests go from then on, or none."""
         loads = [asyncio.create_task(self._load(config, rank)) for rank in range(config.engines)]
         try:
@@ -267,17 +271,17 @@ class Supervisor:
             for load in loads:
                 load.cancel()
             ended = await asyncio.gather(*loads, return_exceptions=True)
-            loaded = [self._end(one) for one in ended if isinstance(one, Charge)]
+            loaded = [self._end(one) for one in ended if isinstance(one, EngineProcess)]
             await asyncio.shield(asyncio.gather(*loaded))
             raise
         self._config = config
         self._seat(engines)
         return engines
 
-    async def _load(self, config: EngineConfig, rank: int) -> Charge:
+    async def _load(self, config: EngineConfig, rank: int) -> EngineProcess:
         """An engine that has loaded its model. Raises EngineError."""
         self._generations += 1
-        engine = Charge(self._generations, config.of_rank(rank), self._engine)
+        engine = EngineProcess(self._generations, config.of_rank(rank), self._engine)
         self._engines.add(engine)
         try:
             await engine.load(self._rules.load_timeout)
@@ -290,7 +294,7 @@ class Supervisor:
         self._load_seconds = engine.load_seconds
         return engine
 
-    def _check_company(self, engine: Charge, config: EngineConfig) -> None:
+    def _check_company(self, engine: EngineProcess, config: EngineConfig) -> None:
         """Raises CheckpointError for another model than those have that it is to serve with."""
         others = self._serving() if config is self._config else []
         if others and engine.info.fingerprint != others[0].info.fingerprint:
@@ -299,7 +303,7 @@ class Supervisor:
                 "a reload loads it everywhere"
             )
 
-    def _seat(self, engines: list[Charge]) -> None:
+    def _seat(self, engines: list[EngineProcess]) -> None:
         """They serve from now on, in the place of those that had their ranks."""
         replaced = [self._seats[engine.rank] for engine in engines]
         for engine in engines:
@@ -316,7 +320,7 @@ class Supervisor:
         engines = len(self._seats)
         return f"engine {rank} of {engines}: " if engines > 1 else ""
 
-    def _serving(self) -> list[Charge]:
+    def _serving(self) -> list[EngineProcess]:
         return [engine for engine in self._seats if engine is not None and engine.serves]
 
     def _tell_serving(self, only: str | None = None) -> None:
@@ -333,7 +337,7 @@ class Supervisor:
         ]
         self.members.serve(Serve(seats, serving[0].info, restarts, waits), only)
 
-    async def _mourn(self, engine: Charge) -> None:
+    async def _mourn(self, engine: EngineProcess) -> None:
         """Sees to what an engine leaves that ends by itself."""
         error = await engine.death(self._rules.hang_timeout)
         if engine not in self._engines:
@@ -353,11 +357,11 @@ class Supervisor:
             if engine.generation == generation and engine not in self._seats:
                 self._keep(self._end(engine))
 
-    async def _end(self, engine: Charge) -> None:
+    async def _end(self, engine: EngineProcess) -> None:
         self._engines.discard(engine)
         await engine.close()
 
-    def _tell_down(self, engine: Charge, error: EngineError, seconds: float) -> None:
+    def _tell_down(self, engine: EngineProcess, error: EngineError, seconds: float) -> None:
         """With how many seconds it may take until another serves, unless one does."""
         current = engine in self._seats and not self._serving()
         problem = Problem(error.code, error.message, retry_after=seconds if current else None)

@@ -1,5 +1,5 @@
-"""Member: an API process's end of a supervisor, and its connections to the engines that it is told
-of. What happens comes as events, one after the other."""
+"""SupervisorClient: an API process's end of a supervisor, and its connections to the engines that
+it is told of. What happens comes as events, one after the other."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from engine.client.client import EngineClient
-from engine.client.interface import Backend
-from engine.client.prefix_affinity import Familiars
-from engine.client.router import EngineGroup
+from engine.client.interface import EngineBackend
+from engine.client.prefix_affinity import PrefixAffinity
+from engine.client.router import EngineRouter
 from engine.client.socket_transport import SocketTransport
 from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.channel import Pipe, SocketPipe
 from engine.supervisor.control_messages import (
-    Answer,
     Collect,
+    ControlReply,
     Cut,
     Down,
     Drain,
+    EngineEndpoint,
     FromMember,
     Gather,
     Left,
     Reload,
     Samples,
-    Seat,
     Serve,
     ToMember,
     Using,
@@ -46,7 +46,7 @@ GATHER_SECONDS = 10.0  # for the supervisor to tell what other members count
 class Serving:
     """New requests are to go here: say so by `use`."""
 
-    backend: Backend  # connected
+    backend: EngineBackend  # connected
     generations: tuple[int, ...]  # of the engines that it stands for
     restarts: int = 0  # so far, of engines that died
 
@@ -75,7 +75,7 @@ class Stop:
 Event: TypeAlias = Serving | Restarting | NoEngine | Stop
 
 
-class Member:
+class SupervisorClient:
     """All methods are called on one event loop."""
 
     def __init__(self, pipe: Pipe[ToMember, FromMember]) -> None:
@@ -84,9 +84,9 @@ class Member:
         self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
         self._lost: set[int] = set()  # generations of engines that have ended by themselves
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._familiars: Familiars[EngineClient] = Familiars()
+        self._familiars: PrefixAffinity[EngineClient] = PrefixAffinity()
         self._nonces = itertools.count()
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._asked: dict[int, asyncio.Future[ControlReply]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._collect: Callable[[], bytes] = bytes
@@ -143,11 +143,11 @@ class Member:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _ask(self, question: Callable[[int], FromMember]) -> Answer:
+    async def _ask(self, question: Callable[[int], FromMember]) -> ControlReply:
         if self._reader is None or self._reader.done():
             raise EngineDead("the supervising process has ended")
         nonce = next(self._nonces)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
         self._asked[nonce] = answer
         try:
             self._pipe.send(question(nonce))
@@ -180,7 +180,7 @@ class Member:
                 self._lose(message)
             case Collect():
                 self._pipe.send(Samples(message.nonce, self._collect()))
-            case Answer():
+            case ControlReply():
                 waiting = self._asked.get(message.nonce)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
@@ -191,13 +191,13 @@ class Member:
         clients: list[EngineClient | None] = []
         for seat in order.seats:
             clients.append(None if seat is None else await self._client(seat))
-        backend: Backend | None = clients[0]
+        backend: EngineBackend | None = clients[0]
         if len(clients) > 1:
-            backend = EngineGroup(clients, order.waits, self._familiars)
+            backend = EngineRouter(clients, order.waits, self._familiars)
         assert backend is not None
         self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
 
-    async def _client(self, seat: Seat) -> EngineClient:
+    async def _client(self, seat: EngineEndpoint) -> EngineClient:
         if seat.generation not in self._connections:
             transport = SocketTransport(seat.address, name=self._name)
             client = EngineClient(transport)
@@ -222,7 +222,7 @@ class Member:
         task.add_done_callback(self._tasks.discard)
 
 
-def remote_member(descriptor: int) -> Member:
-    """The member of a supervisor in the process that started this one (`MemberProcesses`), which
+def remote_member(descriptor: int) -> SupervisorClient:
+    """The member of a supervisor in the process that started this one (`ApiProcessPool`), which
     left the end of a pipe open here."""
-    return Member(SocketPipe(socket.socket(fileno=descriptor), ToMember))
+    return SupervisorClient(SocketPipe(socket.socket(fileno=descriptor), ToMember))

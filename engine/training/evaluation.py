@@ -66,7 +66,7 @@ def windows_loss(model: LM, ids: Tensor, *, window: int, batch: int) -> Loss:
 
 
 class Reader(Protocol):
-    """What reads prompts: an LM or a ServingModel, which has these methods too."""
+    """What reads prompts: an LM or a ModelBackend, which has these methods too."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor

@@ -16,13 +16,13 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.models.loader import resolve
-from engine.protocol.logprobs import Reports
+from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import (
-    AskState,
     Finished,
     FinishReason,
     ModelInfo,
     Request,
+    StateCall,
     StateReply,
     Stats,
     StepEvents,
@@ -48,12 +48,12 @@ def _tokens_of(steps: int) -> bytes:
 
 
 @cache
-def _reports_of(steps: int) -> Reports:
+def _reports_of(steps: int) -> PackedLogprobs:
     """Log-probabilities of these: a token's own."""
     words = array("f")
     for step in range(steps):
         words.extend([-(1 + step % 7) / 8, 0.0])
-    return Reports(0, words.tobytes())
+    return PackedLogprobs(0, words.tobytes())
 
 
 class MockEngine:
@@ -115,14 +115,14 @@ class MockEngine:
         reason: FinishReason,
         count: int,
         answer: bytes = b"",
-        reports: Reports | None = None,
+        reports: PackedLogprobs | None = None,
     ) -> None:
         self._ended.append(Finished(request, reason, 1, 0, count, TIMING, answer, reports))
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
         raise error
 
-    def ask(self, client: Hashable, call: AskState) -> None:
+    def ask(self, client: Hashable, call: StateCall) -> None:
         """It keeps no states."""
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:

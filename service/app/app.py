@@ -12,11 +12,11 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from engine.client.client import EngineClient
 from engine.errors import EngineError
-from service.app.auth import KeyCheck, load_access
+from service.app.auth import ApiKeyAuth, load_access
 from service.app.cors import NamedOrigins
-from service.app.middleware import Account
+from service.app.middleware import RequestAccounting
 from service.app.openapi import describe_access
-from service.app.router import FrontDoor
+from service.app.router import FastRouter
 from service.http import errors, refusals
 from service.http.body import BodyLimit
 from service.inference.engines import Engines, OneEngine
@@ -40,7 +40,7 @@ from service.routes import (
     states,
     tokenize,
 )
-from service.routes.base import ReadyRoute
+from service.routes.base import JsonRoute
 from service.settings import TRUSTED_PROXIES, Settings
 
 STDOUT = 1
@@ -96,7 +96,7 @@ def create_app(
 
     # Who may connect to a unix socket stands in its mode; there are no addresses to know them by.
     trusted = TRUSTED_PROXIES if settings.uds is None else "*"
-    app = FrontDoor(
+    app = FastRouter(
         trusted=trusted,
         title="minserve",
         description=DESCRIPTION,
@@ -110,7 +110,7 @@ def create_app(
     for module in (generate, score, completions, chat, tokenize, models, health, metrics):
         app.include_router(module.router)
         for route in module.router.routes:
-            if isinstance(route, ReadyRoute):
+            if isinstance(route, JsonRoute):
                 app.lead_to(route)
     app.include_router(states.making)
     app.include_router(states.router)
@@ -126,7 +126,7 @@ def create_app(
         IMPORT_PATH: lifecycle.most_snapshot_bytes,
     }
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, others=limits)
-    app.add_middleware(KeyCheck, access=access)
+    app.add_middleware(ApiKeyAuth, access=access)
     if settings.cors_origin:
         app.add_middleware(
             NamedOrigins,
@@ -135,7 +135,9 @@ def create_app(
             allow_headers=["*"],  # clients add their own; a page has to know a key to send it
             expose_headers=["retry-after", "x-request-id"],
         )
-    account = partial(Account, metrics=lifecycle.metrics, log=log, template_of=app.template_of)
+    account = partial(
+        RequestAccounting, metrics=lifecycle.metrics, log=log, template_of=app.template_of
+    )
     app.refusals = account(refusals.tell)
     app.add_middleware(account)
     if exporter is not None:

@@ -97,7 +97,7 @@ def load_access(settings: Settings) -> Access:
     return Access(keys, admin, settings.metrics_access, pages)
 
 
-class KeyCheck:
+class ApiKeyAuth:
     """Lets those requests through whose key opens their path; their scope tells its name and the
     most urgent priority that they may have."""
 

@@ -22,7 +22,7 @@ from service.http.scope import (
     STATUS,
     header,
 )
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.observability.access_log import AccessLog, Exchange, timestamp
 from service.observability.metrics import ENDPOINTS, Metrics
 from service.observability.outcomes import CLIENT_CLOSED, outcome_of
@@ -34,7 +34,7 @@ FAILED = 500
 REDIRECTED = 307  # to the path that was meant: no work for the model was asked for yet
 
 
-class Account:
+class RequestAccounting:
     """Gives each request an id (its client's x-request-id, or a new one), with which it is
     answered; counts, times and logs it by its route's template; ends it where its client has
     left."""
@@ -98,7 +98,7 @@ class Account:
         self.metrics.http_request(method, path, status, outcome, seconds, error)
         if not self.log.on:
             return
-        flight: Flight | None = scope.get(FLIGHT)
+        flight: InferenceRequest | None = scope.get(FLIGHT)
         self.log.add(
             Exchange(
                 time=timestamp(),

@@ -1,4 +1,4 @@
-"""FrontDoor: FastAPI's application, with a shorter way to the routes that do work for the model.
+"""FastRouter: FastAPI's application, with a shorter way to the routes that do work for the model.
 
 FastAPI describes these routes and answers every wrong method or path. But from its door to one of
 them a request passes a dozen layers that do nothing for it (telemetry, two body limits, stacks of
@@ -21,13 +21,13 @@ from service.http.errors import ApiError, forget, from_engine, respond
 from service.http.refusals import tell
 from service.http.scope import CONNECTION, FLIGHT, RUNTIME
 from service.http.slashes import SlashRoute, plain
-from service.routes.base import ReadyRoute
+from service.routes.base import JsonRoute
 from service.settings import TRUSTED_PROXIES
 
 BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
 
 
-class FrontDoor(FastAPI):
+class FastRouter(FastAPI):
     """An application; `lead_to` names the routes with a shorter way."""
 
     def __init__(self, trusted: str = TRUSTED_PROXIES, **options: Any) -> None:
@@ -35,7 +35,7 @@ class FrontDoor(FastAPI):
         super().__init__(redirect_slashes=False, **options)
         self.router.routes.append(SlashRoute(self.router))
         self._trusted = trusted
-        self._routes: dict[str, ReadyRoute] = {}  # by path
+        self._routes: dict[str, JsonRoute] = {}  # by path
         self._short: ASGIApp | None = None
         self._paths: set[str] = set()  # of all routes that have no parameters
         self.refusals: ASGIApp = tell  # as service.http.refusals asks for it
@@ -63,7 +63,7 @@ class FrontDoor(FastAPI):
                 return route.path
         return None
 
-    def lead_to(self, route: ReadyRoute) -> None:
+    def lead_to(self, route: JsonRoute) -> None:
         """Its path has no parameters, and nothing but POST is for it."""
         assert route.methods == {"POST"} and "{" not in route.path
         self._routes[route.path] = route

@@ -9,7 +9,7 @@ ARRIVED = "minserve.arrived"  # by time.perf_counter
 KEY_NAME = "minserve.key_name"  # of the key that the client showed, where one is asked for
 LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key may ask for
 RUNTIME = "minserve.runtime"  # service.inference.runtime.Runtime that the request began with
-FLIGHT = "minserve.flight"  # service.inference.inference_request.Flight of a request for the model
+FLIGHT = "minserve.flight"  # the InferenceRequest of a request for the model
 ERROR_CODE = "minserve.error_code"  # of the error that the client got
 PROTOCOL = (
     "minserve.protocol"  # service.http.connection.WatchedProtocol, until the request is taken on

@@ -1,4 +1,4 @@
-"""Places: how many more requests the engines can hold, all in all and of one owner.
+"""AdmissionControl: how many more requests the engines can hold, all in all and of one owner.
 
 An engine holds as many as it has slots and room in its queue, and of one owner no more than leaves
 room for others (engine.config.has_room); several are looked at as one. What one HTTP request asks
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.client.interface import Backend
+from engine.client.interface import EngineBackend
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.errors import QueueFull, ShareFull
 from service.http.errors import ApiError
@@ -21,13 +21,13 @@ from service.http.errors import ApiError
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
 
 
-class Places:
+class AdmissionControl:
     """For each engine `most_waiting` requests, of `most_tokens` prompt tokens, may wait beside
     those that run. There are to be so many `engines`, though some may be missing just now."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineBackend,
         most_waiting: int,
         most_tokens: int,
         engines: int = 1,

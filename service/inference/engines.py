@@ -13,7 +13,8 @@ from engine.supervisor.supervisor_client import Event, NoEngine, Serving
 
 
 class Engines(Protocol):
-    """What engine.supervisor.supervisor_client.Member does; see there. All on one event loop."""
+    """What engine.supervisor.supervisor_client.SupervisorClient does; see there. All on one event
+    loop."""
 
     async def start(self, collect: Callable[[], bytes]) -> None: ...
     async def next(self) -> Event: ...

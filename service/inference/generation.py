@@ -15,12 +15,12 @@ from engine.errors import EngineError
 from engine.protocol.messages import SamplingParams
 from service.http.json_response import TOKENS_AT_ONCE
 from service.inference.event_template import Template
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.states import NO_STATES, StateUse
-from service.inference.output_text import Answer, EndRule, Piece, Whole
-from service.inference.prefix_plan import Points, junctions_of
+from service.inference.output_text import EndRule, OutputText, Piece, Whole
+from service.inference.prefix_plan import Points, shared_prefixes
 from service.inference.runtime import Runtime
-from service.inference.sse import Chunks, ends_all
+from service.inference.sse import EventSource, ends_all
 from service.text.stop import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ RUN_ON = 2**16  # tokens that an answer may have until its end is found here
 MOST_TOKENS = 2**31 - 1  # that a request may ask for
 
 
-class Task(msgspec.Struct, frozen=True):
+class GenerationTask(msgspec.Struct, frozen=True):
     """One prompt, and what to do with it."""
 
     prompt: array[int]
@@ -41,12 +41,12 @@ class Task(msgspec.Struct, frozen=True):
     interval: int  # tokens in one event of a stream
     score_top: int | None = None  # score the prompt too, with the k best at each position
     shared: bool = False  # other tasks have the same prompt: read it once
-    ends: frozenset[int] = frozenset()  # see Answer
+    ends: frozenset[int] = frozenset()  # see OutputText
     use: StateUse = NO_STATES
     grammar_field: str | None = None  # by which the client asked for the grammar
 
-    def answer(self, runtime: Runtime) -> Answer:
-        return Answer(
+    def answer(self, runtime: Runtime) -> OutputText:
+        return OutputText(
             runtime.tokenizer,
             self.prompt,
             self.stop,
@@ -78,7 +78,9 @@ class Task(msgspec.Struct, frozen=True):
         """Tokens of the prompt that have log-probabilities."""
         return max(len(self.prompt) - self.use.first_scored, 0)
 
-    def submit(self, flight: Flight, *, stream: bool, junctions: tuple[int, ...] = ()) -> None:
+    def submit(
+        self, flight: InferenceRequest, *, stream: bool, junctions: tuple[int, ...] = ()
+    ) -> None:
         """`junctions`: lengths of the prompt at which others of the same batch part from it."""
         params, run_on = self.params, 0
         if self._runs_on:
@@ -114,7 +116,7 @@ class Outcome:
 
     __slots__ = ("_texts", "_wants_pieces", "answer", "error", "tokens", "told")
 
-    def __init__(self, answer: Answer, wants_pieces: bool) -> None:
+    def __init__(self, answer: OutputText, wants_pieces: bool) -> None:
         self.answer = answer
         self.error: Exception | None = None
         self.tokens: list[int] = []
@@ -150,7 +152,9 @@ class Outcome:
             self.tokens += tokens
 
 
-async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Outcome]:
+async def gather(
+    runtime: Runtime, flight: InferenceRequest, tasks: list[GenerationTask]
+) -> list[Outcome]:
     """The outcome of every task. Raises the error where no task was served."""
     outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
@@ -181,10 +185,10 @@ async def gather(runtime: Runtime, flight: Flight, tasks: list[Task]) -> list[Ou
 
 
 # Gives the events of a task's new pieces; a coroutine where they are many.
-RenderPieces = Callable[[int, Answer, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
+RenderPieces = Callable[[int, OutputText, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
 
 
-class TaskVoice:
+class TaskRenderer:
     """A task's Voice in a stream (service.inference.sse)."""
 
     __slots__ = (
@@ -195,9 +199,9 @@ class TaskVoice:
     def __init__(
         self,
         runtime: Runtime,
-        flight: Flight,
+        flight: InferenceRequest,
         which: int,
-        task: Task,
+        task: GenerationTask,
         render_pieces: RenderPieces,
         template_of: Callable[[int], Template | None],
     ) -> None:
@@ -248,37 +252,39 @@ async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
 
 def stream(
     runtime: Runtime,
-    flight: Flight,
-    tasks: list[Task],
+    flight: InferenceRequest,
+    tasks: list[GenerationTask],
     render_pieces: RenderPieces,
     render_error: Callable[[int, Exception], bytes],
-    last: Callable[[list[Answer]], bytes],
+    last: Callable[[list[OutputText]], bytes],
     template_of: Callable[[int], Template | None],
-) -> Chunks:
+) -> EventSource:
     """Chunks of events. `template_of` gives the template of all of a task's plain tokens to come,
     where their events have one already. Raises EngineUnavailable, Draining; later errors as
     `streaming.Chunks`."""
     voices = [
-        TaskVoice(runtime, flight, which, task, render_pieces, template_of)
+        TaskRenderer(runtime, flight, which, task, render_pieces, template_of)
         for which, task in enumerate(tasks)
     ]
     _submit(flight, tasks, stream=True)
-    return Chunks(flight, voices, render_error, lambda: last([voice.answer for voice in voices]))
+    return EventSource(
+        flight, voices, render_error, lambda: last([voice.answer for voice in voices])
+    )
 
 
-def _submit(flight: Flight, tasks: list[Task], *, stream: bool) -> None:
+def _submit(flight: InferenceRequest, tasks: list[GenerationTask], *, stream: bool) -> None:
     """All of them, or none: then raises EngineError."""
     flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
     flight.check_kept([task.use.source for task in tasks if task.use.source])
     points: Points = {}
     if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
-        points = junctions_of((task.use.company, task.packed) for task in tasks)
+        points = shared_prefixes((task.use.company, task.packed) for task in tasks)
     for task in tasks:
         found = points.get((task.use.company, task.packed), ()) if points else ()
         task.submit(flight, stream=stream, junctions=found)
 
 
-def _stop(flight: Flight, which: int, answer: Answer, update: Update) -> None:
+def _stop(flight: InferenceRequest, which: int, answer: OutputText, update: Update) -> None:
     """Tells the engine where a stop string ended the answer that took the update."""
     if answer.stopped and update.finished is None:
         flight.stop(which, answer.kept_tokens())

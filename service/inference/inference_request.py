@@ -1,5 +1,5 @@
-"""Flight: one HTTP request for the model, from its arrival to its last byte, and what it asks of
-the engine. Whatever ends the HTTP request ends its engine requests too."""
+"""InferenceRequest: one HTTP request for the model, from its arrival to its last byte, and what it
+asks of the engine. Whatever ends the HTTP request ends its engine requests too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from engine.client.client import Delivery, EngineClient, Inbox, Update
-from engine.client.interface import Backend
+from engine.client.client import EngineClient, RequestStream, StreamInbox, Update
+from engine.client.interface import EngineBackend
 from engine.errors import Draining, EngineError, ReaderBehind
 from engine.protocol.messages import FinishReason, Request, StateAction, StateInfo, StateReply
 from service.http.connection import Writer
-from service.inference.admission_control import Places
+from service.inference.admission_control import AdmissionControl
 from service.observability.metrics import Metrics
 from service.observability.traces import Trace
 
@@ -31,15 +31,15 @@ ASK_SECONDS = 60.0  # for the engine to answer what is asked of states, a long r
 LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late with what it has
 
 
-class Flight:
+class InferenceRequest:
     """A context manager; on leaving it, requests that have not ended are aborted."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineBackend,
         metrics: Metrics,
-        places: Places,
-        aloft: set[Flight],
+        places: AdmissionControl,
+        aloft: set[InferenceRequest],
         arrived: float,
         owner: str,
         least_priority: int,
@@ -56,8 +56,8 @@ class Flight:
         self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
-        self._inbox = Inbox(backend.taps)
-        self._deliveries: list[Delivery] = []
+        self._inbox = StreamInbox(backend.taps)
+        self._deliveries: list[RequestStream] = []
         self._unread = 0  # requests whose end nobody has read
         self._latest: list[float | None] = []  # when tokens of each came last
         self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
@@ -72,7 +72,7 @@ class Flight:
         self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
         self.tokens_out = 0  # that it generated
 
-    def __enter__(self) -> Flight:
+    def __enter__(self) -> InferenceRequest:
         self._aloft.add(self)
         return self
 
@@ -89,11 +89,11 @@ class Flight:
             task.add_done_callback(_tasks.discard)
 
     def keeps_apart(self, id: str, other: str) -> bool:
-        """As `Backend.keeps_apart`, of this request's owner."""
+        """As `EngineBackend.keeps_apart`, of this request's owner."""
         return self._backend.keeps_apart(self.owner, id, other)
 
     async def ask_state(self, action: StateAction, **fields: Any) -> StateReply:
-        """As `Backend.ask_state`, of the states of this request's owner."""
+        """As `EngineBackend.ask_state`, of the states of this request's owner."""
         try:
             return await self._backend.ask_state(
                 action, timeout=ASK_SECONDS, owner=self.owner, **fields
@@ -149,7 +149,7 @@ class Flight:
         self._reserved += requests
 
     @contextmanager
-    def lending(self, part: Flight) -> Iterator[None]:
+    def lending(self, part: InferenceRequest) -> Iterator[None]:
         """Lends a reserved place to a flight of the same owner, for one request of its. It comes
         back afterwards, whoever asks for places meanwhile."""
         self._reserved -= 1
@@ -176,9 +176,9 @@ class Flight:
         **fields: Any,
     ) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `interval` as of a
-        Delivery, `timeout` in seconds from the arrival, `grammar_field` that by which the client
-        asked for its grammar, `fields` the others of messages.Request but `owner`.
-        Raises EngineUnavailable, Draining."""
+        RequestStream, `timeout` in seconds from the arrival, `grammar_field` that by which the
+        client asked for its grammar, `fields` the others of messages.Request but `owner`. Raises
+        EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
@@ -256,7 +256,7 @@ class Flight:
         """From now on tokens that come while `next_arrivals` waits, and come alone, are
         rendered and written at once where their request's one of `renders` has something for them.
         All else comes by `next_arrivals`."""
-        self._inbox.tap = _Tap(self, renders, writer).take
+        self._inbox.tap = _FastPath(self, renders, writer).take
 
     async def next_arrivals(self) -> list[Arrival]:
         """What arrives next, several requests' updates at once where they came together; none
@@ -307,17 +307,19 @@ class Flight:
         self._latest[which] = now
 
 
-class _Tap:
+class _FastPath:
     """A flight's. What it knows is let go of with the inbox's tap."""
 
     __slots__ = ("_flight", "_renders", "_writer")
 
-    def __init__(self, flight: Flight, renders: Sequence[RenderTokens], writer: Writer) -> None:
+    def __init__(
+        self, flight: InferenceRequest, renders: Sequence[RenderTokens], writer: Writer
+    ) -> None:
         self._flight = flight
         self._renders = renders
         self._writer = writer
 
-    def take(self, news: list[Delivery]) -> list[Delivery]:
+    def take(self, news: list[RequestStream]) -> list[RequestStream]:
         """As engine.client.request_stream.Tap."""
         writer = self._writer
         if not writer.is_open():

@@ -19,7 +19,7 @@ from engine.errors import Draining, EngineDead, EngineError, EngineLoading
 from engine.protocol.messages import Stats
 from engine.supervisor.supervisor_client import NoEngine, Restarting, Serving, Stop
 from service.inference.engines import Engines
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.runtime import Runtime
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -98,7 +98,7 @@ class Lifecycle:
         return state + SNAPSHOT_REST
 
     @property
-    def flights(self) -> set[Flight]:
+    def flights(self) -> set[InferenceRequest]:
         """Every HTTP request for a model that has not ended."""
         return set().union(*(runtime.flights for runtime in self._generations))
 

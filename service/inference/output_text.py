@@ -1,4 +1,4 @@
-"""Answer: one request's text as it grows, from engine updates.
+"""OutputText: one request's text as it grows, from engine updates.
 
 Each token becomes one `Piece`: its share of the text, after decoding, after stop strings.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from engine.client.client import Update
-from engine.protocol.logprobs import Reports, TokenLogprobs
+from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from engine.protocol.messages import Finished, FinishReason
 from service.text.detokenizer import Decoder
 from service.text.stop import StopMatcher, StopStrings
@@ -40,7 +40,7 @@ class Whole(NamedTuple):
     tokens: list[int]
     texts: list[str]
     offsets: list[int]
-    reports: Reports
+    reports: PackedLogprobs
 
     def pieces(self) -> list[Piece]:
         """One by one."""
@@ -87,7 +87,7 @@ class _KeptPart:
             self.tokens, _ = self._ends.popleft()
 
 
-class Answer:
+class OutputText:
     """What has been generated for one prompt. Without a tokenizer all text is empty."""
 
     def __init__(
@@ -370,7 +370,7 @@ def usage(
     return told
 
 
-def total_usage(answers: Sequence[Answer], draws: int = 1) -> dict[str, Any]:
+def total_usage(answers: Sequence[OutputText], draws: int = 1) -> dict[str, Any]:
     """The `usage` object of `draws` samples of each prompt; a prompt counts once, as its first
     sample has read it."""
     firsts = answers[::draws]

@@ -20,7 +20,7 @@ Company = tuple[str, str]  # of prompts that begin at the same state and may kno
 Points = dict[tuple[Company, bytes], tuple[int, ...]]
 
 
-def junctions_of(prompts: Iterable[tuple[Company, bytes]]) -> Points:
+def shared_prefixes(prompts: Iterable[tuple[Company, bytes]]) -> Points:
     """`junctions` of each company's prompts, which may come several times; those without any are
     left out."""
     companies: dict[Company, set[bytes]] = {}

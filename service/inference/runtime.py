@@ -7,11 +7,11 @@ import time
 
 from fastapi import Request
 
-from engine.client.interface import Backend
+from engine.client.interface import EngineBackend
 from engine.protocol.messages import ModelInfo
 from service.http.scope import RUNTIME
-from service.inference.admission_control import Places
-from service.inference.inference_request import Flight
+from service.inference.admission_control import AdmissionControl
+from service.inference.inference_request import InferenceRequest
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
@@ -24,7 +24,7 @@ class Runtime:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: EngineBackend,
         settings: Settings,
         metrics: Metrics,
         info: ModelInfo,
@@ -38,8 +38,8 @@ class Runtime:
         self.chat = chat
         self.model_name = settings.model_name or info.name  # what clients call the model
         self.loaded_at = int(time.time())  # seconds since 1970
-        self.flights: set[Flight] = set()  # those that have not ended
-        self.places = Places(
+        self.flights: set[InferenceRequest] = set()  # those that have not ended
+        self.places = AdmissionControl(
             backend, settings.max_waiting, settings.max_waiting_tokens, settings.engines
         )
         self._metrics = metrics
@@ -47,7 +47,7 @@ class Runtime:
     @classmethod
     async def load(
         cls,
-        backend: Backend,
+        backend: EngineBackend,
         settings: Settings,
         metrics: Metrics,
         before: Runtime | None = None,
@@ -63,18 +63,18 @@ class Runtime:
         runtime.loaded_at = before.loaded_at  # the model is the same
         return runtime
 
-    def shares(self, backend: Backend) -> bool:
+    def shares(self, backend: EngineBackend) -> bool:
         """Whether they have an engine in common."""
         return not set(self.backend.clients).isdisjoint(backend.clients)
 
-    def flight(self, arrived: float, owner: str, least_priority: int) -> Flight:
+    def flight(self, arrived: float, owner: str, least_priority: int) -> InferenceRequest:
         """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
         the name of its key, which may ask for priorities from `least_priority` on."""
-        return Flight(
+        return InferenceRequest(
             self.backend, self._metrics, self.places, self.flights, arrived, owner, least_priority
         )
 
-    def flight_beside(self, flight: Flight) -> Flight:
+    def flight_beside(self, flight: InferenceRequest) -> InferenceRequest:
         """A further one of the same HTTP request, from now on."""
         beside = self.flight(time.perf_counter(), flight.owner, flight.least_priority)
         if flight.is_cut:

@@ -21,7 +21,7 @@ from service.http.disconnect import T, unless_client_leaves
 from service.http.errors import ApiError, forget, from_engine
 from service.http.json_response import DONE, event
 from service.http.scope import CONNECTION, ERROR_CODE, OUTCOME
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.observability.outcomes import outcome_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ HEADERS = (
 )
 
 
-class Voice(Protocol):
+class EventRenderer(Protocol):
     """What one request has to say in a stream."""
 
     def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
@@ -62,7 +62,7 @@ def render_each(
     return told
 
 
-class Chunks:
+class EventSource:
     """The events of a flight of several requests, those that came together in one chunk.
 
     A request that fails, or whose answer cannot be rendered, gets an event of its own
@@ -77,8 +77,8 @@ class Chunks:
 
     def __init__(
         self,
-        flight: Flight,
-        voices: Sequence[Voice],
+        flight: InferenceRequest,
+        voices: Sequence[EventRenderer],
         render_error: Callable[[int, Exception], bytes],
         last: Callable[[], bytes],
     ) -> None:
@@ -151,7 +151,7 @@ class Chunks:
 
 
 def _leave(tokens: Sequence[int]) -> bytes | None:
-    """As `Voice.render_tokens`, of one that tells nothing more."""
+    """As `EventRenderer.render_tokens`, of one that tells nothing more."""
     return None
 
 
@@ -161,7 +161,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: EventSource) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""

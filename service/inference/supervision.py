@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.errors import CheckpointError, EngineError
 from engine.protocol.messages import ModelInfo
-from engine.supervisor.supervisor import Rules, Supervisor
+from engine.supervisor.supervisor import Supervisor, SupervisorConfig
 from service.observability import merge as samples
 from service.settings import Settings
 from service.text.model_text import load_text
@@ -12,7 +12,7 @@ from service.text.model_text import load_text
 
 def make_supervisor(settings: Settings, engine: str | None = None) -> Supervisor:
     """Not started; `engine` as of ProcessTransport. Raises ConfigError."""
-    rules = Rules(
+    rules = SupervisorConfig(
         restarts=settings.engine_restarts,
         window=settings.restart_window,
         load_timeout=settings.load_timeout,

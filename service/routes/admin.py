@@ -19,11 +19,11 @@ from engine.errors import (
 from service.http.errors import SERVER, ApiError
 from service.http.json_response import JSONResponse
 from service.inference.lifecycle import get_lifecycle
-from service.routes.base import ReadyRoute
+from service.routes.base import JsonRoute
 from service.schemas.admin import EXAMPLES, ReloadRequest, ReloadResponse
 from service.schemas.common import statuses
 
-router = APIRouter(route_class=ReadyRoute, tags=["administration"])
+router = APIRouter(route_class=JsonRoute, tags=["administration"])
 logger = logging.getLogger(__name__)
 
 

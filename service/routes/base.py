@@ -34,7 +34,7 @@ from service.http.scope import (
     TRACE,
     header,
 )
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import get_grammars
 from service.inference.lifecycle import get_lifecycle
 from service.inference.runtime import Runtime, get_runtime
@@ -174,9 +174,9 @@ def _parsed(body: bytes) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def get_flight(request: Request) -> Flight:
+def get_flight(request: Request) -> InferenceRequest:
     """The request's flight, as a FastAPI dependency."""
-    flight: Flight = request.scope[FLIGHT]
+    flight: InferenceRequest = request.scope[FLIGHT]
     return flight
 
 
@@ -190,7 +190,7 @@ ARGUMENTS: dict[str, Callable[[Request], Any]] = {
 }
 
 
-class ReadyRoute(APIRoute):
+class JsonRoute(APIRoute):
     """A route of a ready server, whose requests must be JSON to the letter.
 
     FastAPI routes to it and describes it. The endpoint's arguments are filled in here: its `body`
@@ -268,7 +268,7 @@ class ReadyRoute(APIRoute):
         """Raises the error that says why no more can be taken."""
 
 
-class FlightRoute(ReadyRoute):
+class RequestRoute(JsonRoute):
     """A route whose requests ask the engine for something: flights, until the answer's last
     byte."""
 
@@ -287,7 +287,7 @@ class FlightRoute(ReadyRoute):
         return flight
 
 
-class InferenceRoute(FlightRoute):
+class InferenceRoute(RequestRoute):
     """A route whose requests are work for the model, which has a queue."""
 
     def check_room(self, request: Request) -> None:

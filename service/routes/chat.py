@@ -14,8 +14,8 @@ from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse, event, render
 from service.http.scope import REQUEST_ID
-from service.inference.generation import Outcome, Task, gather, stream
-from service.inference.inference_request import Flight
+from service.inference.generation import GenerationTask, Outcome, gather, stream
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
 from service.inference.inputs.guided import constrained, field_of, read_grammar
 from service.inference.inputs.sampling import (
@@ -31,7 +31,7 @@ from service.inference.inputs.sampling import (
 )
 from service.inference.inputs.states import check_points, read_use
 from service.inference.logprobs import LEAST_LOGPROB
-from service.inference.output_text import Answer, Piece, grouped, total_usage, usage
+from service.inference.output_text import OutputText, Piece, grouped, total_usage, usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import EventStream, error_body, render_each
@@ -56,7 +56,7 @@ async def chat_completions(
     body: Annotated[ChatRequest, Body()],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[Flight, Depends(get_flight)],
+    flight: Annotated[InferenceRequest, Depends(get_flight)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Answers a conversation, as OpenAI's API does. 400 for a model without a chat template."""
@@ -84,8 +84,8 @@ def _check(body: ChatRequest) -> None:
 
 
 async def _tasks(
-    body: ChatRequest, runtime: Runtime, flight: Flight, check: RequestCheck
-) -> list[Task]:
+    body: ChatRequest, runtime: Runtime, flight: InferenceRequest, check: RequestCheck
+) -> list[GenerationTask]:
     """One task per choice."""
     settings, info = runtime.settings, runtime.info
     n = body.n or 1
@@ -107,7 +107,7 @@ async def _tasks(
         size.add_reports(params.max_tokens, params.logprobs, n)
     packed = pack_ids(ids)
     return [
-        Task(
+        GenerationTask(
             ids,
             packed,
             msgspec.structs.replace(params, choice=choice),
@@ -145,7 +145,7 @@ class _View(OpenAIView):
     """Answers as OpenAI's API shows them."""
 
     def __init__(
-        self, body: ChatRequest, runtime: Runtime, tasks: list[Task], answer_id: str
+        self, body: ChatRequest, runtime: Runtime, tasks: list[GenerationTask], answer_id: str
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, runtime, tasks, answer_id, kind, len(tasks))
@@ -179,7 +179,7 @@ class _View(OpenAIView):
         choice = {"index": index, "message": message, "logprobs": None, "finish_reason": "error"}
         return {**choice, **error_body(error)}
 
-    def render(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+    def render(self, index: int, answer: OutputText, pieces: list[Piece]) -> bytes:
         """Events for one choice's new pieces."""
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, answer, group) for group in groups])
@@ -192,7 +192,7 @@ class _View(OpenAIView):
             "index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None,
         }  # fmt: skip
 
-    def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
+    def _chunk(self, index: int, answer: OutputText, group: list[Piece]) -> bytes:
         choice = self._plain_choice(index, "".join([piece.text for piece in group]))
         choice["logprobs"] = self._logprobs(group)
         choice["finish_reason"] = group[-1].finish_reason

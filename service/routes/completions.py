@@ -16,8 +16,8 @@ from service.http.errors import invalid
 from service.http.json_response import TOKENS_AT_ONCE, JSONResponse, event, render
 from service.http.scope import REQUEST_ID
 from service.inference.best_of import choose
-from service.inference.generation import Outcome, Task, gather, stream
-from service.inference.inference_request import Flight
+from service.inference.generation import GenerationTask, Outcome, gather, stream
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
 from service.inference.inputs.guided import constrained, field_of, read_grammar
 from service.inference.inputs.sampling import (
@@ -34,7 +34,7 @@ from service.inference.inputs.sampling import (
 from service.inference.inputs.states import FIELDS as STATES
 from service.inference.inputs.states import check_points, kept_state, read_use
 from service.inference.logprobs import LogprobArrays
-from service.inference.output_text import Answer, Piece, Whole, grouped, total_usage, usage
+from service.inference.output_text import OutputText, Piece, Whole, grouped, total_usage, usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import EventStream, error_body, render_each
@@ -61,7 +61,7 @@ async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[Flight, Depends(get_flight)],
+    flight: Annotated[InferenceRequest, Depends(get_flight)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
@@ -115,8 +115,12 @@ def _is_many(prompt: Any) -> bool:
 
 
 async def _tasks(
-    body: CompletionRequest, runtime: Runtime, flight: Flight, check: RequestCheck, draws: int
-) -> list[Task]:
+    body: CompletionRequest,
+    runtime: Runtime,
+    flight: InferenceRequest,
+    check: RequestCheck,
+    draws: int,
+) -> list[GenerationTask]:
     """One task per sample, `draws` of each prompt."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     n = body.n or 1
@@ -163,7 +167,7 @@ async def _tasks(
         packed = pack_ids(ids)
         for choice in range(draws):
             tasks.append(
-                Task(
+                GenerationTask(
                     ids,
                     packed,
                     msgspec.structs.replace(params, seed=seed, choice=choice),
@@ -196,7 +200,7 @@ class _View(OpenAIView):
     """Answers as OpenAI's API shows them."""
 
     def __init__(
-        self, body: CompletionRequest, runtime: Runtime, tasks: list[Task], answer_id: str
+        self, body: CompletionRequest, runtime: Runtime, tasks: list[GenerationTask], answer_id: str
     ) -> None:
         super().__init__(body, runtime, tasks, answer_id, "text_completion", body.n or 1)
         self._body = body
@@ -216,7 +220,7 @@ class _View(OpenAIView):
         return {**self._head, "choices": choices}
 
     def render(
-        self, index: int, answer: Answer, pieces: list[Piece]
+        self, index: int, answer: OutputText, pieces: list[Piece]
     ) -> bytes | Coroutine[Any, Any, bytes]:
         """Events for one choice's new pieces; where the prompt is echoed, one for it before."""
         prompt = self._tasks[index].prompt
@@ -231,7 +235,7 @@ class _View(OpenAIView):
 
         return asyncio.to_thread(both) if len(prompt) > TOKENS_AT_ONCE else both()
 
-    def _frames(self, index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+    def _frames(self, index: int, answer: OutputText, pieces: list[Piece]) -> bytes:
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, answer, group) for group in groups])
 
@@ -260,7 +264,7 @@ class _View(OpenAIView):
             choice["state"] = kept_state(outcome.answer.finished)
         return choice
 
-    def _chunk(self, index: int, answer: Answer, group: list[Piece]) -> bytes:
+    def _chunk(self, index: int, answer: OutputText, group: list[Piece]) -> bytes:
         """One event: some pieces, or (none) the echoed prompt."""
         last = group[-1] if group else None
         choice = self._choice(
@@ -298,7 +302,7 @@ class _View(OpenAIView):
         return self._echoes[index] if self._echoes else ""
 
     def _arrays(
-        self, index: int, answer: Answer, told: Whole | list[Piece], *, echo: bool
+        self, index: int, answer: OutputText, told: Whole | list[Piece], *, echo: bool
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None

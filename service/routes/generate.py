@@ -13,8 +13,8 @@ from service.http.errors import invalid
 from service.http.json_response import JSONResponse, event, render
 from service.http.scope import REQUEST_ID
 from service.inference.event_template import HOLE, Template, parts_of
-from service.inference.generation import Outcome, Task, gather, stream
-from service.inference.inference_request import Flight
+from service.inference.generation import GenerationTask, Outcome, gather, stream
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
 from service.inference.inputs.guided import FIELDS, Wanted, constrained, field_of, read_grammars
 from service.inference.inputs.sampling import (
@@ -29,7 +29,7 @@ from service.inference.inputs.sampling import (
 from service.inference.inputs.states import FIELDS as STATES
 from service.inference.inputs.states import NO_STATES, check_points, kept_state, read_use
 from service.inference.logprobs import LogprobArrays
-from service.inference.output_text import Answer, Piece, Whole, grouped, total_usage
+from service.inference.output_text import OutputText, Piece, Whole, grouped, total_usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import EventStream, error_body, render_each
@@ -52,7 +52,7 @@ async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[Flight, Depends(get_flight)],
+    flight: Annotated[InferenceRequest, Depends(get_flight)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
@@ -71,7 +71,7 @@ async def generate(
 
 
 def _answer(
-    runtime: Runtime, tasks: list[Task], outcomes: list[Outcome], answer_id: str
+    runtime: Runtime, tasks: list[GenerationTask], outcomes: list[Outcome], answer_id: str
 ) -> JSONResponse:
     total = total_usage([outcome.answer for outcome in outcomes])
     results = render_each(
@@ -83,8 +83,8 @@ def _answer(
 
 
 async def _tasks(
-    body: GenerateRequest, runtime: Runtime, flight: Flight, check: RequestCheck
-) -> list[Task]:
+    body: GenerateRequest, runtime: Runtime, flight: InferenceRequest, check: RequestCheck
+) -> list[GenerationTask]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     count = len(body.prompts)
     given = sorted(PER_PROMPT & body.model_fields_set)
@@ -148,7 +148,7 @@ async def _tasks(
         if params.logprobs is not None and not body.stream:
             size.add_reports(params.max_tokens, params.logprobs)
         tasks.append(
-            Task(
+            GenerationTask(
                 ids,
                 pack_ids(ids),
                 params,
@@ -187,7 +187,7 @@ def _failed(index: int, error: Exception) -> dict[str, Any]:
     return {"index": index, **error_body(error)}
 
 
-def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[str, Any]:
+def _result(index: int, outcome: Outcome, task: GenerationTask, runtime: Runtime) -> dict[str, Any]:
     if outcome.error is not None:
         return _failed(index, outcome.error)
     result = {
@@ -203,7 +203,9 @@ def _result(index: int, outcome: Outcome, task: Task, runtime: Runtime) -> dict[
     return result
 
 
-def _logprobs(told: Whole | list[Piece], task: Task, runtime: Runtime) -> dict[str, Any] | None:
+def _logprobs(
+    told: Whole | list[Piece], task: GenerationTask, runtime: Runtime
+) -> dict[str, Any] | None:
     if task.params.logprobs is None:
         return None
     arrays = LogprobArrays(runtime.tokenizer)
@@ -211,15 +213,17 @@ def _logprobs(told: Whole | list[Piece], task: Task, runtime: Runtime) -> dict[s
     return arrays.to_dict()
 
 
-def _stream(runtime: Runtime, flight: Flight, tasks: list[Task], answer_id: str) -> EventStream:
-    def frames(index: int, answer: Answer, pieces: list[Piece]) -> bytes:
+def _stream(
+    runtime: Runtime, flight: InferenceRequest, tasks: list[GenerationTask], answer_id: str
+) -> EventStream:
+    def frames(index: int, answer: OutputText, pieces: list[Piece]) -> bytes:
         groups = grouped(pieces, tasks[index].interval)
         return b"".join([frame(index, answer, group) for group in groups])
 
     def content_of(index: int, text: str | None) -> dict[str, Any]:
         return {"id": answer_id, "index": index, "text": text}
 
-    def frame(index: int, answer: Answer, group: list[Piece]) -> bytes:
+    def frame(index: int, answer: OutputText, group: list[Piece]) -> bytes:
         text = "".join([piece.text for piece in group]) if runtime.tokenizer else None
         finish_reason = group[-1].finish_reason
         content = {

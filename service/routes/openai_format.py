@@ -8,8 +8,8 @@ from typing import Any
 
 from service.http.json_response import event
 from service.inference.event_template import HOLE, Template, parts_of
-from service.inference.generation import Task
-from service.inference.output_text import Answer, total_usage
+from service.inference.generation import GenerationTask
+from service.inference.output_text import OutputText, total_usage
 from service.inference.runtime import Runtime
 from service.schemas.common import StreamOptions
 from service.schemas.openai import OpenAIRequest
@@ -23,7 +23,7 @@ class OpenAIView(ABC):
         self,
         body: OpenAIRequest,
         runtime: Runtime,
-        tasks: list[Task],
+        tasks: list[GenerationTask],
         answer_id: str,
         kind: str,
         draws: int,
@@ -42,7 +42,7 @@ class OpenAIView(ABC):
         self._begun: set[int] = set()  # choices that have had their first event
         self._parts = parts_of(self._tokenizer, ids=False)
 
-    def last(self, answers: list[Answer]) -> bytes:
+    def last(self, answers: list[OutputText]) -> bytes:
         """The usage chunk, where it is asked for."""
         if not self._options.include_usage:
             return b""

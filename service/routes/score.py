@@ -16,7 +16,7 @@ from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse, render
 from service.http.scope import REQUEST_ID
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.continuations import Context
 from service.inference.inputs.sampling import (
     check_count,
@@ -29,7 +29,7 @@ from service.inference.inputs.states import FIELDS as STATES
 from service.inference.inputs.states import NO_STATES, StateUse, check_points, kept_state, read_use
 from service.inference.logprobs import LEAST_LOGPROB
 from service.inference.output_text import usage
-from service.inference.prefix_plan import Points, junctions_of
+from service.inference.prefix_plan import Points, shared_prefixes
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import ends_all, error_body, render_each
@@ -66,7 +66,7 @@ async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[Flight, Depends(get_flight)],
+    flight: Annotated[InferenceRequest, Depends(get_flight)],
 ) -> Response:
     """Scores `texts` from their second token on (after a `state` from the first), or, for `items`,
     every token of each continuation after its context: its tokens are those that both have
@@ -111,7 +111,7 @@ async def _text_tasks(
     body: ScoreRequest,
     texts: list[str | list[int]],
     runtime: Runtime,
-    flight: Flight,
+    flight: InferenceRequest,
     timeout: float,
 ) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
@@ -137,14 +137,22 @@ async def _text_tasks(
 
 
 async def _use(
-    body: ScoreRequest, runtime: Runtime, flight: Flight, timeout: float, prompt: str | list[int]
+    body: ScoreRequest,
+    runtime: Runtime,
+    flight: InferenceRequest,
+    timeout: float,
+    prompt: str | list[int],
 ) -> StateUse:
     values = {name: getattr(body, name, None) for name in STATES}
     return await read_use(values, runtime, flight, timeout, prompt)
 
 
 async def _item_tasks(
-    body: ScoreRequest, items: list[ScoreItem], runtime: Runtime, flight: Flight, timeout: float
+    body: ScoreRequest,
+    items: list[ScoreItem],
+    runtime: Runtime,
+    flight: InferenceRequest,
+    timeout: float,
 ) -> list[Task]:
     """One task per continuation, items one after the other."""
     if body.return_state:
@@ -174,7 +182,9 @@ async def _item_tasks(
     return tasks
 
 
-async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int) -> list[Scored]:
+async def _run(
+    flight: InferenceRequest, tasks: list[Task], timeout: float, priority: int
+) -> list[Scored]:
     """Every task's scores. Raises EngineError where no task was served."""
     scored = [Scored() for _ in tasks]
     # A text of one token has nothing to score.
@@ -189,7 +199,7 @@ async def _run(flight: Flight, tasks: list[Task], timeout: float, priority: int)
     contexts = [pack_ids(tasks[i].tokens[: max(tasks[i].start - 1, 0)]) for i in submitted]
     points: Points = {}
     if len(contexts) > 1:  # what is scored has to be read by each
-        points = junctions_of(
+        points = shared_prefixes(
             (tasks[i].use.company, context)
             for i, context in zip(submitted, contexts, strict=True)
             if context

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from msgspec import structs
 
-from engine.protocol.messages import Keep, SamplingParams, StateReply, pack_ids
+from engine.protocol.messages import KeepState, SamplingParams, StateReply, pack_ids
 from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse
 from service.http.upload import Upload
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.sampling import check_model, read_priority, read_prompt, read_timeout
 from service.inference.inputs.state_upload import read_text, read_whole
 from service.inference.inputs.states import check_points, kept_state, read_use, state_object
@@ -23,7 +23,7 @@ from service.inference.output_text import usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.routes.base import TEXT as TEXT_TYPES
-from service.routes.base import FlightRoute, InferenceRoute, StrictRequest, get_flight
+from service.routes.base import InferenceRoute, RequestRoute, StrictRequest, get_flight
 from service.schemas.common import statuses
 from service.schemas.states import (
     CREATE_EXAMPLES,
@@ -39,9 +39,9 @@ from service.schemas.states import (
 )
 
 making = APIRouter(route_class=InferenceRoute, tags=["states"])
-router = APIRouter(route_class=FlightRoute, tags=["states"])
+router = APIRouter(route_class=RequestRoute, tags=["states"])
 
-CurrentFlight = Annotated[Flight, Depends(get_flight)]
+CurrentFlight = Annotated[InferenceRequest, Depends(get_flight)]
 StatePath = Annotated[str, Path(description="a state's id")]
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 FILE: dict[str, Any] = {"content": {"application/octet-stream": BINARY}}
@@ -85,7 +85,9 @@ async def create(
     apart = bool(body.id and use.source) and flight.keeps_apart(use.source, body.id or "")
     id = "" if apart else body.id or ""
     store = bool(body.id) or not export
-    keep = Keep(id=id, ttl=body.ttl, export=export, store=store, must_last=not apart, brief=apart)
+    keep = KeepState(
+        id=id, ttl=body.ttl, export=export, store=store, must_last=not apart, brief=apart
+    )
     flight.keep_field = "id"
     flight.submit(
         pack_ids(ids),

@@ -15,7 +15,7 @@ from service.http.errors import invalid
 from service.http.json_response import JSONResponse, render
 from service.inference.inputs.sampling import check_count, check_ids, check_model, read_messages
 from service.inference.runtime import Runtime, get_runtime
-from service.routes.base import ReadyRoute
+from service.routes.base import JsonRoute
 from service.schemas.common import statuses
 from service.schemas.tokenize import (
     DETOKENIZE,
@@ -27,7 +27,7 @@ from service.schemas.tokenize import (
 )
 from service.text.tokenizer import Tokenizer
 
-router = APIRouter(route_class=ReadyRoute, tags=["tokenizer"])
+router = APIRouter(route_class=JsonRoute, tags=["tokenizer"])
 CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 
 

@@ -106,7 +106,7 @@ def run_application(
     lifecycle: Lifecycle = app.state.lifecycle
     server = Server(_uvicorn_config(app, settings), lifecycle, signals)
     lifecycle.on_stop = server.end
-    collector.calm()
+    collector.tune_gc()
     with listener:
         server.run([listener])
     return failures[0] if failures else None
@@ -121,7 +121,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         access_log=settings.log_level == "debug",
         lifespan="on",
         server_header=False,
-        proxy_headers=False,  # FrontDoor has to do with them where they matter
+        proxy_headers=False,  # FastRouter has to do with them where they matter
         timeout_graceful_shutdown=LAST_FRAMES,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # of call_later
         ssl_certfile=settings.tls_certificate,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from engine.errors import EngineDead, EngineError
-from engine.supervisor.api_process_pool import Command, MemberProcesses
+from engine.supervisor.api_process_pool import ApiProcessPool, Command
 from engine.supervisor.supervisor import Supervisor
 from service.server.end_signals import EndSignals
 from service.settings import Settings
@@ -45,7 +45,7 @@ class Host:
             )
             for number, listener in enumerate(listeners, start=1)
         ]
-        self._processes = MemberProcesses(self._supervisor, commands, settings.hang_timeout)
+        self._processes = ApiProcessPool(self._supervisor, commands, settings.hang_timeout)
         self._signals = EndSignals()
         self._ending = asyncio.Event()
 

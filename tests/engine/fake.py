@@ -29,21 +29,21 @@ from msgspec import structs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError
-from engine.protocol.logprobs import Reports, TokenLogprobs, words_of_report
+from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs, words_of_report
 from engine.protocol.messages import ModelInfo, Request, unpack_ids
 from engine.protocol.sampling_params import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from engine.step_plan import (
     INITIAL,
     Copy,
     Drawn,
-    Plan,
-    Put,
+    Load,
     Sampled,
     Scored,
+    StepPlan,
     StepResult,
 )
-from engine.structured_output.grammar_cache import Grammars
-from engine.structured_output.matchers import Constraints
+from engine.structured_output.grammar_cache import GrammarCache
+from engine.structured_output.matchers import GrammarMatchers
 from tests.reports import log32, packed
 
 
@@ -96,7 +96,7 @@ class FakeRow:
 
 
 class FakeRunner:
-    """Runs plans as engine.runner.model_runner.Runner does, on lists of tokens.
+    """Runs plans as engine.runner.model_runner.ModelRunner does, on lists of tokens.
 
     Of SamplingParams it follows temperature, top_k, logit_bias, min_tokens, stop_token_ids,
     ignore_eos, seed, choice, logprobs and, where `folder` holds a tokenizer.json, grammar; the
@@ -158,8 +158,8 @@ class FakeRunner:
             dtype="float32",
             cell_shape=(1, state_bytes // 4),
         )
-        self.grammars = Grammars(folder, vocab_size)
-        self.constraints = Constraints(self.grammars, self.info.eos_token_ids)
+        self.grammars = GrammarCache(folder, vocab_size)
+        self.constraints = GrammarMatchers(self.grammars, self.info.eos_token_ids)
         self.step_seconds = step_seconds
         self.failures = failures if failures is not None else []
         self.start_failures: list[Exception] = []
@@ -170,7 +170,7 @@ class FakeRunner:
         self.steps = 0  # rounds that were begun
         self.begun: list[StepResult | Exception] = []  # and are not finished
         self.batch: list[FakeRow] = []  # of the latest plain plan
-        self._latest = Plan()
+        self._latest = StepPlan()
         # What has been read to the state at each place, and at those with logits, of which text.
         self.rows: dict[int, list[int]] = {}
         self.logits: dict[int, list[int]] = {}
@@ -183,10 +183,10 @@ class FakeRunner:
     def warm_up(self) -> None:
         """Nothing to compile."""
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.start(plan))
 
-    def start(self, plan: Plan) -> StepResult | Exception:
+    def start(self, plan: StepPlan) -> StepResult | Exception:
         self.steps += 1
         if self.start_failures:
             raise self.start_failures.pop(0)
@@ -209,7 +209,7 @@ class FakeRunner:
             raise pending
         return pending
 
-    def _carry_out(self, plan: Plan) -> StepResult:
+    def _carry_out(self, plan: StepPlan) -> StepResult:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         for key in plan.release:
@@ -289,19 +289,19 @@ class FakeRunner:
         result.non_finite += [key for key in keys if self.requests[key].id in self.spoiled]
         return result
 
-    def _move(self, move: Copy | Put) -> None:
-        if isinstance(move, Put):
+    def _move(self, move: Copy | Load) -> None:
+        if isinstance(move, Load):
             row = self.outside[move.state]
         else:
             row = [] if move.source == INITIAL else self._row(move.source)
         self.rows[move.target] = list(row)
         self.logits.pop(move.target, None)
-        if isinstance(move, Put) and len(move.state) > self.info.state_bytes:
+        if isinstance(move, Load) and len(move.state) > self.info.state_bytes:
             self.logits[move.target] = list(row)
         if isinstance(move, Copy) and move.source in self.logits:
             self.logits[move.target] = self.logits[move.source]
 
-    def _change(self, plan: Plan) -> None:
+    def _change(self, plan: StepPlan) -> None:
         """Ends rows of the batch, and makes room for those that join it."""
         if not plan.again:
             assert plan.leave == [] and plan.at == list(range(len(plan.decode)))
@@ -313,11 +313,11 @@ class FakeRunner:
         self.batch += [FakeRow(-1, -1, 0, 0, 0, frozenset()) for _ in range(more)]
         assert all(self.batch[row].slot < 0 for row in plan.at), "a row is taken from another"
 
-    def _join(self, plan: Plan) -> None:
+    def _join(self, plan: StepPlan) -> None:
         for at, row in zip(plan.at, plan.decode, strict=True):
             self.batch[at] = self._upload(row.key, row.slot, row.token, row.position)
 
-    def _decode(self, plan: Plan, result: StepResult) -> None:
+    def _decode(self, plan: StepPlan, result: StepResult) -> None:
         """As the device does it."""
         assert 1 <= plan.steps <= self.most_steps and self.most_steps > 1
         drawing = [self.requests[row.key].sampling for row in self.batch if row.slot >= 0]
@@ -357,7 +357,7 @@ class FakeRunner:
             assert token == self.answers[key][-1]
         return FakeRow(key, slot, token, position, params.max_tokens - position, stops)
 
-    def _move_on(self, device_row: FakeRow) -> tuple[int, Reports | None]:
+    def _move_on(self, device_row: FakeRow) -> tuple[int, PackedLogprobs | None]:
         """Reads one token and draws the next, with a report if its request asked for one."""
         key = device_row.key
         row = self._row(device_row.slot)
@@ -393,7 +393,7 @@ class FakeRunner:
 
     def _score(
         self, start: int, tokens: array[int], targets: array[int], top: int
-    ) -> tuple[int, Reports] | None:
+    ) -> tuple[int, PackedLogprobs] | None:
         assert len(targets) == len(tokens)
         wanted = [i for i, target in enumerate(targets) if target >= 0]
         if not wanted:
@@ -479,7 +479,7 @@ def folder_engine(config: EngineConfig) -> Engine:
     runner = _runner(config, step_seconds=0.002, folder=folder)
     runner.info = structs.replace(runner.info, name=folder.name)
 
-    def start(plan: Plan) -> Any:
+    def start(plan: StepPlan) -> Any:
         if (folder / "fatal").exists():
             raise RuntimeError("CUDA error: device-side assert")
         return FakeRunner.start(runner, plan)

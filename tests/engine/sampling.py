@@ -10,10 +10,10 @@ from torch import Tensor
 
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Request, SamplingParams, pack_ids
-from engine.runner.sampling.batch_params import Parameters
-from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.batch_params import BatchSamplingParams
+from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import Reported
-from engine.runner.sampling.sampler import Allowed, Drawing, Rows, Sampler
+from engine.runner.sampling.sampler import Allowed, Rows, Sampler, SampleStep
 from engine.step_plan import Admission
 
 
@@ -29,8 +29,8 @@ class Sampling:
         self, vocab: int, eos: tuple[int, ...], device: str = "cpu", slots: int = 64
     ) -> None:
         where = torch.device(device)
-        self.adjustments = Adjustments(slots, vocab, eos, where)
-        self.parameters = Parameters(slots, vocab, eos)
+        self.adjustments = LogitsProcessors(slots, vocab, eos, where)
+        self.parameters = BatchSamplingParams(slots, vocab, eos)
         self.sampler = Sampler(self.parameters, self.adjustments, where)
         self.last: dict[int, int] = {}
 
@@ -56,7 +56,7 @@ class Sampling:
         return Draws(drawing.tokens, logprobs_of(drawing))
 
 
-def logprobs_of(drawing: Drawing) -> dict[int, TokenLogprobs]:
+def logprobs_of(drawing: SampleStep) -> dict[int, TokenLogprobs]:
     """Of the rows that asked, once the device is done."""
     if drawing.reported is None:
         return {}

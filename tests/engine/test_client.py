@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.client.client import TURN_MESSAGES, Delivery, EngineClient, Update
+from engine.client.client import TURN_MESSAGES, EngineClient, RequestStream, Update
 from engine.client.socket_transport import SocketTransport
 from engine.engine import Engine
 from engine.errors import (
@@ -53,7 +53,7 @@ def ask(client: EngineClient, prompt: bytes = b"abc", **fields: object) -> Reque
     return Request(id=client.new_id(), prompt=pack_ids(prompt), **fields)  # type: ignore[arg-type]
 
 
-async def read_all(delivery: Delivery) -> Update:
+async def read_all(delivery: RequestStream) -> Update:
     """Every update of a request in one."""
     whole = Update()
     async for update in delivery:

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 
-from engine.gc_tuning import no_collection
+from engine.gc_tuning import gc_paused
 
 CALM = """
 import gc, sys, weakref
@@ -38,9 +38,9 @@ def test_a_calm_collector_leaves_alone_what_was_there() -> None:
 
 def test_nothing_is_collected_while_a_graph_is_captured() -> None:
     assert gc.isenabled()
-    with no_collection():
+    with gc_paused():
         assert not gc.isenabled()
-        with no_collection():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from engine.protocol.messages import Grammar, SamplingParams
 from engine.structured_output import compiler as grammar_module
 from engine.structured_output import matchers as module
-from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.mask_threads import MaskThreads, Rows
-from engine.structured_output.matchers import Constraints
+from engine.structured_output.matchers import GrammarMatchers
 from tests.engine.test_grammars import finish, settle
 from tests.engine.texts import save_bytes, save_characters
 
 EOS = 256
-Admit = Callable[..., Constraints]
+Admit = Callable[..., GrammarMatchers]
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def admit(tmp_path: Path) -> Admit:
     """Admits requests of one regular expression, or one each, with keys 0, 1, ..."""
     size = save_bytes(tmp_path)
 
-    def admit(*texts: str, eos: tuple[int, ...] = (EOS,), **params: object) -> Constraints:
-        grammars = Grammars(tmp_path, size)
-        constraints = Constraints(grammars, eos)
+    def admit(*texts: str, eos: tuple[int, ...] = (EOS,), **params: object) -> GrammarMatchers:
+        grammars = GrammarCache(tmp_path, size)
+        constraints = GrammarMatchers(grammars, eos)
         settle(grammars, *(Grammar("regex", text) for text in texts))
         for key, text in enumerate(texts):
             sampling = SamplingParams(grammar=Grammar("regex", text), **params)  # type: ignore[arg-type]
@@ -42,14 +42,14 @@ def admit(tmp_path: Path) -> Admit:
     return admit
 
 
-def allowed(constraints: Constraints, *keys: int, position: int = 0) -> list[set[int]]:
+def allowed(constraints: GrammarMatchers, *keys: int, position: int = 0) -> list[set[int]]:
     bits = np.full((len(keys), constraints.words), 0x55555555, np.int32)
     constraints.fill(keys, [position] * len(keys), bits)
     each = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
     return [{int(token) for token in np.flatnonzero(row)} for row in each]
 
 
-def write(constraints: Constraints, key: int, text: str) -> list[bool]:
+def write(constraints: GrammarMatchers, key: int, text: str) -> list[bool]:
     """Takes a text's tokens, each of which must be allowed; after which the text was complete."""
     complete = []
     for token in text.encode():
@@ -107,8 +107,8 @@ def test_a_stop_id_that_is_text_is_allowed_as_text_too(admit: Admit) -> None:
 
 def test_special_tokens_are_no_text(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
-    grammars = Grammars(tmp_path, size)
-    constraints = Constraints(grammars, (EOS,))
+    grammars = GrammarCache(tmp_path, size)
+    constraints = GrammarMatchers(grammars, (EOS,))
     named = Grammar("grammar", 'start: "a" | <[256]> "b"')
     settle(grammars, named)
     constraints.admit(0, SamplingParams(grammar=named))
@@ -117,8 +117,8 @@ def test_special_tokens_are_no_text(tmp_path: Path) -> None:
 
 def test_the_end_cannot_be_asked_for_by_its_number(tmp_path: Path) -> None:
     size = save_bytes(tmp_path)
-    grammars = Grammars(tmp_path, size)
-    constraints = Constraints(grammars, (EOS,))
+    grammars = GrammarCache(tmp_path, size)
+    constraints = GrammarMatchers(grammars, (EOS,))
     named = [
         Grammar("grammar", f"start: {text}")
         for text in ('"a" (<[257]> | <[256]>) "b"', '"a" | <[257]> "b"')
@@ -147,8 +147,8 @@ def test_a_token_that_is_not_allowed_ends_in_a_rejection_of_that_sequence_alone(
 
 def test_a_dead_end_of_a_vocabulary_is_told(tmp_path: Path) -> None:
     size = save_characters(tmp_path, "abcd")
-    grammars, one = Grammars(tmp_path, size), Grammar("regex", "a[bc]X|ad+")
-    constraints = Constraints(grammars, ())
+    grammars, one = GrammarCache(tmp_path, size), Grammar("regex", "a[bc]X|ad+")
+    constraints = GrammarMatchers(grammars, ())
     settle(grammars, one)
     constraints.admit(0, SamplingParams(grammar=one))
     for token in (0, 1):  # "ab", after which nothing but X can follow
@@ -195,12 +195,12 @@ def broken_threads(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def two_crowds(folder: Path, sequences: int) -> Constraints:
+def two_crowds(folder: Path, sequences: int) -> GrammarMatchers:
     """Every other sequence writes "a"s, the others "b"s; there are two threads."""
     some = [Grammar("regex", text) for text in ("a+", "b+")]
-    grammars = Grammars(folder, save_bytes(folder))
+    grammars = GrammarCache(folder, save_bytes(folder))
     settle(grammars, *some)
-    constraints = Constraints(grammars, (EOS,), threads=2)
+    constraints = GrammarMatchers(grammars, (EOS,), threads=2)
     for key in range(sequences):
         constraints.admit(key, SamplingParams(grammar=some[key % 2]))
     return constraints
@@ -215,9 +215,12 @@ def test_threads_compute_the_masks_that_one_computes(
     monkeypatch.setattr(module, "SEVERAL", 6)
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     some = [Grammar("regex", text) for text in ("(ab?c|d[a-f]*)+", "[abx]+y")]
-    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    grammars = GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, *some)
-    alone, together = Constraints(grammars, (EOS,)), Constraints(grammars, (EOS,), threads=3)
+    alone, together = (
+        GrammarMatchers(grammars, (EOS,)),
+        GrammarMatchers(grammars, (EOS,), threads=3),
+    )
     random, drawn = Random(0), dict[int, int]()  # how many tokens, by key
     for step in range(60):
         for key in range(10 * step, 10 * step + random.randrange(6)):
@@ -254,7 +257,7 @@ def test_threads_compute_the_masks_that_one_computes(
 WINDOW = r"(.|\n)*[A-Z](.|\n){0,30}[.!?]|TAG"
 
 
-def walk(constraints: Constraints, keys: list[int], random: Random, tokens: int) -> None:
+def walk(constraints: GrammarMatchers, keys: list[int], random: Random, tokens: int) -> None:
     """Writes on, any text that is allowed."""
     for position in range(tokens):
         for key, allows in zip(keys, allowed(constraints, *keys, position=position), strict=True):
@@ -267,10 +270,10 @@ def test_a_lexer_that_others_have_filled_is_replaced(
     together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
-    one, grammars = Grammar("regex", WINDOW), Grammars(tmp_path, save_bytes(tmp_path))
+    one, grammars = Grammar("regex", WINDOW), GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
     (first,) = grammars.originals(one)
-    constraints, random = Constraints(grammars, (EOS,)), Random(1)
+    constraints, random = GrammarMatchers(grammars, (EOS,)), Random(1)
     for begin in range(0, 24, together):
         keys = list(range(begin, begin + together))
         for key in keys:
@@ -288,10 +291,10 @@ def test_a_full_lexer_ends_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(grammar_module, "LEXER_STATES", 400)
     letters = "ABCabc .?!"
     one = Grammar("regex", r"(.|\n)*[A-Z](.|\n){0,80}")
-    grammars = Grammars(tmp_path, save_characters(tmp_path, letters))
+    grammars = GrammarCache(tmp_path, save_characters(tmp_path, letters))
     settle(grammars, one)
     (first,) = grammars.originals(one)
-    constraints, random = Constraints(grammars, ()), Random(1)
+    constraints, random = GrammarMatchers(grammars, ()), Random(1)
     for key in range(60):
         constraints.admit(key, SamplingParams(grammar=one))
         written = ""
@@ -316,12 +319,12 @@ def test_a_panic_while_a_lexer_is_replaced_costs_one_request(
 
     monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
     one, other = Grammar("regex", WINDOW), Grammar("regex", "[ab]+")
-    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    grammars = GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, one, other)
-    constraints, random = Constraints(grammars, (EOS,)), Random(1)
+    constraints, random = GrammarMatchers(grammars, (EOS,)), Random(1)
     for key, grammar in enumerate((one, one, other)):
         constraints.admit(key, SamplingParams(grammar=grammar))
-    monkeypatch.setattr(Grammars, "replace", panic)
+    monkeypatch.setattr(GrammarCache, "replace", panic)
     while not (rejected := constraints.rejected()):
         walk(constraints, [0], random, 1)
     assert rejected == {0: "the matcher failed: Panic"}
@@ -333,9 +336,9 @@ def test_a_text_that_fills_a_lexer_by_itself_is_rejected(
 ) -> None:
     """And nobody else, before or after."""
     monkeypatch.setattr(grammar_module, "LEXER_STATES", 600)
-    one, grammars = Grammar("regex", WINDOW), Grammars(tmp_path, save_bytes(tmp_path))
+    one, grammars = Grammar("regex", WINDOW), GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
-    constraints, random = Constraints(grammars, (EOS,)), Random(1)
+    constraints, random = GrammarMatchers(grammars, (EOS,)), Random(1)
     for key in range(2):
         constraints.admit(key, SamplingParams(grammar=one))
     while not (rejected := constraints.rejected()):
@@ -354,9 +357,9 @@ def test_threads_are_for_masks_that_take_long(
     monkeypatch.setattr(module, "CROWD", 1)
     monkeypatch.setattr(module, "SEVERAL", 4)
     monkeypatch.setattr(module, "WORTH_SECONDS", worth)
-    one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
+    one, grammars = Grammar("regex", "[ab]+"), GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
-    constraints = Constraints(grammars, (EOS,), threads=2)
+    constraints = GrammarMatchers(grammars, (EOS,), threads=2)
     for key in range(20):
         constraints.admit(key, SamplingParams(grammar=one))
         assert allowed(constraints, *range(key + 1)) == [ids("ab")] * (key + 1)
@@ -416,11 +419,11 @@ def test_without_a_thread_masks_are_not_begun(
 def test_sequences_share_the_originals_evenly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, grammars = Grammar("regex", "[ab]+"), Grammars(tmp_path, save_bytes(tmp_path))
+    one, grammars = Grammar("regex", "[ab]+"), GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, one)
     monkeypatch.setattr(module, "CROWD", 4)
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
-    constraints = Constraints(grammars, (EOS,), threads=2)
+    constraints = GrammarMatchers(grammars, (EOS,), threads=2)
 
     def admit(*keys: int) -> None:
         for key in keys:

@@ -1,4 +1,4 @@
-"""DecodeState and the runner's rounds: rows that draw, go on and end on the device give what the
+"""DeviceBatch and the runner's rounds: rows that draw, go on and end on the device give what the
 host, which looks at every token, would have given."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.lm import LM
-from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs
+from engine.protocol.logprobs import MOST_TOP, PackedLogprobs, TokenLogprobs
 from engine.protocol.messages import (
     Failed,
     Finished,
@@ -30,9 +30,9 @@ from engine.protocol.messages import (
 from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.runner import step_graphs
 from engine.runner.cuda_graphs import buckets
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from engine.scheduler import decode_scheduler as rounds_module
-from engine.step_plan import Admission, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.step_plan import Admission, DecodeRow, PrefillChunk, StepPlan, StepResult
 from tests.engine.test_rounds import tokens_of
 from tests.engine.test_runner import SLOTS, VOCAB, chunk_of, load, random_prompt, request_of
 
@@ -67,14 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=DEVICES)
-def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
+def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
     runner = load(folder, device=request.param)
     if request.param == "cuda":
         runner.warm_up()
     return runner
 
 
-class Overlapping(Runner):
+class Overlapping(ModelRunner):
     """On the CPU a round is over when it has been started; that does no harm."""
 
     @property
@@ -133,7 +133,7 @@ CLOSE = 2e-4  # log-probabilities of one text, read in different ways
 
 
 def check_logprobs(
-    runner: Runner, request: Request, answer: list[int], told: list[TokenLogprobs]
+    runner: ModelRunner, request: Request, answer: list[int], told: list[TokenLogprobs]
 ) -> None:
     """They are the model's own, whatever was laid on its logits before the draws."""
     top = request.sampling.logprobs
@@ -155,20 +155,20 @@ def check_logprobs(
         assert one.is_greedy == other.is_greedy or best - second < CLOSE
 
 
-def score_all(runner: Runner, text: list[int], top: int) -> list[TokenLogprobs]:
+def score_all(runner: ModelRunner, text: list[int], top: int) -> list[TokenLogprobs]:
     """Of all tokens of a text but the first."""
     request = Request(id=0, prompt=pack_ids(text), sampling=SamplingParams(max_tokens=0))
     chunk = PrefillChunk(
         -2, 0, 0, array("i", text), array("i", [*text[1:], -1]), score_top=top, sample=False
     )
     admission = Admission(request, -2, 0, None, 0)
-    (scored,) = runner.run(Plan(admit=[admission], prefill=[chunk])).scored
-    runner.run(Plan(release=[-2]))
+    (scored,) = runner.run(StepPlan(admit=[admission], prefill=[chunk])).scored
+    runner.run(StepPlan(release=[-2]))
     return scored.reports.unpack()
 
 
 def serve(
-    runner: Runner, requests: Sequence[Request], aborts: dict[int, int] | None = None
+    runner: ModelRunner, requests: Sequence[Request], aborts: dict[int, int] | None = None
 ) -> dict[int, Answer]:
     """What an engine answers. They come a few at a time; aborts[id] is after how many tokens, at
     the earliest, a streamed request is aborted."""
@@ -197,7 +197,7 @@ def serve(
             logprobs[end.request] += end.logprobs
             assert end.completion_tokens == len(tokens[end.request])
             reasons[end.request] = end.reason
-    runner.run(Plan(release=list(range(len(requests)))))  # the next engine's keys begin anew
+    runner.run(StepPlan(release=list(range(len(requests)))))  # the next engine's keys begin anew
     for one in requests:
         check_logprobs(runner, one, tokens[one.id], logprobs[one.id])
     return {id: (ids, reasons[id]) for id, ids in tokens.items()}
@@ -205,7 +205,7 @@ def serve(
 
 @pytest.mark.parametrize("most_steps", [2, 5, 32])
 def test_answers_do_not_depend_on_how_many_steps_a_round_takes(
-    runner: Runner, most_steps: int, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, most_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn, ended by length and by stop ids, streamed and not; with one step, every
     token passes through the host and the sampler."""
@@ -215,10 +215,10 @@ def test_answers_do_not_depend_on_how_many_steps_a_round_takes(
     expected = serve(runner, requests)
     assert {reason for _, reason in expected.values()} == {"stop", "length"}
     monkeypatch.setattr(runner, "most_steps", most_steps)
-    rounds: list[Plan] = []
+    rounds: list[StepPlan] = []
     start = runner.start
 
-    def noting(plan: Plan) -> Any:
+    def noting(plan: StepPlan) -> Any:
         rounds.append(plan)
         return start(plan)
 
@@ -250,16 +250,16 @@ def test_answers_do_not_depend_on_overlap_and_on_aborted_neighbours(folder: Path
             assert (ids, reason) == expected[id]
 
 
-def begin(runner: Runner, prompts: dict[int, list[int]], **sampling: Any) -> dict[int, int]:
+def begin(runner: ModelRunner, prompts: dict[int, list[int]], **sampling: Any) -> dict[int, int]:
     """Reads prompts into the slots that their keys name: each one's first token."""
-    plan = Plan()
+    plan = StepPlan()
     for key, prompt in prompts.items():
         plan.admit.append(Admission(request_of(key, prompt, **sampling), key, key, None, 0))
         plan.prefill.append(chunk_of(key, key, prompt, 0, len(prompt)))
     return {one.key: one.token for one in runner.run(plan).sampled}
 
 
-def drawn_by(plan: Plan, result: StepResult, keys: Sequence[int]) -> dict[int, list[int]]:
+def drawn_by(plan: StepPlan, result: StepResult, keys: Sequence[int]) -> dict[int, list[int]]:
     """Each key's tokens, those of ended rows up to their end."""
     assert result.drawn is not None
     ids = memoryview(result.drawn.tokens).cast("i").tolist()
@@ -269,17 +269,17 @@ def drawn_by(plan: Plan, result: StepResult, keys: Sequence[int]) -> dict[int, l
     }
 
 
-def batch_of(rows: list[DecodeRow], steps: int = 1, **fields: Any) -> Plan:
+def batch_of(rows: list[DecodeRow], steps: int = 1, **fields: Any) -> StepPlan:
     """The first round of a batch."""
-    return Plan(decode=rows, at=list(range(len(rows))), plain=True, steps=steps, **fields)
+    return StepPlan(decode=rows, at=list(range(len(rows))), plain=True, steps=steps, **fields)
 
 
-def more(steps: int = 1, **fields: Any) -> Plan:
+def more(steps: int = 1, **fields: Any) -> StepPlan:
     """A further round of the batch that is there."""
-    return Plan(plain=True, again=True, steps=steps, **fields)
+    return StepPlan(plain=True, again=True, steps=steps, **fields)
 
 
-def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Runner) -> None:
+def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: ModelRunner) -> None:
     prompts = {key: random_prompt(4, key) for key in range(5)}
     sampling = {"temperature": 1e4, "ignore_eos": True}
     first = begin(runner, prompts, max_tokens=12, **sampling)
@@ -302,13 +302,13 @@ def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Ru
     assert torch.equal(runner._pool.state.cell, state)
 
 
-def test_a_batch_beside_a_prompt_takes_its_step(runner: Runner) -> None:
+def test_a_batch_beside_a_prompt_takes_its_step(runner: ModelRunner) -> None:
     prompts = {key: random_prompt(6, key) for key in (1, 2)}
     first = begin(runner, prompts)
     rows = [DecodeRow(key, key, first[key], 1) for key in (1, 2)]
     alone = batch_of(rows, steps=2)
     expected = drawn_by(alone, runner.run(alone), (1, 2))
-    runner.run(Plan(release=[1, 2]))
+    runner.run(StepPlan(release=[1, 2]))
     assert begin(runner, prompts) == first
     prompt = random_prompt(9, 7)
     mixed = batch_of(
@@ -325,7 +325,7 @@ def test_a_batch_beside_a_prompt_takes_its_step(runner: Runner) -> None:
     assert tokens == expected
 
 
-def test_rows_join_and_leave_while_others_go_on(runner: Runner) -> None:
+def test_rows_join_and_leave_while_others_go_on(runner: ModelRunner) -> None:
     """Whoever joins, with a token that is known or one that is drawn in the same round, draws what
     it draws alone, and so do those that were there; whether the batch has room or has to grow."""
     lengths = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
@@ -335,14 +335,14 @@ def test_rows_join_and_leave_while_others_go_on(runner: Runner) -> None:
         first = begin(runner, {key: prompts[key]}, **lengths)
         plan = batch_of([DecodeRow(key, key, first[key], 1)], steps=13)
         tokens = [first[key], *drawn_by(plan, runner.run(plan), [key])[key]]
-        runner.run(Plan(release=[key]))
+        runner.run(StepPlan(release=[key]))
         return tokens
 
     expected = {key: alone(key) for key in prompts}
     first = begin(runner, {key: prompts[key] for key in (0, 1, 2)}, **lengths)
     told = {key: [token] for key, token in first.items()}
 
-    def run(plan: Plan, keys: list[int]) -> None:
+    def run(plan: StepPlan, keys: list[int]) -> None:
         result = runner.run(plan)
         for one in result.sampled:
             told[one.key] = [one.token]
@@ -352,7 +352,7 @@ def test_rows_join_and_leave_while_others_go_on(runner: Runner) -> None:
 
     run(batch_of([DecodeRow(key, key, first[key], 1) for key in (0, 1)], steps=2), [0, 1])
     # 2 is known, 3 and 4 are drawn in this round; 0 leaves its row to 4.
-    joining = Plan(plain=True, again=True, leave=[0], at=[2, 3, 0])
+    joining = StepPlan(plain=True, again=True, leave=[0], at=[2, 3, 0])
     joining.decode = [DecodeRow(2, 2, first[2], 1), DecodeRow(3, 3, -1, 1), DecodeRow(4, 4, -1, 1)]
     for key in (3, 4):
         request = request_of(key, prompts[key], **lengths)
@@ -361,7 +361,7 @@ def test_rows_join_and_leave_while_others_go_on(runner: Runner) -> None:
     run(joining, [4, 1, 2, 3])
     run(more(steps=4), [4, 1, 2, 3])
     # 5 and 6 make the batch grow, in the slots of sequences that have left.
-    growing = Plan(plain=True, again=True, leave=[2], at=[4, 2], steps=1)
+    growing = StepPlan(plain=True, again=True, leave=[2], at=[4, 2], steps=1)
     for key, slot in ((5, 0), (6, 2)):
         growing.decode.append(DecodeRow(key, slot, -1, 1))
         request = request_of(key, prompts[key], **lengths)
@@ -375,10 +375,10 @@ def test_rows_join_and_leave_while_others_go_on(runner: Runner) -> None:
     assert told == {key: expected[key][: len(tokens)] for key, tokens in told.items()}
 
 
-def test_who_ends_with_its_first_token_never_decodes(runner: Runner) -> None:
+def test_who_ends_with_its_first_token_never_decodes(runner: ModelRunner) -> None:
     prompt = random_prompt(6, 3)
     (token,) = begin(runner, {3: prompt}).values()
-    runner.run(Plan(release=[3]))
+    runner.run(StepPlan(release=[3]))
     state = runner._pool.state.cell.clone()
     plan = batch_of([DecodeRow(3, 3, -1, 1)], steps=3)
     request = request_of(3, prompt, stop_token_ids=(token,))
@@ -497,11 +497,11 @@ def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path, asked: dict[
             tokens = [drawn_by(*pair, range(count)) for pair in pairs]
             reports = [reports_by(result, ids) for result, ids in zip(results, tokens, strict=True)]
             told.append((tokens, reports))
-            runner.run(Plan(release=list(prompts)))
+            runner.run(StepPlan(release=list(prompts)))
         assert told[0] == told[1]
 
 
-def reports_by(result: StepResult, tokens: dict[int, list[int]]) -> list[Reports]:
+def reports_by(result: StepResult, tokens: dict[int, list[int]]) -> list[PackedLogprobs]:
     """Each row's, up to its end."""
     drawn = result.drawn
     assert drawn is not None

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.client import flush_timer as holding
-from engine.client.client import Delivery, Inbox
-from engine.client.flush_timer import Holding
+from engine.client.client import RequestStream, StreamInbox
+from engine.client.flush_timer import FlushTimer
 from engine.client.request_stream import MOST_TAKEN
 from engine.errors import StepFailed
 from engine.protocol.logprobs import TokenLogprobs
@@ -18,11 +18,11 @@ from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 FINISHED = Finished(0, "length", 1, 0, 9)
 
 
-def delivery(interval: int) -> Delivery:
-    return Delivery(Request(id=0, prompt=pack_ids([1])), interval)
+def delivery(interval: int) -> RequestStream:
+    return RequestStream(Request(id=0, prompt=pack_ids([1])), interval)
 
 
-async def begun(interval: int) -> Delivery:
+async def begun(interval: int) -> RequestStream:
     """One whose first token has been read."""
     one = delivery(interval)
     one.add_tokens([0])
@@ -96,8 +96,8 @@ async def test_tokens_that_were_read_alone_do_not_let_the_next_ones_out() -> Non
         lambda one: one.fail(StepFailed("boom")),
     ],
 )
-async def test_what_is_more_than_tokens_is_known(other: Callable[[Delivery], None]) -> None:
-    one = Delivery(Request(id=0, prompt=pack_ids([1]), sampling=SamplingParams(logprobs=0)))
+async def test_what_is_more_than_tokens_is_known(other: Callable[[RequestStream], None]) -> None:
+    one = RequestStream(Request(id=0, prompt=pack_ids([1]), sampling=SamplingParams(logprobs=0)))
     one.add_tokens([1])
     assert one.only_tokens
     other(one)
@@ -122,7 +122,7 @@ class Held:
 
 async def test_nothing_is_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holding, "MOST_HELD_SECONDS", 0.03)
-    keeper, first, second, third = Holding(), Held(), Held(), Held()
+    keeper, first, second, third = FlushTimer(), Held(), Held(), Held()
     begin = asyncio.get_running_loop().time()
     keeper.add(first)
     keeper.add(third)
@@ -143,12 +143,12 @@ async def test_nothing_is_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def _tapped(
-    tap: Callable[[list[Delivery]], list[Delivery]],
-) -> tuple[Delivery, asyncio.Task[list[Delivery]]]:
+    tap: Callable[[list[RequestStream]], list[RequestStream]],
+) -> tuple[RequestStream, asyncio.Task[list[RequestStream]]]:
     """A delivery of an inbox with this tap, and the task that waits for its news."""
-    inbox = Inbox()
+    inbox = StreamInbox()
     inbox.tap = tap
-    one = Delivery(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
+    one = RequestStream(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
     waiting = asyncio.create_task(inbox.next())
     await asyncio.sleep(0)
     return one, waiting
@@ -157,7 +157,7 @@ async def _tapped(
 async def test_a_tap_takes_what_comes_in_one_turn_while_the_task_waits() -> None:
     taken: list[list[int]] = []
 
-    def tap(news: list[Delivery]) -> list[Delivery]:
+    def tap(news: list[RequestStream]) -> list[RequestStream]:
         taken.extend(delivery.take().tokens for delivery in news)
         return []
 
@@ -175,7 +175,7 @@ async def test_a_tap_takes_what_comes_in_one_turn_while_the_task_waits() -> None
 async def test_the_task_gets_what_a_tap_leaves_and_all_that_follows() -> None:
     asked = []
 
-    def tap(news: list[Delivery]) -> list[Delivery]:
+    def tap(news: list[RequestStream]) -> list[RequestStream]:
         asked.append(len(news))
         return news
 
@@ -191,7 +191,7 @@ async def test_the_task_gets_what_a_tap_leaves_and_all_that_follows() -> None:
 
 
 async def test_the_task_is_told_that_a_tap_failed() -> None:
-    def tap(news: list[Delivery]) -> list[Delivery]:
+    def tap(news: list[RequestStream]) -> list[RequestStream]:
         raise ArithmeticError
 
     one, waiting = await _tapped(tap)
@@ -208,8 +208,8 @@ def reports_of(count: int) -> list[TokenLogprobs]:
 async def test_a_stream_that_is_read_late_comes_in_pieces_of_bounded_size(top: int | None) -> None:
     """In their order, what ends it last."""
     sampling = SamplingParams(logprobs=top)
-    inbox = Inbox()
-    late = Delivery(Request(id=0, prompt=pack_ids([1]), sampling=sampling), inbox=inbox)
+    inbox = StreamInbox()
+    late = RequestStream(Request(id=0, prompt=pack_ids([1]), sampling=sampling), inbox=inbox)
     tokens = list(range(2 * MOST_TAKEN))
     reports = reports_of(len(tokens))
     for token, report in zip(tokens, reports, strict=True):
@@ -232,14 +232,14 @@ async def test_a_stream_that_is_read_late_comes_in_pieces_of_bounded_size(top: i
 
 
 async def test_an_answer_that_is_not_streamed_comes_whole() -> None:
-    whole = Delivery(Request(id=0, prompt=pack_ids([1]), stream=False))
+    whole = RequestStream(Request(id=0, prompt=pack_ids([1]), stream=False))
     tokens = list(range(MOST_TAKEN + 1))
     whole.finish(Finished(0, "length", len(tokens), 0, 9, answer=pack_ids(tokens)))
     assert (await whole.next()).tokens == tokens
 
 
 async def test_a_failure_waits_for_all_pieces() -> None:
-    late = Delivery(Request(id=0, prompt=pack_ids([1])))
+    late = RequestStream(Request(id=0, prompt=pack_ids([1])))
     late.add_tokens(list(range(MOST_TAKEN + 1)))
     late.fail(StepFailed("boom"))
     assert len((await late.next()).tokens) == MOST_TAKEN

@@ -17,13 +17,13 @@ import torch
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
-from engine.models.backends.selector import serving_model
+from engine.models.backends.selector import select_backend
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
-from engine.runner.model_runner import Runner
-from engine.step_plan import Plan
+from engine.runner.model_runner import ModelRunner
+from engine.step_plan import StepPlan
 
 VOCAB = 1037  # in rows of logits that begin at no multiple of anything
 SMALL = {"d_model": 48, "n_layers": 2}
@@ -80,7 +80,7 @@ class Company(NamedTuple):
     largest_batch: int
 
 
-def serve(runner: Runner, arrivals: Sequence[Sequence[Request]]) -> Company:
+def serve(runner: ModelRunner, arrivals: Sequence[Sequence[Request]]) -> Company:
     """The answers of an engine to which requests come step by step."""
     engine = Engine(runner)
     waves = list(arrivals)
@@ -99,7 +99,7 @@ def serve(runner: Runner, arrivals: Sequence[Sequence[Request]]) -> Company:
             scores.setdefault(part.request, []).extend(part.reports.unpack())
         ends |= {one.request: one for one in events.finished}
     # What ended last is released with the next plan, which the next engine makes.
-    runner.run(Plan(release=list(range(sum(map(len, arrivals))))))
+    runner.run(StepPlan(release=list(range(sum(map(len, arrivals))))))
     answers = {
         id: Answer(list(end.tokens), end.logprobs, scores.get(id, [])) for id, end in ends.items()
     }
@@ -150,7 +150,7 @@ def test_company_changes_no_bit(fields: dict[str, Any], tmp_path: Path) -> None:
     config = setup_of(tmp_path, fields)
     runners = []
     for budget in (SCAN_CHUNK, 300, 8192):  # prompts are split everywhere, here and there, nowhere
-        runners.append(Runner(dataclasses.replace(config, max_step_tokens=budget)))
+        runners.append(ModelRunner(dataclasses.replace(config, max_step_tokens=budget)))
         runners[-1].warm_up()
     chance = random.Random(7)
     requests = random_requests(chance, 40 if config.device == "cpu" else 160)
@@ -170,7 +170,7 @@ def test_company_changes_no_bit(fields: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("fields", SETUPS)
 def test_what_else_is_asked_for_changes_no_score(fields: dict[str, Any], tmp_path: Path) -> None:
     """The best tokens beside a score, asked for by the request itself or by a neighbour."""
-    runner = Runner(setup_of(tmp_path, fields))
+    runner = ModelRunner(setup_of(tmp_path, fields))
     prompt = pack_ids(random.Random(3).choices(range(VOCAB), k=300))
     nothing = SamplingParams(max_tokens=0)
     plain = Request(id=0, prompt=prompt, sampling=nothing, score=True, stream=False)
@@ -187,17 +187,17 @@ def test_what_else_is_asked_for_changes_no_score(fields: dict[str, Any], tmp_pat
 
 def test_the_info_says_so(tmp_path: Path) -> None:
     config = setup_of(tmp_path, {**SMALL, "cell": "mingru"})
-    assert Runner(config).info.deterministic
-    assert not Runner(dataclasses.replace(config, deterministic=False)).info.deterministic
+    assert ModelRunner(config).info.deterministic
+    assert not ModelRunner(dataclasses.replace(config, deterministic=False)).info.deterministic
 
 
 @pytest.mark.parametrize("choice", [{"dtype": "float16"}, {"quantize": "fp8"}], ids=str)
 def test_what_is_not_possible_is_refused(choice: dict[str, Any], tmp_path: Path) -> None:
     config = setup_of(tmp_path, {**SMALL, "cell": "mingru"})
     with pytest.raises(EngineError, match="float32 or bfloat16 weights on a CPU") as raised:
-        Runner(dataclasses.replace(config, **choice))
+        ModelRunner(dataclasses.replace(config, **choice))
     assert isinstance(raised.value, ConfigError) and raised.value.param == "deterministic"
-    Runner(dataclasses.replace(config, deterministic=False, **choice))
+    ModelRunner(dataclasses.replace(config, deterministic=False, **choice))
 
 
 @pytest.mark.gpu
@@ -207,7 +207,7 @@ def test_what_is_not_possible_is_refused(choice: dict[str, Any], tmp_path: Path)
 def test_what_is_not_possible_on_a_gpu_is_refused(choice: dict[str, Any], tmp_path: Path) -> None:
     config = setup_of(tmp_path, {**WIDE, "cell": "mingru", **choice})
     with pytest.raises(ConfigError, match="bfloat16 weights on a Hopper GPU"):
-        Runner(config)
+        ModelRunner(config)
 
 
 def test_a_budget_that_splits_prompts_elsewhere_is_refused() -> None:
@@ -222,4 +222,4 @@ def test_a_budget_that_splits_prompts_elsewhere_is_refused() -> None:
 def test_a_model_that_torch_computes_is_refused() -> None:
     model = LM(ModelConfig(cell="mingru", vocab_size=9, d_model=8, n_layers=1)).double()
     with pytest.raises(ConfigError, match="deterministic"):
-        serving_model(model, torch.device("cpu"), deterministic=True)
+        select_backend(model, torch.device("cpu"), deterministic=True)

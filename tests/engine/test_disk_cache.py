@@ -16,12 +16,12 @@ from engine.cache.storage import file_store as shelf
 from engine.cache.storage import prefix_file
 from engine.cache.storage.file_store import SUFFIX
 from engine.cache.storage.prefix_file import Head
-from engine.cache.storage.snapshot import Shape
+from engine.cache.storage.snapshot import StateLayout
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
-from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
-from engine.runner.model_runner import Runner
+from engine.protocol.messages import Finished, KeepState, Request, SamplingParams, pack_ids
+from engine.runner.model_runner import ModelRunner
 from tests.engine.fake import FakeRunner
 from tests.engine.test_states import Talk, text
 from tests.engine.test_trie import nodes_of
@@ -101,7 +101,7 @@ def test_salts_are_kept_apart(tmp_path: Path) -> None:
 def test_short_texts_and_what_follows_named_states_are_not_written(tmp_path: Path) -> None:
     talk = start(tmp_path)
     cached(talk, prompt(0, 200))
-    talk.run(b"abc", 0, keep=Keep(id="s"))
+    talk.run(b"abc", 0, keep=KeepState(id="s"))
     cached(talk, prompt(1), state="s", cache_points=(300,))
     talk.engine.close()
     assert files(tmp_path) == []
@@ -307,7 +307,7 @@ def test_a_models_states_come_back_as_they_were(tmp_path: Path, deterministic: b
             disk_cache_bytes=2**30,
             deterministic=deterministic,
         )
-        return Engine(Runner(config))
+        return Engine(ModelRunner(config))
 
     ids = [number % 60 for number in range(384)]
     first = start()
@@ -332,7 +332,7 @@ def test_a_models_states_come_back_as_they_were(tmp_path: Path, deterministic: b
 
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_a_file_says_what_was_written(with_logits: bool) -> None:
-    shape = Shape("f", 50, (2, 6), (2, 3, 4))
+    shape = StateLayout("f", 50, (2, 6), (2, 3, 4))
     state = bytes(shape.bytes + 200 * with_logits)
     head = Head("alice", "salt", bytes(4 * 300), with_logits, 0)
     content = prefix_file.write(head, state, "v")
@@ -352,7 +352,7 @@ def test_a_file_says_what_was_written(with_logits: bool) -> None:
 
 def test_no_bit_of_a_file_flips_unseen() -> None:
     """What is told of types and shapes is not looked at, so it may be anything."""
-    shape = Shape("f", 300, (1, 4), None)
+    shape = StateLayout("f", 300, (1, 4), None)
     state = np.arange(4, dtype=np.float32).tobytes()
     content = prefix_file.write(Head("alice", "salt", pack_ids([7, 8, 9]), False, 0), state, "v")
     told = prefix_file.parse_head(content, "v", shape)

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import SCAN_CHUNK
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
-from engine.scheduler.prefill_budget import PromptBudget
+from engine.scheduler.prefill_budget import PrefillBudget
 from engine.sequence import Sequence
 from tests.engine.witness import Witness
 
@@ -121,7 +121,9 @@ def reading(key: int, length: int, owner: str) -> Sequence:
     return Sequence(key, "c", ask(length, owner=owner), (), 0.0)
 
 
-def shared(budget: PromptBudget, sequences: list[Sequence], in_chunks: bool = True) -> Counter[str]:
+def shared(
+    budget: PrefillBudget, sequences: list[Sequence], in_chunks: bool = True
+) -> Counter[str]:
     """One step: what each owner reads in it."""
     tokens: Counter[str] = Counter()
     for sequence, length in budget.share(sequences):
@@ -135,14 +137,14 @@ def shared(budget: PromptBudget, sequences: list[Sequence], in_chunks: bool = Tr
 def test_owners_have_equal_parts_of_a_step() -> None:
     megabytes = [reading(key, 1_000_000, "a") for key in range(9)]
     other = reading(9, 1_000_000, "b")
-    budget = PromptBudget(2048)
+    budget = PrefillBudget(2048)
     for _ in range(5):
         assert shared(budget, [*megabytes, other]) == {"a": 1024, "b": 1024}
 
 
 def test_what_one_owner_leaves_goes_to_the_others() -> None:
     sequences = [reading(0, 10_000, "a"), reading(1, 10_000, "b"), reading(2, 100, "c")]
-    tokens = shared(PromptBudget(2048), sequences)
+    tokens = shared(PrefillBudget(2048), sequences)
     assert tokens["c"] == 100
     assert sum(tokens.values()) > 2048 - SCAN_CHUNK, "no chunk is left over"
     assert abs(tokens["a"] - tokens["b"]) <= 2 * SCAN_CHUNK
@@ -151,7 +153,7 @@ def test_what_one_owner_leaves_goes_to_the_others() -> None:
 @pytest.mark.parametrize("tokens", [50, SCAN_CHUNK, 3 * SCAN_CHUNK])
 def test_parts_go_round_where_chunks_are_few(tokens: int) -> None:
     """Also where one owner's prompts are always new and short."""
-    budget, total = PromptBudget(tokens), Counter[str]()
+    budget, total = PrefillBudget(tokens), Counter[str]()
     lasting = [reading(key, 10**6, owner) for key, owner in enumerate("abcde")]
     for step in range(60):
         brief = [reading(100 + step * 9 + i, 40, "brief") for i in range(9)]
@@ -170,7 +172,7 @@ def test_the_first_and_the_others_take_turns_where_a_part_is_one_chunk(
     tokens: int, owners: str
 ) -> None:
     """Neither waits for the other to end, however long it is or however many of them come."""
-    budget = PromptBudget(tokens)
+    budget = PrefillBudget(tokens)
     long = [reading(key, 10**6, owner) for key, owner in enumerate(owners)]
     brief: list[Sequence] = []
     for step in range(120):
@@ -184,7 +186,7 @@ def test_the_first_and_the_others_take_turns_where_a_part_is_one_chunk(
 
 
 def test_the_first_has_its_turn_also_when_others_never_end() -> None:
-    budget, first = PromptBudget(SCAN_CHUNK), reading(0, 10**6, "a")
+    budget, first = PrefillBudget(SCAN_CHUNK), reading(0, 10**6, "a")
     for step in range(100):
         shared(budget, [first, *(reading(1 + 9 * step + i, 100, "a") for i in range(9))])
     assert first.position == 50 * SCAN_CHUNK
@@ -192,5 +194,5 @@ def test_the_first_has_its_turn_also_when_others_never_end() -> None:
 
 def test_alone_an_owner_has_the_whole_step() -> None:
     first, second = reading(0, 5000, "a"), reading(1, 300, "a")
-    assert PromptBudget(1024).share([first, second]) == [(first, 640), (second, 300)]
-    assert PromptBudget(1024).share([]) == []
+    assert PrefillBudget(1024).share([first, second]) == [(first, 640), (second, 300)]
+    assert PrefillBudget(1024).share([]) == []

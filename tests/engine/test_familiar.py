@@ -6,8 +6,8 @@ from engine.client.prefix_affinity import (
     BLOCK_TOKENS,
     FIRST_BLOCKS,
     MOST_BLOCKS,
-    Familiars,
-    marks_of,
+    PrefixAffinity,
+    prefix_hashes,
 )
 from engine.protocol.messages import pack_ids
 
@@ -18,7 +18,7 @@ def prompt(*blocks: int, rest: int = 0) -> bytes:
 
 
 def marks(*blocks: int, rest: int = 0, scope: str = "") -> list[int]:
-    return marks_of(scope, prompt(*blocks, rest=rest))
+    return prefix_hashes(scope, prompt(*blocks, rest=rest))
 
 
 def test_a_beginning_has_the_same_marks_whatever_follows() -> None:
@@ -33,7 +33,7 @@ def test_a_beginning_has_the_same_marks_whatever_follows() -> None:
 
 
 def test_the_longest_beginning_that_somebody_has_read() -> None:
-    familiars: Familiars[str] = Familiars()
+    familiars: PrefixAffinity[str] = PrefixAffinity()
     familiars.note(marks(1, 2), "a")
     familiars.note(marks(1, 3, 4), "b")
     assert familiars.find(marks(1, 2, 7), "ab") == ("a", 2 * BLOCK_TOKENS)
@@ -49,7 +49,7 @@ def test_the_longest_beginning_that_somebody_has_read() -> None:
 
 
 def test_long_prompts_are_known_by_their_first_and_last_blocks() -> None:
-    familiars: Familiars[str] = Familiars()
+    familiars: PrefixAffinity[str] = PrefixAffinity()
     long = marks(*range(500))
     familiars.note(long, "a")
     assert len(familiars) < FIRST_BLOCKS + 10
@@ -58,7 +58,7 @@ def test_long_prompts_are_known_by_their_first_and_last_blocks() -> None:
 
 
 def test_what_was_not_used_for_long_is_forgotten() -> None:
-    familiars: Familiars[str] = Familiars(most=10)
+    familiars: PrefixAffinity[str] = PrefixAffinity(most=10)
     for number in range(10):
         familiars.note(marks(number), "a")
     familiars.note(marks(0), "a")

@@ -14,27 +14,27 @@ import pytest
 from engine.errors import EngineError, InvalidRequest
 from engine.protocol.messages import Grammar, SamplingParams
 from engine.structured_output import grammar_cache as module
-from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.grammar_cache import GrammarCache
 from tests.engine.texts import save_bytes
 
 
 @pytest.fixture
-def grammars(tmp_path: Path) -> Grammars:
-    return Grammars(tmp_path, save_bytes(tmp_path))
+def grammars(tmp_path: Path) -> GrammarCache:
+    return GrammarCache(tmp_path, save_bytes(tmp_path))
 
 
 def number(n: int) -> Grammar:
     return Grammar("regex", f"x{{{n + 1}}}")
 
 
-def settle(grammars: Grammars, *some: Grammar) -> list[Grammar]:
+def settle(grammars: GrammarCache, *some: Grammar) -> list[Grammar]:
     """Asks and waits; what was collected, in its order."""
     for one in some:
         grammars.ask(one)
     return finish(grammars)
 
 
-def finish(grammars: Grammars) -> list[Grammar]:
+def finish(grammars: GrammarCache) -> list[Grammar]:
     """Waits for all that is being compiled; what was collected, in its order."""
     collected: list[Grammar] = []
     deadline = time.monotonic() + 10
@@ -45,7 +45,7 @@ def finish(grammars: Grammars) -> list[Grammar]:
     return collected
 
 
-def test_the_first_asks_and_all_others_find(grammars: Grammars) -> None:
+def test_the_first_asks_and_all_others_find(grammars: GrammarCache) -> None:
     one = number(3)
     assert grammars.ask(one) is None and grammars.pending
     assert grammars.ask(one) is None
@@ -55,7 +55,7 @@ def test_the_first_asks_and_all_others_find(grammars: Grammars) -> None:
     assert not grammars.pending and grammars.collect() == []
 
 
-def test_what_lacks(grammars: Grammars) -> None:
+def test_what_lacks(grammars: GrammarCache) -> None:
     wrong, right = Grammar("regex", "("), number(0)
     assert grammars.lacking(SamplingParams()) is None
     assert grammars.lacking(SamplingParams(grammar=right)) == right
@@ -65,7 +65,7 @@ def test_what_lacks(grammars: Grammars) -> None:
 
 
 def test_the_least_recently_used_are_forgotten(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_KEPT", 3)
     settle(grammars, *map(number, range(3)))
@@ -76,7 +76,7 @@ def test_the_least_recently_used_are_forgotten(
 
 
 def test_kept_texts_are_bounded_but_the_latest_stays(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_KEPT_BYTES", 10)
     long = Grammar("choice", '["a text of its own length"]')
@@ -87,7 +87,9 @@ def test_kept_texts_are_bounded_but_the_latest_stays(
     assert grammars.ask(number(0)) is None and grammars.ask(number(1)) is None
 
 
-def test_those_that_took_long_are_few(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_took_long_are_few(
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks: Counter[int] = Counter()  # at the clock, by thread: others of this process have theirs
 
     def thread_time() -> float:
@@ -102,7 +104,7 @@ def test_those_that_took_long_are_few(grammars: Grammars, monkeypatch: pytest.Mo
     assert grammars.ask(number(1)) is None
 
 
-def test_one_is_compiled_again_beside_others(grammars: Grammars) -> None:
+def test_one_is_compiled_again_beside_others(grammars: GrammarCache) -> None:
     one = number(3)
     assert grammars.originals(one) == []
     grammars.compile_again(one)  # of which nothing is known: nothing happens
@@ -123,7 +125,7 @@ def test_one_is_compiled_again_beside_others(grammars: Grammars) -> None:
 
 
 def test_so_many_are_kept_beside_the_first_ones(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the least recently used grammar give way."""
     monkeypatch.setattr(module, "MOST_AGAIN", 3)
@@ -146,7 +148,7 @@ def test_so_many_are_kept_beside_the_first_ones(
 
 
 def test_what_takes_long_or_is_wrong_is_compiled_once(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = Grammar("regex", "(")
     settle(grammars, wrong, number(0))
@@ -158,7 +160,7 @@ def test_what_takes_long_or_is_wrong_is_compiled_once(
 
 
 def test_what_was_forgotten_meanwhile_stays_forgotten(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle(grammars, number(0))
     grammars.compile_again(number(0))
@@ -170,12 +172,12 @@ def test_what_was_forgotten_meanwhile_stays_forgotten(
 
 
 def test_a_model_without_texts_says_so_every_time(tmp_path: Path) -> None:
-    grammars = Grammars(tmp_path, 257)
+    grammars = GrammarCache(tmp_path, 257)
     settle(grammars, number(0), number(1))
     for n in range(2):
         found = grammars.ask(number(n))
         assert isinstance(found, InvalidRequest) and "tokenizer.json" in found.message
-    assert isinstance(Grammars(None).ask(number(0)), InvalidRequest)
+    assert isinstance(GrammarCache(None).ask(number(0)), InvalidRequest)
 
 
 class Panic(BaseException):
@@ -184,7 +186,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("defect", [KeyError, Panic])
 def test_a_tokenizer_that_cannot_be_read_is_told_too(
-    defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    defect: type[BaseException], grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise defect("a defect")
@@ -197,7 +199,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_too(
 
 @pytest.mark.parametrize("defect", [KeyError, Panic])
 def test_an_unforeseen_error_is_no_fault_of_the_request(
-    defect: type[BaseException], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    defect: type[BaseException], grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise defect("a defect")
@@ -214,9 +216,9 @@ def test_an_unforeseen_error_is_no_fault_of_the_request(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.grammar_cache import GrammarCache
 from engine.protocol.messages import Grammar
-grammars = Grammars(Path(sys.argv[1]), 257)
+grammars = GrammarCache(Path(sys.argv[1]), 257)
 for n in range(5000):
     grammars.ask(Grammar("regex", f"(a|b|c){{{n + 100}}}x*"))
 grammars.wait(20)

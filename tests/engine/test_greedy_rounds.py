@@ -12,15 +12,15 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models.backends import hopper
-from engine.models.backends.selector import ServingModel
+from engine.models.backends.selector import ModelBackend
 from engine.models.loader import save_model
 from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
 from engine.protocol.messages import Request
 from engine.runner import device_batch as decoding
-from engine.runner.model_runner import Runner
-from engine.runner.sampling.batch_rows import Columns, draw_rows
-from engine.step_plan import DecodeRow, Plan
+from engine.runner.model_runner import ModelRunner
+from engine.runner.sampling.batch_rows import SamplingRows, sample_rows
+from engine.step_plan import DecodeRow, StepPlan
 from tests.engine.test_decoding import (
     Overlapping,
     batch_of,
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class BestsToo:
     """A model whose greedy steps are apart; notes the sizes of these and of the others."""
 
-    def __init__(self, model: ServingModel) -> None:
+    def __init__(self, model: ModelBackend) -> None:
         self._model = model
         self.greedy: list[int] = []
         self.others: list[int] = []
@@ -58,12 +58,12 @@ class BestsToo:
         return self._model.step(tokens, state, slots)
 
 
-def draw_as_if_bests(logits: Tensor, at: Columns) -> None:
+def draw_as_if_bests(logits: Tensor, at: SamplingRows) -> None:
     assert not at.temperature[at.slots >= 0].any()
-    draw_rows(logits, at)
+    sample_rows(logits, at)
 
 
-def bests_of(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> BestsToo:
+def bests_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> BestsToo:
     model = BestsToo(runner._model)
     monkeypatch.setattr(runner._decoding, "_model", model)
     monkeypatch.setattr(decoding, "draw_bests", draw_as_if_bests)
@@ -81,9 +81,9 @@ def greedy_and_mixed(each: int) -> tuple[list[Request], list[Request]]:
     return greedy, mixed
 
 
-@pytest.mark.parametrize("kind", [Runner, Overlapping])
+@pytest.mark.parametrize("kind", [ModelRunner, Overlapping])
 def test_batches_that_draw_the_best_alone_need_no_logits(
-    kind: type[Runner], folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[ModelRunner], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While others come and go."""
     runner = kind(load(folder).config)
@@ -99,10 +99,10 @@ def test_batches_that_draw_the_best_alone_need_no_logits(
     assert model.others
 
 
-@pytest.mark.parametrize("kind", [Runner, Overlapping])
+@pytest.mark.parametrize("kind", [ModelRunner, Overlapping])
 @pytest.mark.parametrize("slots", [4, SLOTS])
 def test_logits_are_needed_only_while_somebody_draws_from_them(
-    slots: int, kind: type[Runner], folder: Path, monkeypatch: pytest.MonkeyPatch
+    slots: int, kind: type[ModelRunner], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever that is: it ends by itself, its row left empty or taken by another."""
     runner = kind(load(folder, max_slots=slots).config)
@@ -134,7 +134,7 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         results = [runner.finish(one) for one in pending]
         pairs = zip(plans, results, strict=True)
         told[greedy] = [drawn_by(*pair, list(prompts)) for pair in pairs]
-        runner.run(Plan(release=list(prompts)))
+        runner.run(StepPlan(release=list(prompts)))
     assert taken == ["greedy"] * 2 + ["drawn"] * 2
     assert told[True] == told[False]
     assert {len(ids) for ids in told[True][1].values()} == {11}  # the first was the prompt's
@@ -157,7 +157,7 @@ def test_greedy_requests_are_served_by_graphs_of_both_kinds(
     assert set(taken) == {"drawn", "greedy"}
 
 
-def runner_with_a_head_of_exact_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+def runner_with_a_head_of_exact_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """Of a vocabulary and batches for which bests are found apart. A logit is the sum of two
     channels, which no order of summing changes, so both kinds of steps draw the same tokens."""
     torch.manual_seed(3)

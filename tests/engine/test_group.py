@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from engine.client.client import EngineClient
-from engine.client.request_stream import Delivery
-from engine.client.router import EngineGroup
+from engine.client.request_stream import RequestStream
+from engine.client.router import EngineRouter
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineLoading, EngineUnavailable, StateBusy, StateNotFound
 from engine.inline import InlineTransport
-from engine.protocol.messages import Finished, Keep, Request, SamplingParams, pack_ids
-from engine.protocol.placement import home_of
+from engine.protocol.messages import Finished, KeepState, Request, SamplingParams, pack_ids
+from engine.protocol.placement import engine_of_state
 from tests.engine.fake import FakeRunner, recite
 
 ASK = {"timeout": 10.0, "owner": "alice"}
 
 
 @asynccontextmanager
-async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineGroup]:
+async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineRouter]:
     clients: list[EngineClient] = []
     outside: dict[bytes, list[int]] = {}  # what one exports any can take in
     for rank in range(engines):
@@ -32,7 +32,7 @@ async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineGrou
         clients.append(EngineClient(InlineTransport(Engine(runner))))
         await clients[-1].start()
         await clients[-1].ready(10)
-    group = EngineGroup(clients)
+    group = EngineRouter(clients)
     assert (await group.ready(10)).name == "fake"
     try:
         yield group
@@ -41,7 +41,7 @@ async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineGrou
             await client.close()
 
 
-def ask(group: EngineGroup, text: str, **fields: Any) -> Delivery:
+def ask(group: EngineRouter, text: str, **fields: Any) -> RequestStream:
     count = fields.pop("max_tokens", 3)
     sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     request = Request(
@@ -55,12 +55,12 @@ def ask(group: EngineGroup, text: str, **fields: Any) -> Delivery:
     return group.submit(request)
 
 
-def rank_of(group: EngineGroup, delivery: Delivery) -> int:
+def rank_of(group: EngineRouter, delivery: RequestStream) -> int:
     (rank,) = (rank for rank, one in enumerate(group.clients) if one.has(delivery.id))
     return rank
 
 
-async def end(delivery: Delivery) -> Finished:
+async def end(delivery: RequestStream) -> Finished:
     tokens: list[int] = []
     async for update in delivery:
         tokens += update.tokens
@@ -69,14 +69,14 @@ async def end(delivery: Delivery) -> Finished:
     raise AssertionError
 
 
-async def keep(group: EngineGroup, id: str, text: str = "abc") -> None:
-    await end(ask(group, text, max_tokens=0, keep=Keep(id=id), stream=False))
+async def keep(group: EngineRouter, id: str, text: str = "abc") -> None:
+    await end(ask(group, text, max_tokens=0, keep=KeepState(id=id), stream=False))
 
 
 def ids_of(rank: int, engines: int = 3, count: int = 2) -> list[str]:
     """Ids of states that the engine of this rank keeps."""
     found = (f"id-{number}" for number in range(10_000))
-    return [id for id in found if home_of("alice", id, engines) == rank][:count]
+    return [id for id in found if engine_of_state("alice", id, engines) == rank][:count]
 
 
 async def test_requests_are_spread_and_all_are_answered() -> None:
@@ -168,7 +168,7 @@ async def test_a_state_is_gone_on_from_where_it_is_kept() -> None:
 
 async def test_new_ids_say_where_they_are_kept() -> None:
     async with together() as group:
-        asked = [ask(group, f"{number}", keep=Keep(), stream=False) for number in range(9)]
+        asked = [ask(group, f"{number}", keep=KeepState(), stream=False) for number in range(9)]
         for finished in await asyncio.gather(*(end(one) for one in asked)):
             assert finished.state is not None
             info = (await group.ask_state("get", id=finished.state.id, **ASK)).states[0]
@@ -207,7 +207,7 @@ async def test_a_state_whose_place_is_about_to_be_taken_does_not_move() -> None:
     async with together(step_seconds=0.01) as group:
         source, (target,) = ids_of(0)[0], ids_of(1, count=1)
         await keep(group, source)
-        turn = ask(group, "d", state=source, keep=Keep(id=source), max_tokens=100_000)
+        turn = ask(group, "d", state=source, keep=KeepState(id=source), max_tokens=100_000)
         await turn.next()
         with pytest.raises(StateBusy):
             await group.ask_state("move", id=source, target=target, **ASK)
@@ -220,7 +220,7 @@ async def test_a_state_whose_place_is_about_to_be_taken_does_not_move() -> None:
 async def test_requests_are_ended_wherever_they_are() -> None:
     async with together(slots=4, step_seconds=0.005) as group:
         asked = [ask(group, f"{number}", max_tokens=10_000) for number in range(6)]
-        kept = ask(group, "abc", max_tokens=10_000, keep=Keep(id=ids_of(1)[0]))
+        kept = ask(group, "abc", max_tokens=10_000, keep=KeepState(id=ids_of(1)[0]))
         for one in (*asked, kept):
             await one.next()
         group.abort([kept.id], "stop", [1])
@@ -245,7 +245,7 @@ async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> No
             assert rank_of(group, ask(group, f"{number}", max_tokens=1000)) != 1
         with pytest.raises(EngineLoading, match="is missing just now"):
             ask(group, "d", state=mine[0])
-        left = EngineGroup([group.clients[0], None, group.clients[2]], waits=[0.0, 17.0, 0.0])
+        left = EngineRouter([group.clients[0], None, group.clients[2]], waits=[0.0, 17.0, 0.0])
         assert (await left.ready()).name == "fake" and left.slots == 16
         for missing in (
             left.ask_state("get", id=mine[0], **ASK),
@@ -281,7 +281,7 @@ class Hanging(EngineClient):
 async def test_nobody_waits_for_one_that_hangs() -> None:
     async with together(2) as group:
         hanging = Hanging(InlineTransport(Engine(FakeRunner())))
-        beside = EngineGroup([hanging, *group.clients])
+        beside = EngineRouter([hanging, *group.clients])
         async with asyncio.timeout(5):
             assert (await beside.ready()).name == "fake"
             await beside.ping(60)

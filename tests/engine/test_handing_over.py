@@ -8,7 +8,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
-from engine.step_plan import Plan, StepResult
+from engine.step_plan import StepPlan, StepResult
 from tests.engine.fake import FakeRunner, recite
 
 FIRST, SECOND = list(b"abcde"), list(b"klm")
@@ -29,12 +29,12 @@ class Watched:
     def __init__(self) -> None:
         self.runner = FakeRunner(slots=1, share_slots=4, most_steps=4, overlaps=True)
         self.engine = Engine(self.runner)
-        self.begun: list[tuple[Plan, bool]] = []  # and whether another round was under way
+        self.begun: list[tuple[StepPlan, bool]] = []  # and whether another round was under way
         self.ends: dict[int, Finished | Failed] = {}
         self.handed_over = False
         start = self.runner.start
 
-        def noting(plan: Plan) -> StepResult | Exception:
+        def noting(plan: StepPlan) -> StepResult | Exception:
             self.begun.append((plan, bool(self.runner.begun)))
             return start(plan)
 

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from engine.scheduler.token_ring import STEPS, History
+from engine.scheduler.token_ring import STEPS, TokenRing
 
 
 def test_every_row_reads_what_it_drew_since_whenever() -> None:
     chance = random.Random(3)
-    history, all_tokens, rows = History(), np.empty((0, 0), np.int32), 2
+    history, all_tokens, rows = TokenRing(), np.empty((0, 0), np.int32), 2
     for _ in range(600):
         rows += chance.random() < 0.02
         steps = chance.randint(1, 32)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.runner import host_pool as host_rows
-from engine.runner.host_pool import HostRows, pinned
+from engine.runner.host_pool import HostStatePool, pinned
 
 WIDTH = 6
 
@@ -15,7 +15,7 @@ WIDTH = 6
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_hold_what_was_saved_in_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rows, "SLAB_BYTES", 2 * WIDTH * 4)  # two rows a slab
-    rows = HostRows(7, WIDTH, torch.device(device))
+    rows = HostStatePool(7, WIDTH, torch.device(device))
     states = torch.arange(7 * WIDTH, dtype=torch.float32, device=device).view(7, WIDTH)
     with torch.inference_mode():
         rows.save(states[:5].clone(), [0, 1, 2, 5, 6])
@@ -36,7 +36,7 @@ def test_a_slab_that_could_not_be_made_ahead_is_made_when_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_rows, "SLAB_BYTES", WIDTH * 4)
-    rows = HostRows(20, WIDTH, torch.device("cuda"))
+    rows = HostStatePool(20, WIDTH, torch.device("cuda"))
     made, calls = rows._made, 0
 
     def scarce() -> Tensor:

@@ -1,4 +1,4 @@
-"""HostedStep: with graphs and without, padded or not, it draws what the sampler draws."""
+"""GuidedStep: with graphs and without, padded or not, it draws what the sampler draws."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.protocol.messages import SamplingParams
-from engine.runner.guided_decoding import HostedDraws
-from engine.runner.guided_step import HostedStep
-from engine.runner.sampling.sampler import Drawing, Rows
+from engine.runner.guided_decoding import GuidedSampler
+from engine.runner.guided_step import GuidedStep
+from engine.runner.sampling.sampler import Rows, SampleStep
 from tests.engine.sampling import Sampling, logprobs_of
 from tests.engine.test_masks import PARAMS, allow, masks_of
 from tests.engine.test_sampler import EOS, VOCAB, random_logits
@@ -45,9 +45,9 @@ class Table:
         return self.rows.index_select(0, tokens.long())
 
 
-def step_of(sampling: Sampling, model: Table, graphs: bool) -> HostedStep:
+def step_of(sampling: Sampling, model: Table, graphs: bool) -> GuidedStep:
     """Of the same sequences as another sampler has."""
-    step = HostedStep(
+    step = GuidedStep(
         model,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         ROWS,
@@ -61,7 +61,7 @@ def step_of(sampling: Sampling, model: Table, graphs: bool) -> HostedStep:
     return step
 
 
-def draw(step: HostedStep, rows: Rows, allowed: dict[int, set[int]]) -> Drawing:
+def draw(step: GuidedStep, rows: Rows, allowed: dict[int, set[int]]) -> SampleStep:
     """Some rows have a mask."""
     step.begin(rows)
     if not allowed:
@@ -119,7 +119,7 @@ class Matchers:
 
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_matchers_may_have_more_tokens_than_the_model_or_fewer(words: int) -> None:
-    draws = HostedDraws(None, None, Matchers(words), torch.device("cpu"))  # type: ignore[arg-type]
+    draws = GuidedSampler(None, None, Matchers(words), torch.device("cpu"))  # type: ignore[arg-type]
     bits = np.full((2, 2), -1, np.int32)
     draws._fill(Rows([7, 8, 9], [0, 1, 2], [0, 0, 0], [1, 1, 1]), [0, 2], bits)
     assert bits[:, 0].tolist() == [700, 900]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.ops import upload as indices
-from engine.ops.upload import Ring, to_device
+from engine.ops.upload import UploadRing, to_device
 
 
 def test_values_keep_their_shape() -> None:
@@ -39,7 +39,7 @@ def test_a_part_is_written_again_when_its_last_use_has_passed(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(indices, "PART_WORDS", 10)
     monkeypatch.setattr(indices, "PARTS", 3)
-    ring = Ring(torch.device("cpu"))
+    ring = UploadRing(torch.device("cpu"))
     begins = []
     for first in range(0, 60, 4):
         there = ring.put(np.arange(first, first + 4))

@@ -7,24 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.file_store import StateFileStore
 from engine.cache.storage.state_folder import PREFIX_FOLDER, open_shelf
 from engine.errors import ConfigError
-from engine.protocol.placement import Home, home_of
+from engine.protocol.placement import StatePlacement, engine_of_state
 
 MODEL, VARIANT, OTHER = "model", "variant", "another model"
 IDS = [f"id-{number}" for number in range(40)]
 
 
-def opened(folder: Path, engines: int) -> list[Shelf]:
-    return [open_shelf(folder, MODEL, VARIANT, Home(rank, engines)) for rank in range(engines)]
+def opened(folder: Path, engines: int) -> list[StateFileStore]:
+    return [
+        open_shelf(folder, MODEL, VARIANT, StatePlacement(rank, engines)) for rank in range(engines)
+    ]
 
 
-def write(shelf: Shelf, name: str, content: bytes) -> None:
+def write(shelf: StateFileStore, name: str, content: bytes) -> None:
     shelf.write(name, lambda: content, lambda _: None)
 
 
-def names(shelf: Shelf) -> set[str]:
+def names(shelf: StateFileStore) -> set[str]:
     return {name for name, _ in shelf.names(MODEL)}
 
 
@@ -32,10 +34,10 @@ def fill(folder: Path) -> None:
     """As one engine leaves it."""
     (shelf,) = opened(folder, 1)
     for id in IDS:
-        write(shelf, Shelf.name(MODEL, "alice", id), id.encode())
-    write(shelf, Shelf.name(OTHER, "alice", "its own"), b"other")
+        write(shelf, StateFileStore.name(MODEL, "alice", id), id.encode())
+    write(shelf, StateFileStore.name(OTHER, "alice", "its own"), b"other")
     shelf.names(VARIANT, PREFIX_FOLDER)  # makes the folder
-    write(shelf, f"{PREFIX_FOLDER}/{Shelf.name(VARIANT, 'a text')}", b"cached")
+    write(shelf, f"{PREFIX_FOLDER}/{StateFileStore.name(VARIANT, 'a text')}", b"cached")
     shelf.close()
 
 
@@ -45,15 +47,15 @@ def test_files_follow_the_number_of_engines(tmp_path: Path) -> None:
         shelves = opened(tmp_path, engines)
         cached = 0
         for rank, shelf in enumerate(shelves):
-            mine = [id for id in IDS if home_of("alice", id, engines) == rank]
-            assert names(shelf) == {Shelf.name(MODEL, "alice", id) for id in mine}
+            mine = [id for id in IDS if engine_of_state("alice", id, engines) == rank]
+            assert names(shelf) == {StateFileStore.name(MODEL, "alice", id) for id in mine}
             for id in mine:
-                assert shelf.look(Shelf.name(MODEL, "alice", id), 100)[0] == id.encode()
+                assert shelf.look(StateFileStore.name(MODEL, "alice", id), 100)[0] == id.encode()
             cached += len(shelf.names(VARIANT, PREFIX_FOLDER))
             shelf.close()
         assert cached == 1
     # Another model's is there for when it is served.
-    assert (tmp_path / Shelf.name(OTHER, "alice", "its own")).read_bytes() == b"other"
+    assert (tmp_path / StateFileStore.name(OTHER, "alice", "its own")).read_bytes() == b"other"
 
 
 def test_what_is_no_file_of_the_model_stays(tmp_path: Path) -> None:
@@ -64,7 +66,12 @@ def test_what_is_no_file_of_the_model_stays(tmp_path: Path) -> None:
     for shelf in opened(tmp_path, 2):
         shelf.close()
     left = {path.name for path in tmp_path.iterdir() if not path.name.endswith("lock")}
-    named = {Shelf.name(OTHER, "alice", "its own"), "notes.txt", "9-of-9", "1-of-2 of them"}
+    named = {
+        StateFileStore.name(OTHER, "alice", "its own"),
+        "notes.txt",
+        "9-of-9",
+        "1-of-2 of them",
+    }
     assert left == {*named, PREFIX_FOLDER, "0-of-2", "1-of-2"}
 
 
@@ -79,20 +86,24 @@ def test_what_another_server_uses_is_left_alone(
     assert len(names(user)) == len(IDS)
     # Meanwhile two states go on here, and one there.
     for id in IDS[:2]:
-        write(shelves[home_of("alice", id, 2)], Shelf.name(MODEL, "alice", id), b"here")
-    write(user, Shelf.name(MODEL, "alice", IDS[2]), b"there")
+        write(
+            shelves[engine_of_state("alice", id, 2)],
+            StateFileStore.name(MODEL, "alice", id),
+            b"here",
+        )
+    write(user, StateFileStore.name(MODEL, "alice", IDS[2]), b"there")
     for shelf in (*shelves, user):
         shelf.close()
-    os.utime(tmp_path / Shelf.name(MODEL, "alice", IDS[1]), (2e9, 2e9))  # used there since
+    os.utime(tmp_path / StateFileStore.name(MODEL, "alice", IDS[1]), (2e9, 2e9))  # used there since
     again = opened(tmp_path, 2)  # as by a reload
     assert sum(len(names(shelf)) for shelf in again) == len(IDS)
     for id, content in zip(IDS, (b"here", IDS[1].encode(), b"there"), strict=False):
-        name = Shelf.name(MODEL, "alice", id)
-        assert again[home_of("alice", id, 2)].look(name, 100)[0] == content
+        name = StateFileStore.name(MODEL, "alice", id)
+        assert again[engine_of_state("alice", id, 2)].look(name, 100)[0] == content
         assert not (tmp_path / name).exists()
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="state_folder"):
-        open_shelf(tmp_path / "file", MODEL, VARIANT, Home(0, 2))
+        open_shelf(tmp_path / "file", MODEL, VARIANT, StatePlacement(0, 2))

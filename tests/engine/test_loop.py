@@ -11,14 +11,14 @@ from engine import loop as loop_module
 from engine.engine import Engine
 from engine.loop import EngineLoop, Undecodable
 from engine.protocol.messages import (
-    AskState,
     FromEngine,
     Gone,
-    Keep,
+    KeepState,
     Ping,
     Request,
     SamplingParams,
     Shutdown,
+    StateCall,
     StateReply,
     Stats,
     StepEvents,
@@ -132,11 +132,11 @@ class Ending(Script):
             return self.batches.pop(0)
         if not any(events.finished for events in self.events("a")):
             return []
-        return [("a", AskState(call=1, action="fork", id="s", target="t")), ("a", Shutdown())]
+        return [("a", StateCall(call=1, action="fork", id="s", target="t")), ("a", Shutdown())]
 
 
 def test_a_call_whose_state_is_written_at_the_end_is_answered(tmp_path: Path) -> None:
-    keep = Request(id=0, prompt=pack_ids(b"abc"), keep=Keep(id="s"), sampling=GREEDY)
+    keep = Request(id=0, prompt=pack_ids(b"abc"), keep=KeepState(id="s"), sampling=GREEDY)
     script = Ending([("a", Ping(0))], [("a", keep)])
     EngineLoop(Engine(FakeRunner(host_rows=4, state_folder=str(tmp_path))), script).run()
     (reply,) = [one for one in script.sent["a"] if isinstance(one, StateReply)]

@@ -12,9 +12,9 @@ from engine.engine import Engine
 from engine.protocol.messages import Grammar, SamplingParams
 from engine.structured_output import masks as mask_cost
 from engine.structured_output import matchers as constraints_module
-from engine.structured_output.grammar_cache import Grammars
+from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.masks import ROUND_SECONDS, SLOW_SECONDS, MaskBudget, MaskCost
-from engine.structured_output.matchers import Constraints
+from engine.structured_output.matchers import GrammarMatchers
 from tests.engine.fake import FakeRunner
 from tests.engine.test_constrained_engine import ask
 from tests.engine.test_constraints import allowed
@@ -42,12 +42,12 @@ def test_what_a_mask_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         now += step
         return now
 
-    grammars = Grammars(tmp_path, save_bytes(tmp_path))
+    grammars = GrammarCache(tmp_path, save_bytes(tmp_path))
     settle(grammars, LETTERS)
     cost = grammars.cost(LETTERS)
     assert cost is not None and 0 < cost.seconds < 1
     assert grammars.cost(Grammar("regex", "other")) is None
-    constraints = Constraints(grammars, ())
+    constraints = GrammarMatchers(grammars, ())
     constraints.admit(1, SamplingParams(grammar=LETTERS))
     monkeypatch.setattr(constraints_module.time, "perf_counter", clock)
     cost.seconds, step = 0.0, 2 * SLOW_SECONDS
@@ -66,7 +66,7 @@ def test_they_take_turns(
     most_steps: int, overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_bytes(tmp_path)
-    monkeypatch.setattr(Grammars, "cost", lambda *_: MaskCost(ROUND_SECONDS * 0.6))
+    monkeypatch.setattr(GrammarCache, "cost", lambda *_: MaskCost(ROUND_SECONDS * 0.6))
     runner = FakeRunner(slots=12, folder=tmp_path, most_steps=most_steps, overlaps=overlaps)
     engine = Engine(runner)
     slow, quick = range(7), range(7, 10)

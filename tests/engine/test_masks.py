@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol.messages import SamplingParams
-from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.sampler import Allowed
 from tests.engine.test_sampler import DEVICES, EOS, VOCAB, random_logits, sampler_with
 
@@ -49,7 +49,7 @@ def test_bits_are_tokens(device: str) -> None:
     where = torch.device(device)
     slots = torch.zeros(3, dtype=torch.int32, device=where)
     allowed = allow(3, dict(enumerate(rows)), device)
-    Adjustments(1, VOCAB, (EOS,), where).apply(masked, slots, slots, slots.long(), *allowed)
+    LogitsProcessors(1, VOCAB, (EOS,), where).apply(masked, slots, slots, slots.long(), *allowed)
     for row, tokens in enumerate(rows):
         finite = {int(token) for token in masked[row].isfinite().nonzero()}
         assert finite == tokens

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.protocol.messages import Request
-from engine.runner.state_copies import Places, exported
+from engine.runner.state_copies import StateCopier, exported
 from engine.runner.state_pool import StatePool
-from engine.step_plan import INITIAL, Admission, Copy, Export, Put
+from engine.step_plan import INITIAL, Admission, Copy, Load, Store
 
 CONFIG = ModelConfig(cell="mingru", vocab_size=5, d_model=8, n_layers=2, conv_kernel=3)
 START = torch.linspace(-1, 1, CONFIG.n_layers * CONFIG.inner).view(CONFIG.n_layers, -1)
@@ -26,13 +26,13 @@ class Rows:
 
     def __init__(self, device: str) -> None:
         self.pool = StatePool(CONFIG, SLOTS + KEPT, torch.device(device), START)
-        self.places = Places(self.pool, SLOTS, HOST, CONFIG.vocab_size)
+        self.places = StateCopier(self.pool, SLOTS, HOST, CONFIG.vocab_size)
         self.start = self.pool.gather([self.pool.initial_row])[0].cpu()
         self.states = dict.fromkeys(range(SLOTS + KEPT), self.start)
         self.logits: dict[int, Tensor] = {}
         self.chance = random.Random(0)
 
-    def put(self, place: int, logits: bool) -> Put:
+    def put(self, place: int, logits: bool) -> Load:
         """Something new at a place that has logits or not."""
         width = self.pool.width + CONFIG.vocab_size * logits
         whole = torch.tensor([self.chance.random() for _ in range(width)])
@@ -40,7 +40,7 @@ class Rows:
         self.logits.pop(place, None)
         if logits:
             self.logits[place] = whole[self.pool.width :]
-        return Put(place, array("f", whole.tolist()).tobytes())
+        return Load(place, array("f", whole.tolist()).tobytes())
 
     def copy(self, source: int, target: int) -> Copy:
         self.states[target] = self.start if source == INITIAL else self.states[source]
@@ -52,7 +52,7 @@ class Rows:
 
     def check(self) -> None:
         exports = [
-            Export(ticket, place, place in self.logits) for ticket, place in enumerate(self.states)
+            Store(ticket, place, place in self.logits) for ticket, place in enumerate(self.states)
         ]
         found = self.places.export(exports)
         if self.pool.device.type == "cuda":
@@ -71,7 +71,7 @@ def test_random_moves(device: str) -> None:
     chance = rows.chance
     everywhere = [*range(SLOTS + KEPT), *(~row for row in range(HOST))]
     for _ in range(60 if device == "cuda" else 300):
-        moves: list[Copy | Put] = []
+        moves: list[Copy | Load] = []
         for _ in range(chance.randrange(12)):
             target = chance.choice(everywhere)
             if chance.random() < 0.1:

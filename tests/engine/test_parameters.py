@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.protocol.messages import Request, SamplingParams, pack_ids
-from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import FILLED_WORDS, HostColumns, host_columns
 from engine.step_plan import Admission
 
@@ -19,7 +19,7 @@ def admission(slot: int, params: SamplingParams) -> Admission:
     return Admission(Request(id=slot, prompt=pack_ids([1]), sampling=params), slot, slot, None, 0)
 
 
-def filled(parameters: Parameters, slots: list[int]) -> HostColumns:
+def filled(parameters: BatchSamplingParams, slots: list[int]) -> HostColumns:
     memory = torch.full((FILLED_WORDS * (len(slots) + 1),), 7, dtype=torch.int32)
     at = host_columns(memory, len(slots) + 1)
     nothing = np.zeros(len(slots), np.int64)
@@ -52,12 +52,12 @@ def random_params(chance: random.Random) -> SamplingParams:
 
 def test_nothing_is_left_of_who_had_the_slot_before() -> None:
     chance = random.Random(0)
-    parameters = Parameters(SLOTS, VOCAB, (EOS,))
+    parameters = BatchSamplingParams(SLOTS, VOCAB, (EOS,))
     for _ in range(200):
         slots = chance.sample(range(SLOTS), chance.randint(1, SLOTS))
         admissions = [admission(slot, random_params(chance)) for slot in slots]
         parameters.admit(admissions)
-        fresh = Parameters(SLOTS, VOCAB, (EOS,))
+        fresh = BatchSamplingParams(SLOTS, VOCAB, (EOS,))
         fresh.admit(admissions)
         ours, alone = filled(parameters, slots), filled(fresh, slots)
         for row in range(len(slots)):

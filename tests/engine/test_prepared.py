@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.storage.file_store import Shelf
-from engine.protocol.messages import Failed, Finished, Keep
+from engine.cache.storage.file_store import StateFileStore
+from engine.protocol.messages import Failed, Finished, KeepState
 from tests.engine.test_state_files import files
 from tests.engine.test_states import Talk
 
@@ -15,8 +15,8 @@ from tests.engine.test_states import Talk
 def test_what_a_failed_round_was_to_bring_is_nobodys_beginning() -> None:
     """A state is moved by a round that fails, while a request was admitted that starts from it."""
     talk = Talk(share_slots=1, host_rows=6, most_steps=4, overlaps=True)
-    talk.run(b"abc", 2, keep=Keep(id="s"), owner="alice")
-    talk.run(b"uvw", 2, keep=Keep(id="t"), owner="bob")
+    talk.run(b"abc", 2, keep=KeepState(id="s"), owner="alice")
+    talk.run(b"uvw", 2, keep=KeepState(id="t"), owner="bob")
     talk.run(b"x", 1, state="t", owner="bob")
     talk.submit(b"mnop", 60, owner="bob")
     talk.step()
@@ -51,7 +51,7 @@ def settled(talk: Talk) -> None:
 
 def test_a_failed_round_costs_no_state_that_a_file_has(tmp_path: Path) -> None:
     talk = Talk(share_slots=1, host_rows=6, state_folder=str(tmp_path))
-    talk.run(b"abc", 2, keep=Keep(id="s"), owner="alice")
+    talk.run(b"abc", 2, keep=KeepState(id="s"), owner="alice")
     talk.finish()
     settled(talk)
     talk.run(b"k", 1, state="s", owner="alice")  # brings it to the device
@@ -68,7 +68,7 @@ def test_a_failed_round_costs_no_state_that_a_file_has(tmp_path: Path) -> None:
 
 def test_a_state_that_no_row_has_room_for_is_refused(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path))
-    talk.run(b"abc", 2, keep=Keep(id="s"))
+    talk.run(b"abc", 2, keep=KeepState(id="s"))
     talk.engine.close()
     without = Talk(share_slots=0, host_rows=0, state_folder=str(tmp_path))
     without.runner.outside = talk.runner.outside
@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_leaves_the_former_states_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Talk(share_slots=1, host_rows=6, state_folder=str(tmp_path))
-    talk.run(b"abc", 2, keep=Keep(id="s"))
+    talk.run(b"abc", 2, keep=KeepState(id="s"))
     talk.finish()
     settled(talk)
     (before,) = files(tmp_path)
@@ -88,8 +88,8 @@ def test_a_disk_that_is_full_leaves_the_former_states_file(
     def full(*_: object) -> bytes:
         raise OSError("no space is left")
 
-    monkeypatch.setattr(Shelf, "_write", full)
-    talk.run(b"uvw", 2, keep=Keep(id="s"))
+    monkeypatch.setattr(StateFileStore, "_write", full)
+    talk.run(b"uvw", 2, keep=KeepState(id="s"))
     talk.finish()
     settled(talk)
     settled(talk)

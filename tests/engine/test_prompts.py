@@ -1,5 +1,5 @@
-"""PromptStep: padded up to a bucket and replayed, chunks give what they give eagerly, and no state
-but theirs is touched. On the CPU something that runs eagerly stands for CUDA graphs."""
+"""PrefillRunner: padded up to a bucket and replayed, chunks give what they give eagerly, and no
+state but theirs is touched. On the CPU something that runs eagerly stands for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
-from engine.models.backends.hopper import HopperLM
-from engine.models.backends.selector import PlainModel, ServingModel
+from engine.models.backends.hopper import HopperBackend
+from engine.models.backends.selector import EagerBackend, ModelBackend
 from engine.models.loader import load_model, quantize_model, save_model
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
 from engine.runner import prefill as prompts
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
-from engine.runner.prefill import PromptStep, Read
-from engine.runner.sampling.batch_params import Parameters
-from engine.runner.sampling.logits_processors import Adjustments
-from engine.step_plan import Admission, DecodeRow, Plan, PrefillChunk
+from engine.runner.prefill import PrefillRunner, Read
+from engine.runner.sampling.batch_params import BatchSamplingParams
+from engine.runner.sampling.logits_processors import LogitsProcessors
+from engine.step_plan import Admission, DecodeRow, PrefillChunk, StepPlan
 from tests.engine.test_runner import (
     SLOTS,
     VOCAB,
@@ -71,7 +71,7 @@ def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return sizes
 
 
-class Checking(PlainModel):
+class Checking(EagerBackend):
     """Sees to it that padding names no state row, and no row is named twice, where it can look."""
 
     def prefill(
@@ -87,14 +87,14 @@ class Checking(PlainModel):
 class Pair:
     """One model, twice: eager, and with its prompts in graphs. `poisoned` rows of both hold NaN."""
 
-    def __init__(self, model: LM, serving: ServingModel, device: str) -> None:
+    def __init__(self, model: LM, serving: ModelBackend, device: str) -> None:
         self.model = model
         vocab, where = model.config.vocab_size, torch.device(device)
         self.states = [model.new_state(ROWS) for _ in range(2)]
-        self.parameters = Parameters(ROWS, vocab, ())
-        self.adjustments = Adjustments(ROWS, vocab, (), where)
+        self.parameters = BatchSamplingParams(ROWS, vocab, ())
+        self.adjustments = LogitsProcessors(ROWS, vocab, (), where)
         self.steps = [
-            PromptStep(serving, one, self.parameters, self.adjustments, where)
+            PrefillRunner(serving, one, self.parameters, self.adjustments, where)
             for one in self.states
         ]
         pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
@@ -179,7 +179,7 @@ def test_padded_prompts_give_what_eager_ones_give(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_in_graphs_on_hopper(name: str, replayed: list[int]) -> None:
     model = build_bfloat16(CONFIGS[name], torch.bfloat16)
-    pair = Pair(model, HopperLM(model), "cuda")
+    pair = Pair(model, HopperBackend(model), "cuda")
     for lengths in COMPANIES:
         check_company(pair, lengths, tolerance=0.03)  # each form of a product has its rounding
     assert len(replayed) == 2 * len(COMPANIES)
@@ -190,7 +190,7 @@ def test_prompts_in_graphs_on_hopper(name: str, replayed: list[int]) -> None:
 def test_quantised_prompts_in_graphs(kind: Quantization) -> None:
     options: dict[str, object] = {"cell": "mingru", "conv_kernel": 3, "tie_embeddings": True}
     model = quantize_model(build(options, "cuda").to(torch.bfloat16), kind)
-    pair = Pair(model, PlainModel(model), "cuda")
+    pair = Pair(model, EagerBackend(model), "cuda")
     for lengths in COMPANIES:
         check_company(pair, lengths, tolerance=0.03)
 
@@ -198,7 +198,7 @@ def test_quantised_prompts_in_graphs(kind: Quantization) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_scored_is_read_in_a_graph_too(device: str, replayed: list[int]) -> None:
     model = build({"cell": "mingru"}, device)
-    pair = Pair(model, PlainModel(model), device)
+    pair = Pair(model, EagerBackend(model), device)
     prompt = list(range(20))
     scored = chunk_of(1, 3, prompt, 0, 20, score_top=0)
     for chunks in ([scored], [chunk_of(2, 5, prompt, 0, 20), scored]):
@@ -212,7 +212,7 @@ def test_what_is_scored_is_read_in_a_graph_too(device: str, replayed: list[int])
 
 def test_what_is_long_is_read_without_a_graph(replayed: list[int]) -> None:
     model = build({"cell": "mingru"})
-    pair = Pair(model, PlainModel(model), "cpu")
+    pair = Pair(model, EagerBackend(model), "cpu")
     prompt = list(range(20))
     long = prompt * 16
     read = pair.read([chunk_of(1, 3, long, 0, len(long))])[1]
@@ -231,7 +231,7 @@ def test_graphs_pay_while_the_device_does_not_take_much_longer(
     """A device that takes a second a token, and a host that takes as long for any prompt."""
     now, busy_until = 0.0, 0.0
 
-    def run(step: PromptStep, inputs: Any, draw: bool) -> None:
+    def run(step: PrefillRunner, inputs: Any, draw: bool) -> None:
         nonlocal now, busy_until
         busy_until = max(now + launching, max(now, busy_until) + len(inputs.tokens))
         now += launching
@@ -240,14 +240,14 @@ def test_graphs_pay_while_the_device_does_not_take_much_longer(
         nonlocal now
         now = max(now, busy_until)
 
-    monkeypatch.setattr(PromptStep, "_run", run)
+    monkeypatch.setattr(PrefillRunner, "_run", run)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(prompts, "perf_counter", lambda: now)
     model = build({"cell": "mingru"})
-    parameters = Parameters(ROWS, model.config.vocab_size, ())
+    parameters = BatchSamplingParams(ROWS, model.config.vocab_size, ())
     cpu = torch.device("cpu")
-    adjustments = Adjustments(ROWS, model.config.vocab_size, (), cpu)
-    step = PromptStep(PlainModel(model), model.new_state(1), parameters, adjustments, cpu)
+    adjustments = LogitsProcessors(ROWS, model.config.vocab_size, (), cpu)
+    step = PrefillRunner(EagerBackend(model), model.new_state(1), parameters, adjustments, cpu)
     assert step.worth_graphs([2, 4, 8]) == largest
     assert step._launch_bound == free
 
@@ -257,11 +257,11 @@ def test_long_prompts_are_filled_up_where_padding_costs_nothing(
     launch_bound: bool, replayed: list[int]
 ) -> None:
     model = build({"cell": "mingru"})
-    parameters = Parameters(ROWS, model.config.vocab_size, ())
+    parameters = BatchSamplingParams(ROWS, model.config.vocab_size, ())
     state = model.new_state(ROWS)
     cpu = torch.device("cpu")
-    adjustments = Adjustments(ROWS, model.config.vocab_size, (), cpu)
-    step = PromptStep(PlainModel(model), state, parameters, adjustments, cpu)
+    adjustments = LogitsProcessors(ROWS, model.config.vocab_size, (), cpu)
+    step = PrefillRunner(EagerBackend(model), state, parameters, adjustments, cpu)
     step._launch_bound = 2048 if launch_bound else 0
     tokens = list(range(20)) * 90  # 1,800
     with torch.inference_mode():
@@ -341,8 +341,8 @@ def first_tokens(runner: Any, slots: list[int], decode: bool, **fields: Any) -> 
         for key in keys
     ]
     other = request_of(1, [1, 2, 3])
-    runner.run(Plan(admit=[Admission(other, 1, SLOTS - 1, None, 0)]))
-    plan = Plan(decode=[DecodeRow(1, SLOTS - 1, 4, 1)] if decode else [])
+    runner.run(StepPlan(admit=[Admission(other, 1, SLOTS - 1, None, 0)]))
+    plan = StepPlan(decode=[DecodeRow(1, SLOTS - 1, 4, 1)] if decode else [])
     for request, slot in zip(requests, slots, strict=True):
         prompt = array("i")
         prompt.frombytes(request.prompt)
@@ -350,7 +350,7 @@ def first_tokens(runner: Any, slots: list[int], decode: bool, **fields: Any) -> 
         plan.prefill.append(chunk_of(request.id, slot, prompt.tolist(), 0, len(prompt)))
     result = runner.run(plan)
     assert result.non_finite == []
-    runner.run(Plan(release=[1, *keys]))
+    runner.run(StepPlan(release=[1, *keys]))
     tokens = {sampled.key: sampled.token for sampled in result.sampled}
     assert set(tokens) == {*keys, *([1] if decode else [])}
     return [tokens[key] for key in keys]

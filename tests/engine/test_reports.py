@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import ops
-from engine.protocol.logprobs import MOST_TOP, Reports, TokenLogprobs, words_of_report
+from engine.protocol.logprobs import MOST_TOP, PackedLogprobs, TokenLogprobs, words_of_report
 from tests.reports import in_float32, packed
 
 
@@ -44,7 +44,7 @@ def test_the_operators_words() -> None:
     targets = logits.argmax(-1)
     targets[1] = 3
     words = ops.target_logprobs(logits, targets, 2)
-    told, found = Reports(2, words.numpy().tobytes()).unpack(), ops.read_reports(words)
+    told, found = PackedLogprobs(2, words.numpy().tobytes()).unpack(), ops.read_reports(words)
     assert [one.logprob for one in told] == found.chosen.tolist()
     assert [one.is_greedy for one in told] == found.is_greedy.tolist() == [True, False, True, True]
     assert [one.top_ids for one in told] == found.top_ids.tolist()

@@ -27,8 +27,8 @@ from engine.protocol.sampling_params import MOST_STOP_IDS
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step_plan import Drawn, Plan, Sampled, StepResult
-from engine.structured_output.grammar_cache import Grammars
+from engine.step_plan import Drawn, Sampled, StepPlan, StepResult
+from engine.structured_output.grammar_cache import GrammarCache
 from tests.engine.fake import FakeRunner, recite
 from tests.engine.witness import VOCAB, StrictRunner, Witness
 
@@ -111,7 +111,7 @@ def test_every_life_keeps_the_promises(
     seen: Counter[str] = Counter()
     carry_out = StrictRunner._carry_out
 
-    def counting(runner: StrictRunner, plan: Plan) -> StepResult:
+    def counting(runner: StrictRunner, plan: StepPlan) -> StepResult:
         ended = plan.again and any(row.slot < 0 for row in runner.batch)
         seen["several steps"] += plan.steps > 1
         seen["again"] += plan.again
@@ -280,7 +280,7 @@ def test_the_batch_goes_on_while_the_host_sees_to_the_others(seconds: float, ste
     """Of steps of half a millisecond: as many as the host took, from 2 ms to 8."""
 
     class Slow(FakeRunner):
-        def _carry_out(self, plan: Plan) -> StepResult:
+        def _carry_out(self, plan: StepPlan) -> StepResult:
             result = super()._carry_out(plan)
             result.host_seconds = seconds if plan.apart else 0.0
             return result
@@ -381,7 +381,7 @@ def test_slots_are_taken_whatever_kind_is_next_in_the_queue(share: float) -> Non
 
 
 def test_slots_are_handed_over_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Grammars, "pending", True)
+    monkeypatch.setattr(GrammarCache, "pending", True)
     handed: list[Sequence] = []
     hand_over = DecodeBatch.hand_over
 
@@ -407,7 +407,7 @@ def test_a_plan_of_those_the_host_draws_for_that_cannot_start_leaves_the_batch_a
     begun = []
     start = runner.start
 
-    def failing(plan: Plan) -> StepResult | Exception:
+    def failing(plan: StepPlan) -> StepResult | Exception:
         begun.append((plan.apart, plan.again))
         if plan.apart:
             raise RuntimeError("boom")
@@ -517,7 +517,7 @@ def plain_scheduler(slots: int) -> Scheduler:
     )
 
 
-def first_result(plan: Plan) -> StepResult:
+def first_result(plan: StepPlan) -> StepResult:
     """Every chunk draws 5; a row draws 6 more than its number."""
     sampled = [Sampled(chunk.key, 5, None) for chunk in plan.prefill if chunk.sample]
     return StepResult(sampled, Drawn(pack_ids([6 + row for row in plan.at]), {}))
@@ -607,7 +607,7 @@ def test_what_the_device_ends_and_the_host_does_not_goes_on() -> None:
     """The host has the last word: a row that ended by mistake costs time, no token."""
 
     class Hasty(FakeRunner):
-        def _carry_out(self, plan: Plan) -> StepResult:
+        def _carry_out(self, plan: StepPlan) -> StepResult:
             result = super()._carry_out(plan)
             if self.steps == 4:
                 assert result.drawn is not None and self.batch[0].slot >= 0

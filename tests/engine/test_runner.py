@@ -16,7 +16,7 @@ import torch
 from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
-from engine.models.backends.cpu import PackedLM
+from engine.models.backends.cpu import CpuBackend
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.lm import LM
 from engine.protocol.logprobs import TokenLogprobs
@@ -24,8 +24,8 @@ from engine.protocol.messages import Request, SamplingParams, pack_ids, unpack_i
 from engine.runner import prompt_logprobs as scoring
 from engine.runner import state_pool as state
 from engine.runner.cuda_graphs import buckets
-from engine.runner.model_runner import Runner
-from engine.step_plan import Admission, Copy, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.runner.model_runner import ModelRunner
+from engine.step_plan import Admission, Copy, DecodeRow, PrefillChunk, StepPlan, StepResult
 
 VOCAB = 61
 SLOTS = 12
@@ -47,9 +47,9 @@ def save_random_model(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def load(folder: Path, **fields: Any) -> Runner:
+def load(folder: Path, **fields: Any) -> ModelRunner:
     given = {"max_slots": SLOTS, "share_slots": 4, "threads": 2, "device": "cpu", **fields}
-    return Runner(EngineConfig(model=str(folder), **given))
+    return ModelRunner(EngineConfig(model=str(folder), **given))
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
@@ -58,7 +58,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=DEVICES)
-def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
+def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
     return load(folder, device=request.param)
 
 
@@ -90,7 +90,7 @@ def chunk_of(
 
 
 def generate(
-    runner: Runner,
+    runner: ModelRunner,
     requests: Sequence[Request],
     steps: int,
     slots: Sequence[int] | None = None,
@@ -109,14 +109,14 @@ def generate(
             for key, prompt in prompts.items()
             if start < len(prompt)
         ]
-        take(answers, runner.run(Plan(admit=admit, prefill=chunks)))
+        take(answers, runner.run(StepPlan(admit=admit, prefill=chunks)))
         admit = []
     for position in range(1, steps):
         decode = [
             DecodeRow(key, rows[key], answer[-1], position) for key, answer in answers.items()
         ]
-        take(answers, runner.run(Plan(decode=decode)))
-    runner.run(Plan(release=list(answers)))
+        take(answers, runner.run(StepPlan(decode=decode)))
+    runner.run(StepPlan(release=list(answers)))
     return answers
 
 
@@ -126,7 +126,7 @@ def take(answers: dict[int, list[int]], result: StepResult) -> None:
         answers[sampled.key].append(sampled.token)
 
 
-def test_a_batch_gives_each_prompt_what_it_gives_alone(runner: Runner) -> None:
+def test_a_batch_gives_each_prompt_what_it_gives_alone(runner: ModelRunner) -> None:
     """Greedy and drawn, in other slots, other company and after other requests."""
     requests = [
         request_of(key, random_prompt(length, key), temperature=0.8 * (key % 2), seed=key)
@@ -141,25 +141,25 @@ def test_a_batch_gives_each_prompt_what_it_gives_alone(runner: Runner) -> None:
     assert len({tuple(tokens) for tokens in together.values()}) == len(requests)
 
 
-def test_a_prompt_read_in_chunks_goes_on_as_if_read_whole(runner: Runner) -> None:
+def test_a_prompt_read_in_chunks_goes_on_as_if_read_whole(runner: ModelRunner) -> None:
     requests = [request_of(key, random_prompt(300 + key, key)) for key in range(2)]
     whole = generate(runner, requests, steps=10)
     for cuts in ([SCAN_CHUNK], [1, 2, 3, 150], [SCAN_CHUNK, 2 * SCAN_CHUNK], [299]):
         assert generate(runner, requests, steps=10, cuts=cuts) == whole
 
 
-def test_prefill_and_decode_share_a_step(runner: Runner) -> None:
+def test_prefill_and_decode_share_a_step(runner: ModelRunner) -> None:
     """`sampled` has the chunks that end their prompt first, then the decoded rows."""
     first, second = (request_of(key, random_prompt(20 + key, key)) for key in (1, 2))
     expected = generate(runner, [first], 3) | generate(runner, [second], 1)
     prompts = [list(unpack_ids(request.prompt)) for request in (first, second)]
     answer = []
     admit = [Admission(first, 1, 4, None, 0)]
-    result = runner.run(Plan(admit=admit, prefill=[chunk_of(1, 4, prompts[0], 0, 21)]))
+    result = runner.run(StepPlan(admit=admit, prefill=[chunk_of(1, 4, prompts[0], 0, 21)]))
     answer.append(result.sampled[0].token)
     admit = [Admission(second, 2, 9, None, 0)]
     unfinished = runner.run(
-        Plan(
+        StepPlan(
             admit=admit,
             prefill=[chunk_of(2, 9, prompts[1], 0, 5)],
             decode=[DecodeRow(1, 4, answer[-1], 1)],
@@ -168,7 +168,9 @@ def test_prefill_and_decode_share_a_step(runner: Runner) -> None:
     assert [sampled.key for sampled in unfinished.sampled] == [1]
     answer.append(unfinished.sampled[0].token)
     both = runner.run(
-        Plan(prefill=[chunk_of(2, 9, prompts[1], 5, 22)], decode=[DecodeRow(1, 4, answer[-1], 2)])
+        StepPlan(
+            prefill=[chunk_of(2, 9, prompts[1], 5, 22)], decode=[DecodeRow(1, 4, answer[-1], 2)]
+        )
     )
     assert [sampled.key for sampled in both.sampled] == [2, 1]
     assert both.prefill_seconds > 0 and both.decode_seconds > 0
@@ -176,13 +178,13 @@ def test_prefill_and_decode_share_a_step(runner: Runner) -> None:
     assert {1: answer, 2: [both.sampled[0].token]} == expected
 
 
-def test_every_position_draws_anew(runner: Runner) -> None:
+def test_every_position_draws_anew(runner: ModelRunner) -> None:
     """So hot that the logits hardly matter: what is left is the position's own number."""
     request = request_of(1, random_prompt(5, 1), temperature=1e4)
     assert len(set(generate(runner, [request], steps=30)[1])) > 10
 
 
-def test_a_forked_prefix_is_as_good_as_reading_it(runner: Runner) -> None:
+def test_a_forked_prefix_is_as_good_as_reading_it(runner: ModelRunner) -> None:
     """Rows behind the slots hold what `after` copied; they survive the sequence and serve many."""
     prefix, row = random_prompt(SCAN_CHUNK, 0), SLOTS + 3
     requests = [request_of(key, [*prefix, key], logprobs=VOCAB) for key in (7, 8)]
@@ -190,7 +192,7 @@ def test_a_forked_prefix_is_as_good_as_reading_it(runner: Runner) -> None:
     slots = (2, 0)
 
     def first_draws(start: int, source: int | None) -> list[TokenLogprobs]:
-        plan = Plan(release=[5, 6, 7, 8])
+        plan = StepPlan(release=[5, 6, 7, 8])
         for request, prompt, slot in zip(requests, prompts, slots, strict=True):
             plan.admit.append(Admission(request, request.id, slot, source, start))
             plan.prefill.append(chunk_of(request.id, slot, prompt, start, len(prompt)))
@@ -200,7 +202,7 @@ def test_a_forked_prefix_is_as_good_as_reading_it(runner: Runner) -> None:
     read_whole = first_draws(0, None)
     without_prefix = first_draws(SCAN_CHUNK, None)
     runner.run(
-        Plan(
+        StepPlan(
             release=[7, 8],
             admit=[Admission(request_of(5, prompts[0]), 5, 2, None, 0)],
             prefill=[chunk_of(5, 2, prompts[0], 0, SCAN_CHUNK)],
@@ -236,7 +238,7 @@ def check_scores(tokens: list[TokenLogprobs], reference: torch.Tensor, prompt: l
 
 
 def test_scores_are_those_of_the_training_forward_pass(
-    folder: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
+    folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in blocks of a few rows, over chunks, and with unscored chunks in between."""
     monkeypatch.setattr(scoring, "BLOCK_BYTES", 4 * VOCAB * 7)
@@ -249,7 +251,7 @@ def test_scores_are_those_of_the_training_forward_pass(
     scores: list[TokenLogprobs] = []
     for start, stop in ((0, 10), (10, 64), (64, 90)):
         part = start // 10
-        plan = Plan(
+        plan = StepPlan(
             admit=admit,
             prefill=[
                 chunk_of(2, 5, other, part, part + 1),
@@ -263,7 +265,7 @@ def test_scores_are_those_of_the_training_forward_pass(
     check_scores(scores, reference, prompt)
 
 
-def test_each_chunk_is_scored_with_its_own_number_of_best(runner: Runner) -> None:
+def test_each_chunk_is_scored_with_its_own_number_of_best(runner: ModelRunner) -> None:
     prompts = {key: random_prompt(6, key) for key in (1, 2, 3)}
     admit = [
         Admission(request_of(key, prompt), key, key, None, 0) for key, prompt in prompts.items()
@@ -272,7 +274,7 @@ def test_each_chunk_is_scored_with_its_own_number_of_best(runner: Runner) -> Non
     chunks = [
         chunk_of(key, key, prompt, 0, 6, score_top=tops[key]) for key, prompt in prompts.items()
     ]
-    result = runner.run(Plan(admit=admit, prefill=chunks))
+    result = runner.run(StepPlan(admit=admit, prefill=chunks))
     scores = {scored.key: scored.reports.unpack() for scored in result.scored}
     assert {key: len(tokens) for key, tokens in scores.items()} == {1: 5, 3: 5}
     assert {len(token.top_ids) for token in scores[1]} == {0}
@@ -285,27 +287,29 @@ def test_scoring_never_holds_more_logits_than_a_block(
     """In number of rows that the head is given, over a prompt much longer than a block."""
     monkeypatch.setattr(scoring, "BLOCK_BYTES", 4 * VOCAB * 16)
     rows: list[int] = []
-    logits = PackedLM.logits
+    logits = CpuBackend.logits
 
-    def counting(model: PackedLM, hidden: torch.Tensor) -> torch.Tensor:
+    def counting(model: CpuBackend, hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return logits(model, hidden)
 
-    monkeypatch.setattr(PackedLM, "logits", counting)
+    monkeypatch.setattr(CpuBackend, "logits", counting)
     runner = load(folder)
     prompt = random_prompt(200, 1)
-    plan = Plan(
+    plan = StepPlan(
         admit=[Admission(request_of(1, prompt, max_tokens=0), 1, 0, None, 0)],
         prefill=[chunk_of(1, 0, prompt, 0, 150, score_top=1)],
     )
     (scored,) = runner.run(plan).scored
     assert len(scored.reports.unpack()) == 150 == sum(rows) and max(rows) == 16
     rows.clear()
-    runner.run(Plan(prefill=[chunk_of(1, 0, prompt, 150, 199)]))
+    runner.run(StepPlan(prefill=[chunk_of(1, 0, prompt, 150, 199)]))
     assert rows == []  # neither scored nor sampled
 
 
-def test_drawn_tokens_carry_log_probabilities_where_asked(folder: Path, runner: Runner) -> None:
+def test_drawn_tokens_carry_log_probabilities_where_asked(
+    folder: Path, runner: ModelRunner
+) -> None:
     prompt = random_prompt(30, 3)
     requests = [
         request_of(1, prompt),
@@ -314,7 +318,7 @@ def test_drawn_tokens_carry_log_probabilities_where_asked(folder: Path, runner: 
     ]
     admit = [Admission(one, one.id, one.id, None, 0) for one in requests]
     chunks = [chunk_of(one.id, one.id, prompt, 0, 30) for one in requests]
-    result = runner.run(Plan(admit=admit, prefill=chunks))
+    result = runner.run(StepPlan(admit=admit, prefill=chunks))
     reference = direct_logprobs(folder, prompt)[-1]
     plain, drawn, greedy = result.sampled
     assert plain.report is None
@@ -349,7 +353,7 @@ def test_a_request_whose_logits_are_not_finite_fails_and_no_other(folder: Path) 
         assert failed == {(client, 1, "step_failed") for client in ("drawing", "scoring")}, round
 
 
-def test_warming_up_leaves_no_trace(runner: Runner) -> None:
+def test_warming_up_leaves_no_trace(runner: ModelRunner) -> None:
     requests = [request_of(key, random_prompt(30, key)) for key in range(3)]
     before = generate(runner, requests, steps=5)
     runner.warm_up()

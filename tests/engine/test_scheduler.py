@@ -15,7 +15,7 @@ from engine.config import SCAN_CHUNK
 from engine.errors import StepFailed
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.scheduler.scheduler import Scheduler
-from engine.step_plan import Plan, Sampled, StepResult
+from engine.step_plan import Sampled, StepPlan, StepResult
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 9
@@ -38,7 +38,7 @@ def ask(id: int, length: int = 1, max_tokens: int = 4, token: int = 1, **fields:
     return Request(id=id, prompt=prompt, sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
-def run(scheduler: Scheduler, token: int = 2, now: float = 0.0) -> Plan:
+def run(scheduler: Scheduler, token: int = 2, now: float = 0.0) -> StepPlan:
     """One step in which every sequence that draws draws `token`."""
     plan = scheduler.plan(now)
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
@@ -47,7 +47,7 @@ def run(scheduler: Scheduler, token: int = 2, now: float = 0.0) -> Plan:
     return plan
 
 
-def finish(scheduler: Scheduler, log: Log | None = None) -> list[Plan]:
+def finish(scheduler: Scheduler, log: Log | None = None) -> list[StepPlan]:
     """Steps until everything has ended; the plans of these steps."""
     plans = []
     for _ in range(1000):
@@ -61,7 +61,7 @@ def finish(scheduler: Scheduler, log: Log | None = None) -> list[Plan]:
     raise AssertionError("the scheduler does not come to an end")
 
 
-def lengths(plan: Plan) -> dict[int, int]:
+def lengths(plan: StepPlan) -> dict[int, int]:
     return {chunk.key: len(chunk.tokens) for chunk in plan.prefill}
 
 

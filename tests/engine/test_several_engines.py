@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineError, EngineLoading
 from engine.supervisor.channel import MemoryPipe
 from engine.supervisor.control_messages import Down, Left, Serve, Using
-from engine.supervisor.supervisor import Rules, Supervisor
+from engine.supervisor.supervisor import Supervisor, SupervisorConfig
 from tests.engine.test_supervisor import Charge, Engines, ruling, settle, told, until
 
 
@@ -40,7 +40,7 @@ async def two(
 
 def test_a_gpu_of_a_number_is_no_gpu_for_each() -> None:
     with pytest.raises(ConfigError, match='allowed: "auto", "cpu" or "cuda" with several engines'):
-        Supervisor(EngineConfig(device="cuda:0", engines=2), Rules())
+        Supervisor(EngineConfig(device="cuda:0", engines=2), SupervisorConfig())
 
 
 async def test_they_serve_when_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.file_store import StateFileStore
 from engine.cache.storage.folder_lock import FolderLock
 from engine.cache.storage.state_folder import PREFIX_FOLDER
-from engine.protocol.messages import Finished, Keep
+from engine.protocol.messages import Finished, KeepState
 from tests.engine.test_disk_cache import cached, prompt, settle, start
 from tests.engine.test_states import Talk, code, text
 
@@ -30,7 +30,7 @@ def beside(former: Talk, folder: Path, **options: Any) -> Talk:
     return talk
 
 
-def shelf_of(talk: Talk) -> Shelf:
+def shelf_of(talk: Talk) -> StateFileStore:
     shelf = talk.engine._keeper.states._shelf
     assert shelf is not None
     return shelf
@@ -42,7 +42,7 @@ def listed(talk: Talk, **fields: Any) -> list[str]:
 
 def turn(talk: Talk, more: bytes, count: int = 3) -> bytes:
     """Of the session "s"."""
-    return text(talk.run(more, count, state="s", state_optional=True, keep=Keep(id="s")))
+    return text(talk.run(more, count, state="s", state_optional=True, keep=KeepState(id="s")))
 
 
 def test_what_the_older_engine_writes_after_the_start_of_the_other_one_is_gone_on_from(
@@ -76,9 +76,9 @@ def test_one_turn_at_a_time(tmp_path: Path) -> None:
     old = Talk(state_folder=str(tmp_path))
     turn(old, b"abc")
     new = beside(old, tmp_path)
-    under_way = old.submit(b"", 4, state="s", keep=Keep(id="s"))
+    under_way = old.submit(b"", 4, state="s", keep=KeepState(id="s"))
     old.step()
-    assert code(new.run(b"", 1, state="s", keep=Keep(id="s"))) == "state_busy"
+    assert code(new.run(b"", 1, state="s", keep=KeepState(id="s"))) == "state_busy"
     for action in ("delete", "move"):
         assert new.code(action, id="s") == "state_busy"
     assert new.code("fork", id="s", target="s") == "state_busy"
@@ -92,7 +92,7 @@ def test_an_answer_is_told_when_the_other_engine_can_go_on_from_it(tmp_path: Pat
     old = Talk(state_folder=str(tmp_path))
     new = beside(old, tmp_path)
     for more in (b"abc", b"k", b"r"):
-        id = old.submit(more, 2, state="s", state_optional=True, keep=Keep(id="s"))
+        id = old.submit(more, 2, state="s", state_optional=True, keep=KeepState(id="s"))
         while id not in old.ends:
             assert old.engine.has_work
             old.step()
@@ -142,7 +142,7 @@ def test_a_state_that_has_moved_is_nowhere_else(
 def test_what_the_older_engine_is_writing_is_not_cleared_away(tmp_path: Path) -> None:
     old = Talk(state_folder=str(tmp_path))
     turn(old, b"abc")
-    name = Shelf.name(MODEL, "", "u") + shelf_of(old)._temporary
+    name = StateFileStore.name(MODEL, "", "u") + shelf_of(old)._temporary
     (tmp_path / name).write_bytes(b"as far as it has come")
     new = beside(old, tmp_path)
     new.ask("list")
@@ -166,11 +166,11 @@ def test_nothing_expires_on_disk_while_there_are_two(tmp_path: Path) -> None:
 def test_who_is_left_takes_stock(tmp_path: Path) -> None:
     old = Talk(state_folder=str(tmp_path))
     for id in ("a", "b", "c"):
-        old.run(id.encode(), 1, keep=Keep(id=id))
+        old.run(id.encode(), 1, keep=KeepState(id=id))
     new = beside(old, tmp_path)
-    old.run(b"b", 2, keep=Keep(id="b"))
+    old.run(b"b", 2, keep=KeepState(id="b"))
     old.ask("delete", id="c")
-    old.run(b"m", 1, keep=Keep(id="d"))
+    old.run(b"m", 1, keep=KeepState(id="d"))
     old.engine.close()
     new.engine._keeper.collect()
     states = new.engine._keeper.states

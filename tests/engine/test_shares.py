@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.cache.fair_lru import Shares, Weights
-from engine.protocol.messages import Keep
+from engine.cache.fair_lru import FairLru, Weights
+from engine.protocol.messages import KeepState
 from tests.engine.test_states import Finished, Talk, code, text
 
 
@@ -20,7 +20,7 @@ class Thing:
 
 
 def test_whoever_has_the_most_gives_way_first() -> None:
-    shares: Shares[Thing] = Shares()
+    shares: FairLru[Thing] = FairLru()
     things = [Thing(owner, i) for i, owner in enumerate("abbbca")]
     for thing in things:
         shares.add(thing)
@@ -36,7 +36,7 @@ def test_whoever_has_the_most_gives_way_first() -> None:
 def test_long_histories() -> None:
     chance = random.Random(5)
     for owners in (1, 2, 3, 9):
-        shares: Shares[Thing] = Shares()
+        shares: FairLru[Thing] = FairLru()
         lists: dict[str, list[Thing]] = {}
         weights, sums = Weights(), Counter[str]()
         for step in range(2000):
@@ -107,14 +107,14 @@ def test_named_states_leave_rows_for_others() -> None:
     talk = Talk(share_slots=4, host_rows=12)
 
     def keep(id: str, owner: str) -> object:
-        return talk.run(b"abc", keep=Keep(id=id), owner=owner)
+        return talk.run(b"abc", keep=KeepState(id=id), owner=owner)
 
     ends = [keep(f"s{number}", "bob") for number in range(14)]
     kept = sum(isinstance(end, Finished) for end in ends)
     assert kept == 12, "three quarters of all rows"
     last = ends[-1]
     assert code(last) == "state_quota" and "one key" in last.message  # type: ignore[attr-defined, arg-type]
-    again = talk.run(b"", 1, state="s0", keep=Keep(id="s0"), owner="bob")
+    again = talk.run(b"", 1, state="s0", keep=KeepState(id="s0"), owner="bob")
     assert text(again) == b"g", "in the place of another"
     assert isinstance(keep("s", "alice"), Finished)
     out = talk.ask("export", id="s1", owner="bob").content

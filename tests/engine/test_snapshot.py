@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from engine.cache.storage.snapshot import MOST_TAIL, Shape, Snapshot, read, write
+from engine.cache.storage.snapshot import MOST_TAIL, Snapshot, StateLayout, read, write
 from engine.errors import EngineError, StateMalformed, StateMismatch
 from engine.protocol.messages import pack_ids
 
 SHAPES = [
-    Shape("one", 50, (2, 6), None),
-    Shape("two", 50, (2, 6), (2, 3, 4)),
+    StateLayout("one", 50, (2, 6), None),
+    StateLayout("two", 50, (2, 6), (2, 3, 4)),
 ]
 # The long run: MINSERVE_SNAPSHOT_MUTATIONS=10000
 MUTATIONS = int(os.environ.get("MINSERVE_SNAPSHOT_MUTATIONS", "1500"))
 
 
-def sample(shape: Shape, tail: tuple[int, ...] = (7,), **fields: Any) -> Snapshot:
+def sample(shape: StateLayout, tail: tuple[int, ...] = (7,), **fields: Any) -> Snapshot:
     state = np.random.default_rng(3).standard_normal(shape.bytes // 4).astype("<f4").tobytes()
     given = {"tokens": 2**40, "drawn": len(tail) == 1, "recent": (1, 2, 3, 7), **fields}
     return Snapshot(state, pack_ids(tail), **given)
@@ -44,7 +44,7 @@ def changed(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tail", [(7,), tuple(range(MOST_TAIL // 4))])
-def test_what_is_written_is_read_again(shape: Shape, tail: tuple[int, ...]) -> None:
+def test_what_is_written_is_read_again(shape: StateLayout, tail: tuple[int, ...]) -> None:
     given = sample(shape, tail, extra={"owner": "alice"})
     content = write(given, shape)
     assert read(content, shape) == given
@@ -62,7 +62,7 @@ def golden(name: str) -> bytes:
 
 def test_files_of_both_formats_stay_readable() -> None:
     """As a server of each has left them, with a name and without."""
-    shape = Shape("golden", 50, (1, 2), (1, 1, 2))
+    shape = StateLayout("golden", 50, (1, 2), (1, 1, 2))
     state = np.array([1.0, -2.0, 0.5, 3.0], "<f4").tobytes()
     expected = Snapshot(state, pack_ids([4, 5]), 9, False, (2, 3, 4, 5), {"id": "romeo"})
     for name in ("version-1.safetensors", "version-2.safetensors"):
@@ -71,7 +71,7 @@ def test_files_of_both_formats_stay_readable() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_bit_of_a_file_flips_unseen(shape: Shape) -> None:
+def test_no_bit_of_a_file_flips_unseen(shape: StateLayout) -> None:
     content = write(sample(shape, (7, 9), extra={"owner": "alice", "id": "s"}), shape)
     read(content, shape)
     for bit in range(8 * len(content)):
@@ -127,7 +127,7 @@ def test_what_is_moved_from_one_part_to_the_next_is_damage() -> None:
 def test_another_models_is_refused_with_both_names() -> None:
     content = write(sample(SHAPES[0]), SHAPES[0])
     with pytest.raises(StateMismatch, match=r"'one'.*'other'"):
-        read(content, Shape("other", 50, (2, 6), None))
+        read(content, StateLayout("other", 50, (2, 6), None))
 
 
 def nan(content: bytes) -> bytes:

@@ -14,8 +14,8 @@ import pytest
 
 from engine.cache.storage import file_store as shelf
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import SUFFIX, TEMPORARY, Shelf
-from engine.protocol.messages import AskState, Failed, Keep
+from engine.cache.storage.file_store import SUFFIX, TEMPORARY, StateFileStore
+from engine.protocol.messages import Failed, KeepState, StateCall
 from loadtest.fuzz.snapshots import without_digest
 from tests.engine.test_states import Talk, code, text
 
@@ -25,7 +25,7 @@ MODEL = "fake"  # the fake runner's fingerprint
 def written(folder: Path, **options: Any) -> Talk:
     """An engine that has left the state "s" after b"abcdef", and waits for nothing."""
     talk = Talk(state_folder=str(folder), **options)
-    talk.run(b"abc", keep=Keep(id="s"))
+    talk.run(b"abc", keep=KeepState(id="s"))
     talk.engine.close()
     return talk
 
@@ -71,12 +71,12 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     outside.write_bytes(b"precious")
     folder = tmp_path / "states"
     talk = Talk(state_folder=str(folder))
-    name = Shelf.name(MODEL, "", "s")
+    name = StateFileStore.name(MODEL, "", "s")
     shelf = talk.engine._keeper.states._shelf
     assert shelf is not None
     (folder / (name + shelf._temporary)).symlink_to(outside)
     (folder / name).symlink_to(outside)
-    talk.run(b"abc", keep=Keep(id="s"))
+    talk.run(b"abc", keep=KeepState(id="s"))
     talk.engine.close()
     assert outside.read_bytes() == b"precious"
     assert not (folder / name).is_symlink()
@@ -155,7 +155,7 @@ def test_not_every_use_is_told_to_the_disk(tmp_path: Path) -> None:
 
 
 def test_what_has_taken_a_files_name_is_not_made_younger(tmp_path: Path) -> None:
-    one = Shelf(tmp_path, MODEL)
+    one = StateFileStore(tmp_path, MODEL)
     told: list[Any] = []
     one.write("x", lambda: b"content", told.append)
     one.close()
@@ -179,7 +179,7 @@ def test_models_share_a_folder(tmp_path: Path) -> None:
     one = written(tmp_path)
     other = Other(state_folder=str(tmp_path))
     assert other.ask("list").states == []
-    other.run(b"xyz", 0, keep=Keep(id="s"))
+    other.run(b"xyz", 0, keep=KeepState(id="s"))
     other.engine.close()
     assert len(files(tmp_path)) == 2
     assert text(after(one, tmp_path).run(b"", 1, state="s")) == b"g"
@@ -222,7 +222,7 @@ def test_another_names_file_is_as_good(tmp_path: Path, damage: str) -> None:
     talk.finish()
     talk.engine.close()
     kept = out_of_rows(talk)
-    names = {id: Shelf.name(MODEL, "", id) for id in ("s", "t")}
+    names = {id: StateFileStore.name(MODEL, "", id) for id in ("s", "t")}
     assert kept.files == kept.written == set(names.values())
     for name in sorted(names.values()):
         path = tmp_path / name
@@ -243,13 +243,13 @@ def test_a_file_on_its_way_counts_as_none(tmp_path: Path) -> None:
     """While the only whole file goes, the state needs its row."""
     talk = written(tmp_path)
     kept = talk.engine._keeper.states.find("", "s").standing.kept
-    talk.engine.ask("c", AskState(call=1, action="fork", id="s", target="t"))
-    assert kept.written == {Shelf.name(MODEL, "", "s")}
-    talk.engine.ask("c", AskState(call=2, action="delete", id="s"))
+    talk.engine.ask("c", StateCall(call=1, action="fork", id="s", target="t"))
+    assert kept.written == {StateFileStore.name(MODEL, "", "s")}
+    talk.engine.ask("c", StateCall(call=2, action="delete", id="s"))
     assert not kept.written
     talk.finish()
     talk.engine.close()
-    assert kept.written == {Shelf.name(MODEL, "", "t")}
+    assert kept.written == {StateFileStore.name(MODEL, "", "t")}
     assert [reply.failed for _, reply in talk.engine.replies()] == [None, None]
 
 
@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_counts_what_lies_there(
 
     monkeypatch.setattr(shelf, "_write_new", full)
     for id in ("s", "t"):
-        talk.run(b"xyz", 0, keep=Keep(id=id))
+        talk.run(b"xyz", 0, keep=KeepState(id=id))
         talk.finish()
         talk.engine.close()
     assert talk.engine._keeper.states.files == len(files(tmp_path)) == 1, "the former state's"
@@ -273,7 +273,7 @@ def test_a_disk_that_is_full_counts_what_lies_there(
 
 
 def test_what_is_written_is_not_held(tmp_path: Path) -> None:
-    one = Shelf(tmp_path, MODEL)
+    one = StateFileStore(tmp_path, MODEL)
     told: list[object] = []
     one.write("x", lambda: b"content", told.append)
     one.close()
@@ -290,18 +290,18 @@ def flipped(path: Path, at: int) -> None:
 def test_a_bit_that_flips_on_the_disk_is_found(tmp_path: Path) -> None:
     """By an engine that starts, and by one that has read the file before."""
     talk = written(tmp_path)
-    talk.run(b"abc", keep=Keep(id="t"))
+    talk.run(b"abc", keep=KeepState(id="t"))
     talk.engine.close()
     out_of_rows(talk, "t")
-    (tail,) = [len((tmp_path / Shelf.name(MODEL, "", "t")).read_bytes()) - 4]
+    (tail,) = [len((tmp_path / StateFileStore.name(MODEL, "", "t")).read_bytes()) - 4]
     for at in (tail - 100, tail):  # of the state; of its tail, the last token
-        flipped(tmp_path / Shelf.name(MODEL, "", "t"), at)
+        flipped(tmp_path / StateFileStore.name(MODEL, "", "t"), at)
         assert [one.id for one in after(talk, tmp_path).ask("list").states] == ["s"]
         kept = talk.engine._keeper.states.find("", "t").standing.kept
-        kept.files = kept.written = {Shelf.name(MODEL, "", "t")}
+        kept.files = kept.written = {StateFileStore.name(MODEL, "", "t")}
         assert code(talk.run(b"", 1, state="t")) == "state_not_found"
-        flipped(tmp_path / Shelf.name(MODEL, "", "t"), at)
-    kept.files = kept.written = {Shelf.name(MODEL, "", "t")}
+        flipped(tmp_path / StateFileStore.name(MODEL, "", "t"), at)
+    kept.files = kept.written = {StateFileStore.name(MODEL, "", "t")}
     assert text(talk.run(b"", 1, state="t")) == b"g"
 
 
@@ -311,6 +311,6 @@ def test_files_of_the_former_format_are_taken_over(tmp_path: Path) -> None:
     path.write_bytes(without_digest(path.read_bytes()))
     later = after(talk, tmp_path)
     assert text(later.run(b"", 1, state="s")) == b"g"
-    assert text(later.run(b"", 1, state="s", keep=Keep(id="s"))) == b"g"
+    assert text(later.run(b"", 1, state="s", keep=KeepState(id="s"))) == b"g"
     later.engine.close()
     assert b"minserve.state.2" in path.read_bytes(), "a turn later it has a digest"

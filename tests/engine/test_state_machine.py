@@ -32,25 +32,25 @@ from hypothesis.stateful import (
 )
 
 from engine.cache import disk_tier as disk_cache
-from engine.cache.transfer import Traffic
+from engine.cache.transfer import StateTransfer
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
-from engine.protocol.logprobs import Reports, TokenLogprobs
+from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from engine.protocol.messages import (
-    AskState,
     Failed,
     Finished,
-    Keep,
+    KeepState,
     Request,
     SamplingParams,
+    StateCall,
     StateInfo,
     StateReply,
     pack_ids,
 )
-from engine.runner.model_runner import Runner
-from engine.step_plan import Copy, Plan
+from engine.runner.model_runner import ModelRunner
+from engine.step_plan import Copy, StepPlan
 from tests.engine.test_trie import nodes_of
 
 VOCAB = 61
@@ -88,9 +88,9 @@ _FOLDER = TemporaryDirectory(prefix="minserve-test-")
 
 
 @lru_cache(maxsize=4)
-def _runner(deterministic: bool, solo: bool, device: str) -> Runner:
+def _runner(deterministic: bool, solo: bool, device: str) -> ModelRunner:
     one = 4 * (2 * 2 * WIDTH[device] + 2 * 2 * WIDTH[device] + VOCAB)
-    runner = Runner(
+    runner = ModelRunner(
         EngineConfig(
             model=_model(device),
             device=device,
@@ -135,14 +135,14 @@ def _solo_encoded(deterministic: bool, raw: bytes, device: str) -> Finished:
     runner = _runner(deterministic, True, device)
     engine = Engine(runner)
     engine.add("solo", request)
-    scores: list[Reports] = []
+    scores: list[PackedLogprobs] = []
     while engine.has_work:
         for events in engine.step().values():
             for run in events.scores:
                 scores.append(run.reports)
             for end in events.finished:
-                runner.run(Plan(release=[0]))
-                whole = Reports(request.score_top, b"".join([one.packed for one in scores]))
+                runner.run(StepPlan(release=[0]))
+                whole = PackedLogprobs(request.score_top, b"".join([one.packed for one in scores]))
                 reports = whole if scores else end.reports
                 return Finished(0, "length", 0, 0, 0, answer=end.answer, reports=reports)
     raise AssertionError("a solo run failed")
@@ -275,7 +275,7 @@ class StateMachine(RuleBasedStateMachine):
             prompt=pack_ids(prompt),
             sampling=sampling,
             stream=stream,
-            keep=None if keep is None else Keep(id=keep, export=len(prompt) % 2 == 1),
+            keep=None if keep is None else KeepState(id=keep, export=len(prompt) % 2 == 1),
             **fields,
         )
         one = self.all[request.id] = Asked(request, before, prompt)
@@ -369,7 +369,7 @@ class StateMachine(RuleBasedStateMachine):
 
     def _ask(self, action: Any, **fields: Any) -> StateReply:
         self.calls += 1
-        self.engine.ask("c", AskState(call=self.calls, action=action, **fields))
+        self.engine.ask("c", StateCall(call=self.calls, action=action, **fields))
         for _ in range(1000):
             for _, reply in self.engine.replies():
                 self.replies[reply.call] = reply
@@ -526,7 +526,7 @@ class StateMachine(RuleBasedStateMachine):
                 self._step()
             assert isinstance(one.end, Finished)
         # What ended last is released with the next plan, which the next engine makes.
-        self.runner.run(Plan(release=list(range(self.next * 3 + 10))))
+        self.runner.run(StepPlan(release=list(range(self.next * 3 + 10))))
 
     def _check_nothing_leaks(self) -> None:
         keeper = self.engine._keeper
@@ -633,7 +633,7 @@ def test_long_lives(seed: int, deterministic: bool) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_long_lives_whose_rounds_overlap(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a GPU do; on a CPU a round is over when it has been started."""
-    monkeypatch.setattr(Runner, "overlaps", True)
+    monkeypatch.setattr(ModelRunner, "overlaps", True)
     machine = drive(random.Random(seed), STEPS if STEPS != 60 else 400, True)
     assert machine.seen["hits"] and machine.seen["rebuilds"] and machine.seen["exact"]
 
@@ -646,13 +646,13 @@ def test_long_lives_with_files(
     monkeypatch.setattr(disk_cache, "LEAST_TOKENS", 1)
     monkeypatch.setattr(disk_cache, "WRITES_PER_SECOND", 1e9)
     reads: Counter[bool] = Counter()
-    load_from = Traffic.load_from
+    load_from = StateTransfer.load_from
 
-    def counted(self: Traffic, shelf: Any, kept: Any, *rest: Any) -> None:
+    def counted(self: StateTransfer, shelf: Any, kept: Any, *rest: Any) -> None:
         reads[kept.node is not None] += 1
         load_from(self, shelf, kept, *rest)
 
-    monkeypatch.setattr(Traffic, "load_from", counted)
+    monkeypatch.setattr(StateTransfer, "load_from", counted)
     steps = STEPS if STEPS != 60 else 900
     machine = drive(random.Random(7), steps, deterministic, folder=str(tmp_path))
     machine.engine.close()
@@ -692,10 +692,10 @@ def test_scores_and_penalties_after_a_state() -> None:
 
     text = [(3 * i * i) % VOCAB for i in range(260)]
     run(1, text, score=True)
-    run(2, text[:200], keep=Keep(id="s"))
+    run(2, text[:200], keep=KeepState(id="s"))
     run(3, text[200:], score=True, score_from=0, state="s")
     assert scores[3] == scores[1][199:]
     run(4, [], 5, state="s", penalty=1.3)
-    run(5, [text[200]], 5, state="s", penalty=1.3, keep=Keep(id="s"))
+    run(5, [text[200]], 5, state="s", penalty=1.3, keep=KeepState(id="s"))
     assert len(ends[4].tokens) == len(ends[5].tokens) == 5
-    engine._runner.run(Plan(release=list(range(9))))  # type: ignore[attr-defined]
+    engine._runner.run(StepPlan(release=list(range(9))))  # type: ignore[attr-defined]

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import Shelf
+from engine.cache.storage.file_store import StateFileStore
 from engine.client.client import EngineClient
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
 from engine.inline import InlineTransport
 from engine.protocol.messages import (
-    AskState,
     Failed,
     Finished,
-    Keep,
+    KeepState,
     Request,
     SamplingParams,
     StateAction,
+    StateCall,
     StateReply,
     pack_ids,
 )
@@ -68,7 +68,7 @@ class Talk:
         return self.ends[id]
 
     def ask(self, action: StateAction, **fields: Any) -> StateReply:
-        self.engine.ask("c", AskState(call=9, action=action, **fields))
+        self.engine.ask("c", StateCall(call=9, action=action, **fields))
         replies = self.engine.replies()
         for _ in range(2000):
             if replies:
@@ -98,13 +98,13 @@ def code(end: Finished | Failed) -> str:
 @pytest.mark.parametrize("options", [{}, {"share_slots": 0}, {"most_steps": 4, "overlaps": True}])
 def test_a_conversation_goes_on_where_it_stopped(options: dict[str, Any]) -> None:
     talk = Talk(**options)
-    first = talk.run(b"abc", 4, keep=Keep(id="s"))
+    first = talk.run(b"abc", 4, keep=KeepState(id="s"))
     assert text(first) == b"defg"
     assert isinstance(first, Finished) and first.state is not None
     state = first.state
     assert (state.id, state.tokens, bytes(state.recent), state.bytes) == ("s", 7, b"defg", 1024)
     assert text(talk.run(b"", 2, state="s")) == b"hi", "nothing is read twice"
-    assert text(talk.run(b"k", 2, state="s", keep=Keep(id="s"))) == b"lm"
+    assert text(talk.run(b"k", 2, state="s", keep=KeepState(id="s"))) == b"lm"
     assert talk.ask("get", id="s").states[0].tokens == 7 + 1 + 2
     assert text(talk.run(b"", 1, state="s")) == b"n"
 
@@ -112,10 +112,10 @@ def test_a_conversation_goes_on_where_it_stopped(options: dict[str, Any]) -> Non
 def test_the_prompt_alone_may_be_kept() -> None:
     talk = Talk(max_step_tokens=100)
     long = bytes(range(97, 123)) * 12
-    end = talk.run(long, 0, keep=Keep(id="doc"))
+    end = talk.run(long, 0, keep=KeepState(id="doc"))
     assert isinstance(end, Finished) and end.state is not None and end.reason == "length"
     assert end.state.tokens == len(long)
-    more = talk.run(b"cde", 0, state="doc", keep=Keep(id="doc"))
+    more = talk.run(b"cde", 0, state="doc", keep=KeepState(id="doc"))
     assert isinstance(more, Finished) and more.prompt_tokens == 3
     assert text(talk.run(b"", 3, state="doc")) == b"fgh"
 
@@ -123,7 +123,7 @@ def test_the_prompt_alone_may_be_kept() -> None:
 @pytest.mark.parametrize("options", [{}, {"most_steps": 4}, {"most_steps": 4, "overlaps": True}])
 def test_a_cut_answer_is_rebuilt(options: dict[str, Any]) -> None:
     talk = Talk(**options)
-    id = talk.submit(b"abc", 50, keep=Keep(id="s"))
+    id = talk.submit(b"abc", 50, keep=KeepState(id="s"))
     for _ in range(6):
         talk.step()
     talk.engine.abort("c", [id], "stop", [2])
@@ -139,7 +139,7 @@ def test_a_rebuild_is_not_lost_with_a_plan_that_has_nothing_to_do(
 ) -> None:
     """One for the sake of a prompt after which the host draws, whose state is lost by then."""
     talk = Talk(most_steps=4, overlaps=True)
-    id = talk.submit(b"abc", 50, keep=Keep(id="s"))
+    id = talk.submit(b"abc", 50, keep=KeepState(id="s"))
     for _ in range(6):
         talk.step()
     keeper = talk.engine._keeper
@@ -164,7 +164,7 @@ def test_a_rebuild_is_not_lost_with_a_plan_that_has_nothing_to_do(
 def test_a_stop_token_is_not_part_of_the_state() -> None:
     talk = Talk()
     sampling = SamplingParams(max_tokens=9, temperature=0, stop_token_ids=(ord("e"),))
-    end = talk.run(b"abc", sampling=sampling, keep=Keep(id="s"))
+    end = talk.run(b"abc", sampling=sampling, keep=KeepState(id="s"))
     assert isinstance(end, Finished) and text(end) == b"d" and end.state is not None
     assert bytes(end.state.recent) == b"abcd"
     assert text(talk.run(b"", 2, state="s")) == b"ef"
@@ -172,8 +172,8 @@ def test_a_stop_token_is_not_part_of_the_state() -> None:
 
 def test_who_leaves_keeps_nothing() -> None:
     talk = Talk()
-    talk.run(b"abc", 1, keep=Keep(id="s"))
-    id = talk.submit(b"x", 50, state="s", keep=Keep(id="s"))
+    talk.run(b"abc", 1, keep=KeepState(id="s"))
+    id = talk.submit(b"x", 50, state="s", keep=KeepState(id="s"))
     talk.step()
     talk.engine.abort("c", [id], "abort")
     talk.finish()
@@ -184,7 +184,7 @@ def test_who_leaves_keeps_nothing() -> None:
 
 def test_one_turn_at_a_time() -> None:
     talk = Talk()
-    turn = {"state": "s", "state_optional": True, "keep": Keep(id="s")}
+    turn = {"state": "s", "state_optional": True, "keep": KeepState(id="s")}
     first, second = talk.submit(b"a", 5, **turn), talk.submit(b"b", 5, **turn)
     other = talk.submit(b"b", 5, owner="bob", **turn)
     assert talk.code("import", target="s", content=b"") == "state_malformed"
@@ -201,7 +201,7 @@ def test_one_turn_at_a_time() -> None:
 
 def test_owners_do_not_meet() -> None:
     talk = Talk()
-    talk.run(b"abc", owner="alice", keep=Keep(id="s"))
+    talk.run(b"abc", owner="alice", keep=KeepState(id="s"))
     assert code(talk.run(b"", state="s", owner="bob")) == "state_not_found"
     for action in ("get", "delete", "export", "fork"):
         assert talk.code(action, id="s", owner="bob") == "state_not_found"
@@ -241,11 +241,13 @@ def test_a_junction_is_kept_where_it_saves_enough() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"share_slots": 0}, {"deterministic": True}])
-@pytest.mark.parametrize("keep", [None, Keep()])
+@pytest.mark.parametrize("keep", [None, KeepState()])
 @pytest.mark.parametrize("name", ["", "s"])
-def test_samples_read_a_prompt_once(options: dict[str, Any], keep: Keep | None, name: str) -> None:
+def test_samples_read_a_prompt_once(
+    options: dict[str, Any], keep: KeepState | None, name: str
+) -> None:
     talk = Talk(**options)
-    talk.run(b"abcdef", 0, keep=Keep(id="s"))
+    talk.run(b"abcdef", 0, keep=KeepState(id="s"))
     prompt = bytes(range(97, 123)) * 10
     length = len(prompt) - (keep is not None)
     ids = [talk.submit(prompt, 3, state=name, keep=keep, cache_points=(length,)) for _ in range(4)]
@@ -264,7 +266,7 @@ def test_samples_read_a_prompt_once(options: dict[str, Any], keep: Keep | None, 
 
 def test_continuations_after_a_state_read_their_context_once() -> None:
     talk = Talk()
-    talk.run(b"abcdef", 0, keep=Keep(id="s"))
+    talk.run(b"abcdef", 0, keep=KeepState(id="s"))
     context = bytes(range(97, 123)) * 4
     ids = [
         talk.submit(
@@ -289,7 +291,7 @@ def test_continuations_after_a_state_read_their_context_once() -> None:
 def test_what_follows_one_state_is_not_known_after_another() -> None:
     talk = Talk()
     for id in ("s", "t"):
-        talk.run(b"abcdef", 0, keep=Keep(id=id))
+        talk.run(b"abcdef", 0, keep=KeepState(id=id))
     prompt = b"x" * 40
 
     def cached(**fields: Any) -> int:
@@ -308,7 +310,7 @@ def test_what_follows_one_state_is_not_known_after_another() -> None:
 
 def test_forks_exports_and_imports() -> None:
     talk = Talk()
-    talk.run(b"abc", keep=Keep(id="s"))
+    talk.run(b"abc", keep=KeepState(id="s"))
     forked = talk.ask("fork", id="s").states[0]
     assert forked.id.startswith("st_") and len(forked.id) == 35 and forked.tokens == 6
     out = talk.ask("export", id="s")
@@ -334,7 +336,7 @@ def test_snapshots_are_made_and_checked_aside(
             return real(*given)
 
         monkeypatch.setattr(snapshot, name, noted)
-    talk.run(b"abc", keep=Keep(id="s", export=True))
+    talk.run(b"abc", keep=KeepState(id="s", export=True))
     content = talk.ask("export", id="s").content
     assert talk.code("import", content=content, target="t") == "ok"
     kept = talk.engine._keeper.states.find("", "s").standing.kept
@@ -346,7 +348,7 @@ def test_snapshots_are_made_and_checked_aside(
 
 def test_a_snapshot_may_be_all_that_is_kept() -> None:
     talk = Talk()
-    end = talk.run(b"abc", keep=Keep(store=False, export=True))
+    end = talk.run(b"abc", keep=KeepState(store=False, export=True))
     assert isinstance(end, Finished) and end.state is None and end.snapshot
     assert talk.ask("list").states == []
     talk.ask("import", content=end.snapshot, target="mine")
@@ -356,7 +358,7 @@ def test_a_snapshot_may_be_all_that_is_kept() -> None:
 
 def test_lists_come_in_pages() -> None:
     talk = Talk()
-    talk.run(b"abc", keep=Keep(id="m"))
+    talk.run(b"abc", keep=KeepState(id="m"))
     for id in ("z", "a", "k"):
         talk.ask("fork", id="m", target=id)
     page = talk.ask("list", limit=3)
@@ -369,8 +371,8 @@ def test_lists_come_in_pages() -> None:
 @pytest.mark.parametrize("id", ["a b", "ä", "x" * 129, "a/b"])
 def test_ids_that_are_none(id: str) -> None:
     talk = Talk()
-    assert code(talk.run(b"abc", keep=Keep(id=id))) == "invalid_request"
-    talk.run(b"abc", keep=Keep(id="s"))
+    assert code(talk.run(b"abc", keep=KeepState(id=id))) == "invalid_request"
+    talk.run(b"abc", keep=KeepState(id="s"))
     assert talk.code("fork", id="s", target=id) == "invalid_request"
 
 
@@ -379,8 +381,8 @@ def test_ids_that_are_none(id: str) -> None:
     [
         ({"state": "none"}, "state_not_found"),
         ({"state": "none", "state_optional": True}, "invalid_request"),
-        ({"keep": Keep(ttl=0.0)}, "invalid_request"),
-        ({"keep": Keep(store=False)}, "invalid_request"),
+        ({"keep": KeepState(ttl=0.0)}, "invalid_request"),
+        ({"keep": KeepState(store=False)}, "invalid_request"),
         ({"cache_salt": "x" * 65}, "invalid_request"),
     ],
 )
@@ -392,22 +394,22 @@ def test_wrong_requests(fields: dict[str, Any], code_: str) -> None:
 def test_an_owner_has_so_many_and_memory_has_an_end() -> None:
     talk = Talk(max_states=2)
     for id in ("a", "b"):
-        talk.run(b"abc", keep=Keep(id=id))
-    assert code(talk.run(b"abc", keep=Keep(id="c"))) == "state_quota"
+        talk.run(b"abc", keep=KeepState(id=id))
+    assert code(talk.run(b"abc", keep=KeepState(id="c"))) == "state_quota"
     assert talk.code("fork", id="a") == "state_quota"
-    assert text(talk.run(b"abc", keep=Keep(id="b"))) == b"def", "in the place of another"
+    assert text(talk.run(b"abc", keep=KeepState(id="b"))) == b"def", "in the place of another"
     assert talk.ask("move", id="b", target="c").states[0].id == "c", "its place goes along"
     assert talk.ask("move", id="c", target="c").states[0].tokens == 6
     assert talk.ask("move", id="c").states[0].id.startswith("st_")
     assert [talk.code("get", id=id) for id in ("a", "b", "c")] == ["ok", *["state_not_found"] * 2]
-    assert text(talk.run(b"abc", keep=Keep(id="c"), owner="bob")) == b"def"
+    assert text(talk.run(b"abc", keep=KeepState(id="c"), owner="bob")) == b"def"
     small = Talk(share_slots=1, host_rows=1)
     for id in ("a", "b"):
-        small.run(b"abc", keep=Keep(id=id))
-    assert code(small.run(b"abc", keep=Keep(id="c"))) == "state_quota"
+        small.run(b"abc", keep=KeepState(id=id))
+    assert code(small.run(b"abc", keep=KeepState(id="c"))) == "state_quota"
     assert text(small.run(b"wxy", 1)) == b"z", "others are served all the same"
     assert small.code("delete", id="a") == "ok"
-    assert text(small.run(b"abc", keep=Keep(id="c"))) == b"def"
+    assert text(small.run(b"abc", keep=KeepState(id="c"))) == b"def"
 
 
 def test_time_passes() -> None:
@@ -415,8 +417,8 @@ def test_time_passes() -> None:
     now = 1000.0
     states = talk.engine._keeper.states
     states._clock = lambda: now
-    talk.run(b"abc", keep=Keep(id="s"))
-    talk.run(b"abc", keep=Keep(id="long", ttl=500.0))
+    talk.run(b"abc", keep=KeepState(id="s"))
+    talk.run(b"abc", keep=KeepState(id="long", ttl=500.0))
     now += 40
     assert talk.ask("get", id="s").states[0].expires == now + 50, "a use"
     now += 40
@@ -429,29 +431,29 @@ def test_time_passes() -> None:
 def test_states_leave_the_device_and_come_back() -> None:
     talk = Talk(share_slots=2, host_rows=30)
     for number in range(20):
-        talk.run(bytes([97 + number]) * 3, 1, keep=Keep(id=f"s{number}"))
+        talk.run(bytes([97 + number]) * 3, 1, keep=KeepState(id=f"s{number}"))
     for number in (3, 0, 19, 3):
         assert text(talk.run(b"", 1, state=f"s{number}")) == bytes([97 + number + 2])
 
 
 def test_a_failed_round_costs_what_it_was_to_copy() -> None:
     talk = Talk(share_slots=2)
-    talk.run(b"abc", keep=Keep(id="s"))  # its last copy waits for the next round
+    talk.run(b"abc", keep=KeepState(id="s"))  # its last copy waits for the next round
     talk.runner.failures.append(RuntimeError("boom"))
     assert code(talk.run(b"zzz")) == "step_failed"
     assert talk.code("get", id="s") == "state_not_found", "nobody knows what its row holds"
-    assert text(talk.run(b"abc", keep=Keep(id="s"))) == b"def"
+    assert text(talk.run(b"abc", keep=KeepState(id="s"))) == b"def"
     assert text(talk.run(b"", state="s")) == b"ghi"
 
 
 def test_states_outlive_the_engine(tmp_path: Path) -> None:
     folder = str(tmp_path / "states")
     talk = Talk(state_folder=folder)
-    talk.run(b"abc", keep=Keep(id="s"), owner="alice")
-    talk.run(b"xyz", keep=Keep(id="gone"))
+    talk.run(b"abc", keep=KeepState(id="s"), owner="alice")
+    talk.run(b"xyz", keep=KeepState(id="gone"))
     talk.ask("delete", id="gone")
     talk.engine.close()
-    part = Shelf.name("fake", "", "half").partition("-")[0]
+    part = StateFileStore.name("fake", "", "half").partition("-")[0]
     half = tmp_path / "states" / f"{part}-half.safetensors.1234abcd.writing"
     half.write_bytes(b"...")
     (tmp_path / "states" / ("0" * 48 + ".safetensors")).write_bytes(b"rubbish")
@@ -461,7 +463,7 @@ def test_states_outlive_the_engine(tmp_path: Path) -> None:
     assert (state.id, state.tier, state.tokens) == ("s", "disk", 6)
     assert later.ask("list").states == []
     assert later.ask("export", id="s", owner="alice").content
-    assert text(later.run(b"", state="s", owner="alice", keep=Keep(id="s"))) == b"ghi"
+    assert text(later.run(b"", state="s", owner="alice", keep=KeepState(id="s"))) == b"ghi"
     later.engine.close()
     assert not half.exists()
     third = Talk(state_folder=folder)
@@ -472,7 +474,7 @@ def test_states_outlive_the_engine(tmp_path: Path) -> None:
 def test_on_disk_there_is_room_for_more_than_in_memory(tmp_path: Path) -> None:
     talk = Talk(share_slots=2, host_rows=4, state_folder=str(tmp_path))
     for number in range(20):
-        end = talk.run(bytes([97 + number]) * 3, 1, keep=Keep(id=f"s{number:02}"))
+        end = talk.run(bytes([97 + number]) * 3, 1, keep=KeepState(id=f"s{number:02}"))
         assert isinstance(end, Finished), end
         talk.engine.close()  # written
     tiers = {state.tier for state in talk.ask("list").states}
@@ -485,7 +487,7 @@ async def test_a_client_asks() -> None:
     client = EngineClient(InlineTransport(Engine(FakeRunner(host_rows=8))))
     await client.start()
     await client.ready(10)
-    request = Request(id=client.new_id(), prompt=pack_ids(b"abc"), keep=Keep(id="s"))
+    request = Request(id=client.new_id(), prompt=pack_ids(b"abc"), keep=KeepState(id="s"))
     async for update in client.submit(request):
         last = update
     assert last.finished is not None and last.finished.state is not None

@@ -15,7 +15,7 @@ import pytest
 
 from engine.cache.storage import file_store as shelf
 from engine.cache.storage.file_store import TEMPORARY
-from engine.protocol.messages import AskState, Failed, Finished, Keep, StateReply
+from engine.protocol.messages import Failed, Finished, KeepState, StateCall, StateReply
 from tests.engine.test_shared_folder import beside, listed, turn
 from tests.engine.test_state_files import after, files
 from tests.engine.test_states import Talk, code, text
@@ -89,7 +89,7 @@ def stored(end: Finished | Failed) -> bool | None:
     return end.state.stored
 
 
-MUST = Keep(id="s", must_last=True)
+MUST = KeepState(id="s", must_last=True)
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
@@ -102,7 +102,7 @@ def test_a_state_that_is_to_last_fails_and_the_former_one_stays(
     before = [path.name for path in files(tmp_path)]
     with broken(by, number):
         for id, stays in (("s", "was kept under its id before stays"), ("new", "nothing is kept")):
-            end = talk.run(b"k", keep=Keep(id=id, must_last=True))
+            end = talk.run(b"k", keep=KeepState(id=id, must_last=True))
             assert isinstance(end, Failed) and end.code == "state_not_stored", end
             assert os.strerror(number) in end.message and stays in end.message
     assert [path.name for path in files(tmp_path)] == before, "nothing is left over"
@@ -121,10 +121,10 @@ def test_an_answer_is_given_whose_state_is_not_stored(
     talk = Talk(state_folder=str(tmp_path))
     assert turn(talk, b"abc") == b"def"
     with broken(by, number):
-        end = talk.run(b"k", keep=Keep(id="s"), state="s")
+        end = talk.run(b"k", keep=KeepState(id="s"), state="s")
         assert text(end) == b"lmn" and stored(end) is False
         assert turn(talk, b"", 2) == b"op", "in memory the session goes on"
-        new = talk.run(b"k", keep=Keep())
+        new = talk.run(b"k", keep=KeepState())
         assert stored(new) is False
         assert isinstance(new, Finished) and new.state is not None
         assert talk.ask("get", id=new.state.id).states[0].stored is False
@@ -138,7 +138,7 @@ def test_a_disk_with_room_again_stores_the_next_turn(tmp_path: Path) -> None:
     turn(talk, b"abc")
     with broken():
         turn(talk, b"")
-    end = talk.run(b"", 2, state="s", keep=Keep(id="s"))
+    end = talk.run(b"", 2, state="s", keep=KeepState(id="s"))
     assert text(end) == b"jk" and stored(end) is True
     assert talk.engine._keeper.states.files == len(files(tmp_path)) == 1
     assert text(restarted(talk, tmp_path).run(b"", 1, state="s")) == b"l"
@@ -147,7 +147,7 @@ def test_a_disk_with_room_again_stores_the_next_turn(tmp_path: Path) -> None:
 def test_calls_that_keep_fail_and_change_nothing(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path))
     for id in ("s", "t"):
-        talk.run(id.encode(), 1, keep=Keep(id=id))
+        talk.run(id.encode(), 1, keep=KeepState(id=id))
     content = talk.ask("export", id="s").content
     before = [(one.id, one.tokens, one.created) for one in talk.ask("list").states]
     with broken():
@@ -170,7 +170,7 @@ def test_rows_of_states_that_were_not_stored_come_free(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path), share_slots=2, host_rows=2)
     with broken():
         for number in range(20):
-            end = talk.run(bytes([97 + number]), 0, keep=Keep(id=f"s{number}", must_last=True))
+            end = talk.run(bytes([97 + number]), 0, keep=KeepState(id=f"s{number}", must_last=True))
             assert code(end) == "state_not_stored"
     assert talk.engine._keeper.tiers._pinned.total == 0
     assert stored(talk.run(b"a", 0, keep=MUST)) is True
@@ -197,7 +197,7 @@ def test_who_could_not_delete_a_state_can_try_again(tmp_path: Path) -> None:
         patch.setattr(Path, "unlink", _unlink_fails)
         for _ in range(2):
             assert talk.code("delete", id="s") == "state_not_stored"
-        assert code(talk.run(b"k", keep=Keep(id="s", must_last=True))) == "state_not_stored"
+        assert code(talk.run(b"k", keep=KeepState(id="s", must_last=True))) == "state_not_stored"
         assert listed(talk) == ["s"]
     assert talk.code("delete", id="s") == "ok"
     assert files(tmp_path) == [] and talk.engine._keeper.states.files == 0
@@ -211,9 +211,9 @@ def test_what_a_folder_may_hold_is_a_bound_that_is_told(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path), disk_state_bytes=most)
     assert stored(talk.run(b"abc", keep=MUST)) is True
     assert stored(talk.run(b"abc", keep=MUST)) is True, "it takes its own place"
-    end = talk.run(b"abc", keep=Keep(id="t", must_last=True))
+    end = talk.run(b"abc", keep=KeepState(id="t", must_last=True))
     assert isinstance(end, Failed) and "disk_state_bytes are used up" in end.message
-    assert stored(talk.run(b"abc", keep=Keep(id="t"))) is False
+    assert stored(talk.run(b"abc", keep=KeepState(id="t"))) is False
     assert talk.code("fork", id="s") == "state_not_stored"
 
 
@@ -283,7 +283,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[T
 
 def test_what_need_not_last_does_not_wait_for_the_disk(hanging: tuple[Talk, Hanging]) -> None:
     talk, disk = hanging
-    brief, lasting = Keep(id="s", brief=True), Keep(id="t")
+    brief, lasting = KeepState(id="s", brief=True), KeepState(id="t")
     first, waits = talk.submit(b"abc", 2, keep=brief), talk.submit(b"abc", 2, keep=lasting)
     for _ in range(20):
         talk.step()
@@ -300,8 +300,8 @@ def test_what_need_not_last_does_not_wait_for_the_disk(hanging: tuple[Talk, Hang
 
 def test_only_the_answer_waits_for_the_disk(hanging: tuple[Talk, Hanging]) -> None:
     talk, disk = hanging
-    waits = talk.submit(b"abc", keep=Keep(id="s"))
-    must = talk.submit(b"abc", keep=Keep(id="t", must_last=True))
+    waits = talk.submit(b"abc", keep=KeepState(id="s"))
+    must = talk.submit(b"abc", keep=KeepState(id="t", must_last=True))
     for letter in b"aklm":
         other = talk.submit(bytes([letter]), 2)
         for _ in range(20):
@@ -316,9 +316,9 @@ def test_only_the_answer_waits_for_the_disk(hanging: tuple[Talk, Hanging]) -> No
     assert stored(talk.ends[waits]) is True and stored(talk.ends[must]) is True
 
 
-@pytest.mark.parametrize("keep", [None, Keep(id="t")])
+@pytest.mark.parametrize("keep", [None, KeepState(id="t")])
 def test_who_waits_for_a_file_goes_on_from_what_has_replaced_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Keep | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: KeepState | None
 ) -> None:
     """The state is there before and after, so it is there for who came between."""
     talk = Talk(state_folder=str(tmp_path))
@@ -343,7 +343,7 @@ def test_who_waits_for_a_file_goes_on_from_what_has_replaced_it(
 
 def busy(talk: Talk, id: str) -> int:
     """A request that wants the name of a state that is being written."""
-    request = talk.submit(b"k", 1, keep=Keep(id=id))
+    request = talk.submit(b"k", 1, keep=KeepState(id=id))
     for _ in range(5):
         talk.step()
     return request
@@ -358,11 +358,11 @@ def test_who_waits_for_a_disk_that_hangs_is_told_once(
     ends: list[int] = []
     now = [1000.0]
     talk.engine._clock = lambda: now[0]
-    may = talk.submit(b"abc", keep=Keep(id="s"), timeout=50.0)
-    must = talk.submit(b"abc", keep=Keep(id="t", must_last=True), timeout=50.0)
+    may = talk.submit(b"abc", keep=KeepState(id="s"), timeout=50.0)
+    must = talk.submit(b"abc", keep=KeepState(id="t", must_last=True), timeout=50.0)
     for _ in range(20):
         talk.step()
-    talk.engine.ask("c", AskState(call=5, action="fork", id="s"))  # there is none yet
+    talk.engine.ask("c", StateCall(call=5, action="fork", id="s"))  # there is none yet
     ((_, reply),) = talk.engine.replies()
     assert reply.failed is not None and not talk.ends
     match how:
@@ -391,9 +391,9 @@ def test_an_import_that_waits_is_answered_at_the_end(
 ) -> None:
     talk, _ = hanging
     monkeypatch.setattr("engine.engine.STORE_SECONDS", 0.05)
-    made = talk.run(b"abc", keep=Keep(store=False, export=True))
+    made = talk.run(b"abc", keep=KeepState(store=False, export=True))
     assert isinstance(made, Finished)
-    talk.engine.ask("c", AskState(call=1, action="import", content=made.snapshot, target="u"))
+    talk.engine.ask("c", StateCall(call=1, action="import", content=made.snapshot, target="u"))
     for _ in range(20):
         talk.step()
     assert talk.engine.replies() == []
@@ -405,7 +405,7 @@ def test_an_import_that_waits_is_answered_at_the_end(
 def test_a_round_that_fails_before_the_file_is_written_loses_the_state(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path))
     turn(talk, b"abc")
-    id = talk.submit(b"", 2, state="s", keep=Keep(id="s"))
+    id = talk.submit(b"", 2, state="s", keep=KeepState(id="s"))
     while talk.engine._scheduler._clients:
         talk.step()
     talk.runner.failures.append(RuntimeError("boom"))
@@ -473,7 +473,7 @@ def test_an_fsync_that_fails_is_told(
         end = talk.run(b"xyz", 0, keep=MUST)
         assert isinstance(end, Failed) and end.code == "state_not_stored", end
         assert os.strerror(errno.EIO) in end.message
-        assert stored(talk.run(b"xyz", 0, keep=Keep(id="t"))) is False
+        assert stored(talk.run(b"xyz", 0, keep=KeepState(id="t"))) is False
     # A file that has its name has it; memory follows.
     tokens = {"file": 6, "folder": 3}[of]
     for engine in (talk, restarted(talk, tmp_path)):

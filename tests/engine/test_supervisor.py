@@ -23,20 +23,20 @@ from engine.errors import (
 from engine.protocol.messages import ModelInfo
 from engine.supervisor import api_process_pool as member_processes
 from engine.supervisor import supervisor as supervisor_module
-from engine.supervisor.api_process_pool import Command, MemberProcesses
+from engine.supervisor.api_process_pool import ApiProcessPool, Command
 from engine.supervisor.channel import MemoryPipe, memory_pipe
 from engine.supervisor.control_messages import (
     Collect,
     Down,
+    EngineEndpoint,
     Gather,
     Left,
     Samples,
-    Seat,
     Serve,
     Using,
     Welcome,
 )
-from engine.supervisor.supervisor import Rules, Supervisor
+from engine.supervisor.supervisor import Supervisor, SupervisorConfig
 from tests.engine.fake import FakeRunner
 
 
@@ -64,8 +64,8 @@ class Charge:
         return self.config.rank
 
     @property
-    def seat(self) -> Seat:
-        return Seat(self.generation, f"ipc://{self.generation}")
+    def seat(self) -> EngineEndpoint:
+        return EngineEndpoint(self.generation, f"ipc://{self.generation}")
 
     async def load(self, timeout: float) -> None:
         await asyncio.shield(self.loaded)
@@ -138,7 +138,7 @@ async def ruling(
     monkeypatch.setattr(supervisor_module, "Charge", Charge)
     Charge.all = []
     config = EngineConfig(model="one", engines=count)
-    supervisor = Supervisor(config, Rules(**rules), check=check, fold=fold)
+    supervisor = Supervisor(config, SupervisorConfig(**rules), check=check, fold=fold)
     task = asyncio.create_task(supervisor.run())
     try:
         yield Engines(supervisor), task
@@ -390,9 +390,9 @@ async def test_a_process_that_ends_again_and_again_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(member_processes, "LONGEST_WAIT", 0.01)
-    supervisor = Supervisor(EngineConfig(), Rules())
+    supervisor = Supervisor(EngineConfig(), SupervisorConfig())
     command = Command("no.such.module", (), b"", ())
-    processes = MemberProcesses(supervisor, [command, command], hang=0)
+    processes = ApiProcessPool(supervisor, [command, command], hang=0)
     await asyncio.wait_for(processes.keep(), 60)
     assert "ends again and again (exit code 1)" in caplog.text
     await asyncio.wait_for(processes.finish(5), 60)
@@ -404,8 +404,8 @@ async def test_a_process_that_cannot_be_started_is_given_up(
 ) -> None:
     monkeypatch.setattr(member_processes, "LONGEST_WAIT", 0.01)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    supervisor = Supervisor(EngineConfig(), Rules())
-    processes = MemberProcesses(supervisor, [Command("x", (), b"", ())], hang=0)
+    supervisor = Supervisor(EngineConfig(), SupervisorConfig())
+    processes = ApiProcessPool(supervisor, [Command("x", (), b"", ())], hang=0)
     await asyncio.wait_for(processes.keep(), 60)
     assert "/no/such/python: No such file" in caplog.text
     await processes.finish(5)
@@ -419,9 +419,9 @@ async def test_one_that_ends_again_and_again_does_not_end_a_steady_one(
     monkeypatch.setattr(member_processes, "LONGEST_WAIT", 1.0)
     (tmp_path / "steady_member.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
-    supervisor = Supervisor(EngineConfig(), Rules())
+    supervisor = Supervisor(EngineConfig(), SupervisorConfig())
     commands = [Command(module, (), b"", ()) for module in ("steady_member", "no.such.module")]
-    processes = MemberProcesses(supervisor, commands, hang=0)
+    processes = ApiProcessPool(supervisor, commands, hang=0)
     keeping = asyncio.create_task(processes.keep())
     async with asyncio.timeout(60):
         while caplog.text.count("starting another") < member_processes.MOST_QUICK_ENDS + 1:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.cache.tiered_store import MOVED_AT_ONCE, MOVED_PER_PLAN, Kept, Tiers
+from engine.cache.tiered_store import MOVED_AT_ONCE, MOVED_PER_PLAN, CachedState, TieredStateStore
 
 
-def cached(tiers: Tiers, count: int) -> Iterator[Kept]:
+def cached(tiers: TieredStateStore, count: int) -> Iterator[CachedState]:
     """So many new states of the prefix cache, as far as there is room for them."""
     for _ in range(count):
-        kept = Kept(1, node=object())
+        kept = CachedState(1, node=object())
         if tiers.put(kept, for_cache=True):
             yield tiers.hold(kept)
 
 
-def filled(device_rows: int, host_rows: int) -> Tiers:
+def filled(device_rows: int, host_rows: int) -> TieredStateStore:
     """A device full of states that stand."""
-    tiers = Tiers(device_rows, 100, host_rows)
+    tiers = TieredStateStore(device_rows, 100, host_rows)
     tiers.forget = lambda kept: tiers.release(kept)
     for kept in list(cached(tiers, device_rows)):
         tiers.stand(kept)
@@ -62,13 +62,13 @@ def test_a_row_that_comes_free_is_taken() -> None:
 def test_who_has_a_name_coming_waits_for_no_allowance() -> None:
     tiers = filled(64, 0)
     list(cached(tiers, 64))
-    named = Kept(1)
+    named = CachedState(1)
     assert tiers.crowded and tiers.put(named) and named.has_row
 
 
 def test_a_state_lies_in_one_tier_at_a_time() -> None:
     tiers = filled(2, 2)
-    kept = Kept(1, node=object(), written=frozenset({"file"}))
+    kept = CachedState(1, node=object(), written=frozenset({"file"}))
     assert (kept.has_row, kept.on_device, kept.on_host) == (False, False, False)
     assert tiers.put(tiers.hold(kept))
     assert (kept.has_row, kept.on_device, kept.on_host) == (True, True, False)
@@ -80,10 +80,10 @@ def test_a_state_lies_in_one_tier_at_a_time() -> None:
 
 def test_a_use_counts_where_a_state_lies() -> None:
     """Also of those that a file alone has: the first of them to go is the one not used."""
-    tiers = Tiers(4, 100, 0)
-    forgotten: list[Kept] = []
+    tiers = TieredStateStore(4, 100, 0)
+    forgotten: list[CachedState] = []
     tiers.forget = forgotten.append
-    states = [Kept(1, node=object()) for _ in range(3)]
+    states = [CachedState(1, node=object()) for _ in range(3)]
     for kept in states:
         tiers.rest(tiers.hold(kept))
     tiers.touch(states[0])

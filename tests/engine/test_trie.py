@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.radix_tree import Node, Trie
+from engine.cache.radix_tree import RadixNode, RadixTree
 from engine.protocol.messages import pack_ids
 
 Texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12)
@@ -20,7 +20,7 @@ def common(a: list[int], b: list[int]) -> int:
     return 0
 
 
-def nodes_of(trie: Trie[Any]) -> list[Node[Any]]:
+def nodes_of(trie: RadixTree[Any]) -> list[RadixNode[Any]]:
     """All but the root."""
     left, found = [trie.root], []
     while left:
@@ -34,8 +34,8 @@ def nodes_of(trie: Trie[Any]) -> list[Node[Any]]:
 def test_it_finds_what_a_dictionary_would(
     texts: list[list[int]], asked: list[int], data: st.DataObject
 ) -> None:
-    trie: Trie[str] = Trie()
-    kept: dict[tuple[int, ...], Node[str]] = {}
+    trie: RadixTree[str] = RadixTree()
+    kept: dict[tuple[int, ...], RadixNode[str]] = {}
     for text in texts:
         length = data.draw(st.integers(1, len(text)))
         node = kept[tuple(text[:length])] = trie.insert(pack_ids(text), length)
@@ -58,7 +58,7 @@ def test_it_finds_what_a_dictionary_would(
 
 
 def test_a_node_that_somebody_reads_to_stays() -> None:
-    trie: Trie[str] = Trie()
+    trie: RadixTree[str] = RadixTree()
     node = trie.insert(pack_ids([1, 2, 3]), 2)
     node.reader = 7
     trie.tidy(node)
@@ -69,7 +69,7 @@ def test_a_node_that_somebody_reads_to_stays() -> None:
 
 
 def test_long_texts_that_begin_alike_are_held_once() -> None:
-    trie: Trie[str] = Trie()
+    trie: RadixTree[str] = RadixTree()
     stem = list(range(100_000))
     for end in range(50):
         trie.insert(pack_ids([*stem, end]), len(stem) + 1).value = "kept"

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.tiered_store import Kept
+from engine.cache.tiered_store import CachedState
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
-from engine.lazy_heap import SPARE, Ranking
+from engine.lazy_heap import SPARE, LazyHeap
 from engine.protocol.messages import Request, SamplingParams, pack_ids
-from engine.scheduler.departure_rate import MEMORY_SECONDS, Pace
+from engine.scheduler.departure_rate import MEMORY_SECONDS, DepartureRate
 from engine.scheduler.fifo_by_key import Arrivals
-from engine.scheduler.request_queue import OTHERS_TURN, WaitingQueue
+from engine.scheduler.request_queue import OTHERS_TURN, RequestQueue
 from engine.sequence import Sequence
 
 
@@ -34,19 +34,19 @@ def sequence(
     return Sequence(key, "client", request, (), 0.0)
 
 
-def depart(queue: WaitingQueue) -> Sequence:
+def depart(queue: RequestQueue) -> Sequence:
     first = queue.first()
     assert first is not None
     queue.depart(first, first.unspent)
     return first
 
 
-def order(queue: WaitingQueue) -> list[int]:
+def order(queue: RequestQueue) -> list[int]:
     return [depart(queue).key for _ in range(len(queue))]
 
 
-def filled(*sequences: Sequence) -> WaitingQueue:
-    queue = WaitingQueue()
+def filled(*sequences: Sequence) -> RequestQueue:
+    queue = RequestQueue()
     for one in sequences:
         queue.add(one, 0.0)
     return queue
@@ -96,7 +96,7 @@ def test_being_held_saves_nothing_up() -> None:
     queue = filled(*(sequence(key, "busy") for key in range(20)))
     held = sequence(20, "held")
     queue.add(held, 0.0)
-    queue.hold(held, prefix := Kept(1))
+    queue.hold(held, prefix := CachedState(1))
     for _ in range(10):
         assert depart(queue).owner == "busy"
     for key in range(21, 30):
@@ -108,7 +108,7 @@ def test_being_held_saves_nothing_up() -> None:
 
 def test_giving_back_earns_no_head_start() -> None:
     """What was charged and not used moved the clock on, from which others then started."""
-    queue = WaitingQueue()
+    queue = RequestQueue()
     for key in range(5):
         queue.add(sequence(key, "early", answer=1000), 0.0)
     gone = [depart(queue) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_an_urgent_arrival_overtakes() -> None:
 
 
 def test_held_ones_are_passed_over_and_come_back_to_their_place() -> None:
-    prefix = Kept(1)
+    prefix = CachedState(1)
     mine = [sequence(key, "a") for key in range(4)]
     queue = filled(*mine)
     queue.hold(mine[0], prefix)
@@ -157,14 +157,14 @@ def test_held_ones_are_passed_over_and_come_back_to_their_place() -> None:
 def test_when_all_are_held_nobody_is_next() -> None:
     only = sequence(0)
     queue = filled(only)
-    queue.hold(only, Kept(1))
+    queue.hold(only, CachedState(1))
     assert queue.first() is None and len(queue) == 1
     queue.remove(only)
     assert len(queue) == 0 and queue.tokens == 0
 
 
 def test_owners_that_come_and_go_leave_nothing() -> None:
-    queue = WaitingQueue()
+    queue = RequestQueue()
     for key in range(1000):
         queue.add(sequence(key, f"owner {key}", priority=key % 3), 0.0)
         queue.give_back(depart(queue), 0)
@@ -179,7 +179,7 @@ def test_owners_that_come_and_go_leave_nothing() -> None:
 class Model:
     """A server of equal steps: one departure at a time, and all that is charged is used."""
 
-    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    queue: RequestQueue = field(default_factory=RequestQueue)
     waiting: dict[int, Sequence] = field(default_factory=dict)
     departed: list[Sequence] = field(default_factory=list)
     key: int = 0
@@ -319,7 +319,7 @@ def test_room_is_bounded_and_whoever_has_none_finds_some(
 
 
 def test_the_queue_says_why_it_has_no_room() -> None:
-    queue = WaitingQueue(most=8, most_tokens=100)
+    queue = RequestQueue(most=8, most_tokens=100)
 
     def refused(owner: str, tokens: int, free: int = 0) -> tuple[str, str] | None:
         refusal = queue.refusal(owner, tokens, free, 0.0)
@@ -353,7 +353,7 @@ def test_at_most_share_holds_for_a_third_owner_too() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 99)))))
 def test_a_ranking_tells_the_least(changes: list[tuple[int, int | None]]) -> None:
-    ranking: Ranking[int] = Ranking()
+    ranking: LazyHeap[int] = LazyHeap()
     expected: dict[int, tuple[int, int]] = {}
     for item, rank in changes:
         if rank is None:
@@ -419,14 +419,14 @@ def test_arrivals_keep_their_order_though_some_were_away(moves: list[int]) -> No
 
 
 def test_a_ranking_forgets_what_is_outdated() -> None:
-    ranking: Ranking[int] = Ranking()
+    ranking: LazyHeap[int] = LazyHeap()
     for i in range(10_000):
         ranking.put(i % 10, (-i, i % 10))
     assert len(ranking._heap) <= 2 * 10 + SPARE + 1
 
 
 def test_the_pace_is_that_of_departures_however_they_are_bundled() -> None:
-    evenly, in_bursts = Pace(), Pace()
+    evenly, in_bursts = DepartureRate(), DepartureRate()
     for second in range(1, 61):
         for pace, gap in ((evenly, 0.5), (in_bursts, 0.99)):
             pace.note(1, second - 1 + gap)
@@ -439,7 +439,7 @@ def test_the_pace_is_that_of_departures_however_they_are_bundled() -> None:
 
 
 def test_the_pace_does_not_count_the_time_without_a_queue() -> None:
-    pace = Pace()
+    pace = DepartureRate()
     assert pace.at_rest() == 0
     pace.restart(100.0)
     assert pace.at(100.25) == 0.25, "so long has the first one been waited for"

@@ -24,7 +24,7 @@ from engine.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from engine.step_plan import Plan, StepResult
+from engine.step_plan import StepPlan, StepResult
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities
 
 VOCAB, EOS = 8, 7
@@ -40,14 +40,14 @@ class StrictRunner(FakeRunner):
         self._seen: list[tuple[Sequence[int], list[int], set[int]]] = []  # prompts, answers, marks
         self.violations: list[AssertionError] = []  # the engine would take them for a bad step
 
-    def _carry_out(self, plan: Plan) -> StepResult:
+    def _carry_out(self, plan: StepPlan) -> StepResult:
         try:
             return self._checked(plan)
         except AssertionError as violation:
             self.violations.append(violation)
             raise
 
-    def _checked(self, plan: Plan) -> StepResult:
+    def _checked(self, plan: StepPlan) -> StepResult:
         budget, slots = self.config.max_step_tokens, self.config.max_slots
         assert budget is not None
         assert not plan.empty

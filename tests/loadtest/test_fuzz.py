@@ -14,7 +14,7 @@ from engine.cache.storage import snapshot
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.protocol.messages import pack_ids
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator
 from loadtest.fuzz.raw import Outcome, fuzz
@@ -27,9 +27,9 @@ from tests.service.live import listening
 SNAPSHOTS = int(os.environ.get("MINSERVE_SNAPSHOT_MUTATIONS", "300"))
 
 
-def _small() -> Runner:
+def _small() -> ModelRunner:
     """The bundled model: of the fake one, nobody knows what a state from elsewhere means."""
-    runner = Runner(EngineConfig(device="cpu", threads=1, max_slots=4, share_slots=4))
+    runner = ModelRunner(EngineConfig(device="cpu", threads=1, max_slots=4, share_slots=4))
     runner.warm_up()
     return runner
 
@@ -74,7 +74,7 @@ def test_a_server_that_takes_what_it_should_not_is_found_out() -> None:
     with listening(_small()) as (url, _):
         read = snapshot.read
 
-        def trusting(content: bytes, shape: snapshot.Shape) -> snapshot.Snapshot:
+        def trusting(content: bytes, shape: snapshot.StateLayout) -> snapshot.Snapshot:
             try:
                 return read(content, shape)
             except EngineError:

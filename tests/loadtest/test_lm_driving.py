@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.models import loader as checkpoint
 from engine.protocol.messages import pack_ids
 from engine.runner.cuda_graphs import buckets
-from engine.runner.model_runner import Runner
-from engine.step_plan import Plan, StepResult
+from engine.runner.model_runner import ModelRunner
+from engine.step_plan import StepPlan, StepResult
 from loadtest import engine as command
 from loadtest import lm_driving
 from loadtest.lm_driving import (
@@ -43,14 +43,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
+def runner() -> Iterator[ModelRunner]:
     config = EngineConfig(
         device="cpu", dtype="float32", max_slots=8, max_step_tokens=128, threads=1
     )
     yield load(config, [1, 8])
 
 
-def greedy_alone(runner: Runner, first: int, count: int) -> list[int]:
+def greedy_alone(runner: ModelRunner, first: int, count: int) -> list[int]:
     """The tokens of one sequence by the model itself."""
     model, _ = checkpoint.load_model(Path(runner.info.folder), "cpu", "float32")
     state, slot, token, found = model.new_state(1), torch.zeros(1, dtype=torch.int32), first, []
@@ -72,12 +72,12 @@ def test_only_the_graphs_asked_for_are_captured(monkeypatch: pytest.MonkeyPatch)
         def warm_up(self, batches: Collection[int]) -> None:
             seen.append(buckets(300, batches))
 
-    monkeypatch.setattr(lm_driving, "Runner", Warm)
+    monkeypatch.setattr(lm_driving, "ModelRunner", Warm)
     load(EngineConfig(), [1, 64, 4096])
     assert seen == [[1, 64, 300]]
 
 
-def test_decoding_is_the_models(runner: Runner) -> None:
+def test_decoding_is_the_models(runner: ModelRunner) -> None:
     with decoding(runner, 3, GREEDY) as running:
         first = list(running.tokens)
         steps = []
@@ -88,7 +88,7 @@ def test_decoding_is_the_models(runner: Runner) -> None:
         assert [step[row] for step in steps] == greedy_alone(runner, first[row], 5)
 
 
-def test_sampled_decoding_draws_after_an_engine_ran_greedily(runner: Runner) -> None:
+def test_sampled_decoding_draws_after_an_engine_ran_greedily(runner: ModelRunner) -> None:
     with decoding(runner, 8, GREEDY) as running:
         running.run(20)
         greedy = list(running.tokens)
@@ -99,18 +99,18 @@ def test_sampled_decoding_draws_after_an_engine_ran_greedily(runner: Runner) -> 
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_the_whole_engine_gives_every_request_its_tokens(runner: Runner, batch: int) -> None:
+def test_the_whole_engine_gives_every_request_its_tokens(runner: ModelRunner, batch: int) -> None:
     assert engine_seconds(runner, batch, 5, GREEDY) > 0
 
 
 def test_a_prompt_is_read_whole_and_in_order(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
 
-    def run(plan: Plan) -> StepResult:
+    def run(plan: StepPlan) -> StepResult:
         plans.append(plan)
-        return Runner.run(runner, plan)
+        return ModelRunner.run(runner, plan)
 
     monkeypatch.setattr(runner, "run", run)
     ids = random_prompt(300, 257)
@@ -123,7 +123,7 @@ def test_a_prompt_is_read_whole_and_in_order(
     assert plans[-1].release == [0]
 
 
-def test_a_failing_measurement_leaves_no_sequence(runner: Runner) -> None:
+def test_a_failing_measurement_leaves_no_sequence(runner: ModelRunner) -> None:
     with pytest.raises(RuntimeError, match="broken"), decoding(runner, 2, GREEDY):
         raise RuntimeError("broken")
     with decoding(runner, 2, GREEDY) as running:
@@ -135,22 +135,22 @@ class RoundRunner:
     """Draws 0, 1, 2, ... in every row, and remembers in which order it was called."""
 
     calls: list[str] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
     info: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
     drawn: int = 0
     rows: int = 0
     overlaps: bool = True
     ended: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: Plan) -> Any:
+    def run(self, plan: StepPlan) -> Any:
         return self.finish(self.start(plan)) if plan.plain else StepResult()
 
-    def start(self, plan: Plan) -> Plan:
+    def start(self, plan: StepPlan) -> StepPlan:
         self.calls.append("start")
         self.plans.append(plan)
         return plan
 
-    def finish(self, plan: Plan) -> Any:
+    def finish(self, plan: StepPlan) -> Any:
         self.calls.append("finish")
         tokens = list(range(self.drawn, self.drawn + plan.steps))
         self.drawn += plan.steps
@@ -272,7 +272,7 @@ def test_each_model_a_second_time_deterministic(tmp_path: Path) -> None:
 def test_a_model_that_does_not_load_ends_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load_but_one(config: EngineConfig, batches: Any) -> Runner:
+    def load_but_one(config: EngineConfig, batches: Any) -> ModelRunner:
         if "minlstm" in config.model:
             raise RuntimeError("does not fit")
         return load(config, batches)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from loadtest import lm_driving, share
 
 SUMMARY: dict[str, Any] = {"tokens_per_second": 90.0, "latency_ms": {"ttft": {"p50": 200.0}}}
@@ -39,7 +39,7 @@ def test_streams_are_set_against_the_peer() -> None:
 def test_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     loaded: list[EngineConfig] = []
 
-    def load(config: EngineConfig, batches: Sequence[int]) -> Runner:
+    def load(config: EngineConfig, batches: Sequence[int]) -> ModelRunner:
         loaded.append(config)
         return lm_driving.load(config, batches)
 

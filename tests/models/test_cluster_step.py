@@ -1,4 +1,4 @@
-"""ClusterStep: which models it takes; how weights are packed; that its steps are the chain's."""
+"""ClusterDecode: which models it takes; how weights are packed; that its steps are the chain's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.backends.cluster_decode import ClusterStep, takes
-from engine.models.backends.dispatch import OF_CLUSTERS, Way
-from engine.models.backends.hopper import HopperLM
+from engine.models.backends.cluster_decode import ClusterDecode, takes
+from engine.models.backends.dispatch import OF_CLUSTERS, ExecutionPath
+from engine.models.backends.hopper import HopperBackend
 from engine.models.minrnn.lm import LM
 from engine.ops import cluster_decode as cluster_step
 from engine.ops import wide_step
@@ -234,10 +234,10 @@ class Form:
     wide: bool
     head: bool
 
-    def of(self, model: LM) -> ClusterStep:
+    def of(self, model: LM) -> ClusterDecode:
         most = len(model.embedding.weight) if self.head else 0
         with patch("engine.models.backends.cluster_decode.SMALL_VOCABULARY", most):
-            return ClusterStep(model, wide=self.wide)
+            return ClusterDecode(model, wide=self.wide)
 
     def logits(self, got: Tensor, model: LM) -> Tensor:
         """What a step has left to others is the model's."""
@@ -261,7 +261,7 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
     """Many steps of changing batches. Ids that the model does not have are rows of zeros to
     both."""
     model = build(MODELS[name], torch.bfloat16)
-    exact, chain = exact_of(model), HopperLM(model)
+    exact, chain = exact_of(model), HopperBackend(model)
     clusters, chance = form.of(model), random.Random(name)
     batches = OF_EIGHT if form.wide else OF_SIXTEEN
     most = max(batches)
@@ -275,7 +275,7 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
         at = int32(slots, "cuda")
         theirs, reference = copied(ours), copied(ours)
         got = form.logits(clusters.step(ids, ours, at), model)
-        expected = chain._step(ids, theirs, at, Way.CHAIN)
+        expected = chain._step(ids, theirs, at, ExecutionPath.CHAIN)
         right = exact.logits(exact.step(ids, reference, at))
         assert got.shape == expected.shape and got.dtype == torch.float32
         for mine, other, best in (
@@ -297,11 +297,11 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
 def test_ids_and_slots_that_are_not_there(form: Form) -> None:
     """An id out of range is a row of zeros; a slot out of range is padding."""
     model = build(MODELS["conv"], torch.bfloat16)
-    chain, clusters, state = HopperLM(model), form.of(model), model.new_state(20)
+    chain, clusters, state = HopperBackend(model), form.of(model), model.new_state(20)
     ids = int32([3, -1, 257, 100_000, 5], "cuda")
     theirs = copied(state)
     got = form.logits(clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda")), model)
-    expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), Way.CHAIN)
+    expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), ExecutionPath.CHAIN)
     assert relative_error(got[:4], expected[:4]) < 0.02
     assert relative_error(state.cell, theirs.cell) < 0.02
 
@@ -310,7 +310,7 @@ def test_ids_and_slots_that_are_not_there(form: Form) -> None:
 def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.backends.cluster_decode.works", lambda run: False)
     model = build(MODELS["mingru"], torch.bfloat16)
-    quick, state = HopperLM(model), model.new_state(16)
+    quick, state = HopperBackend(model), model.new_state(16)
     assert not set(OF_CLUSTERS) & set(quick._kernels)
     quick.prepare([16], [], [])
     rows = int32(list(range(16)), "cuda")

@@ -1,4 +1,4 @@
-"""HopperLM steps as LM does, within the rounding of bfloat16."""
+"""HopperBackend steps as LM does, within the rounding of bfloat16."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.config import SCAN_CHUNK, ModelConfig
 from engine.models.backends import hopper
-from engine.models.backends.dispatch import OF_CLUSTERS, TO_A_HEAD, Way
-from engine.models.backends.hopper import HopperLM, supports
+from engine.models.backends.dispatch import OF_CLUSTERS, TO_A_HEAD, ExecutionPath
+from engine.models.backends.hopper import HopperBackend, supports
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
 from engine.ops import library
@@ -22,7 +22,7 @@ from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
 
-Prepare = Callable[[HopperLM, Sequence[int]], None]
+Prepare = Callable[[HopperBackend, Sequence[int]], None]
 
 _BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
 CONFIGS = {
@@ -65,7 +65,7 @@ def copied(state: ModelState) -> ModelState:
 def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """Has sizes read as they are without measurements, or each in one of the ways."""
 
-    def apply(quick: HopperLM, sizes: Sequence[int]) -> None:
+    def apply(quick: HopperBackend, sizes: Sequence[int]) -> None:
         if request.param == "unprepared":
             return
         number = {"chain": 0, "second": 1, "third": 2, "fourth": 3, "last": 4}[request.param]
@@ -84,7 +84,7 @@ def test_steps_as_the_model_does(name: str, prepare: Prepare) -> None:
     model = build(config, torch.bfloat16)
     assert supports(model)
     exact = exact_of(model)  # before weights move
-    quick = HopperLM(model)
+    quick = HopperBackend(model)
     batches = (1, 5, 8, 16, 50, 100, 300, 600)
     prepare(quick, batches)
     for batch in batches:
@@ -111,7 +111,7 @@ def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
     exact = exact_of(model)  # before weights move
-    quick = HopperLM(model)
+    quick = HopperBackend(model)
     prompts = ([1], [3, 0, 40, 1], [130, 7], [600, 900])
     prepare(quick, [sum(lengths) for lengths in prompts])
     for lengths in prompts:
@@ -134,7 +134,7 @@ def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
 def test_what_is_prepared_is_measured() -> None:
     """All ways run, or it would raise; other sizes go the way of the nearest."""
     for name in ("medium", "mingru"):  # which clusters read too
-        quick = HopperLM(build(CONFIGS[name], torch.bfloat16))
+        quick = HopperBackend(build(CONFIGS[name], torch.bfloat16))
         quick.prepare([1, 16, 64, 512], [16, 512], [4])
         assert set(quick._ways_of_steps) == {16, 64, 512}
         assert set(quick._ways_of_prompts) == {512}
@@ -143,7 +143,7 @@ def test_what_is_prepared_is_measured() -> None:
 
 @pytest.mark.parametrize("way", [*TO_A_HEAD, *OF_CLUSTERS], ids=str)
 @pytest.mark.parametrize(("vocabulary", "bias"), [(3001, True), (3008, False)])
-def test_bests_of_steps(vocabulary: int, bias: bool, way: Way) -> None:
+def test_bests_of_steps(vocabulary: int, bias: bool, way: ExecutionPath) -> None:
     """Those of the logits that `step` has."""
     config = dataclasses.replace(
         CONFIGS["mingru" if way in OF_CLUSTERS else "medium"],
@@ -151,7 +151,7 @@ def test_bests_of_steps(vocabulary: int, bias: bool, way: Way) -> None:
         head_bias=bias,
     )
     model = build(config, torch.bfloat16)
-    quick, rows = HopperLM(model), 150
+    quick, rows = HopperBackend(model), 150
     quick._ways_of_steps[rows] = way
     tokens = torch.randint(0, vocabulary, (rows,), dtype=torch.int32, device="cuda")
     slots = torch.arange(-1, rows - 1, dtype=torch.int32, device="cuda")
@@ -171,7 +171,7 @@ def test_bests_in_a_fixed_order(bias: bool) -> None:
     """Those of the logits to the bit, whatever the number of rows."""
     config = dataclasses.replace(CONFIGS["medium"], vocab_size=7001, head_bias=bias)
     model = build(config, torch.bfloat16)
-    quick, most = HopperLM(model, deterministic=True), 1030
+    quick, most = HopperBackend(model, deterministic=True), 1030
     tokens = torch.randint(0, 7001, (most,), dtype=torch.int32, device="cuda")
     of_all = None
     for rows in (33, 64, 200, most):
@@ -194,11 +194,11 @@ def test_the_head_of_the_chain_is_left_where_that_pays(monkeypatch: pytest.Monke
         def quickest(runs: Sequence[object], lasting: bool, of_two: int = number) -> int:
             return of_two if len(runs) == 2 else 0  # or of the chain and one kernel
 
-        quick = HopperLM(build(config, torch.bfloat16))
+        quick = HopperBackend(build(config, torch.bfloat16))
         monkeypatch.setattr(hopper, "quickest_graph_of", quickest)
         quick.prepare([1, 16, 64, 512], [16], [4])
-        one = Way.WHOLE if number else Way.CHAIN
-        assert quick._ways_of_steps == {16: one, 64: Way.CHAIN, 512: Way.CHAIN}
+        one = ExecutionPath.WHOLE if number else ExecutionPath.CHAIN
+        assert quick._ways_of_steps == {16: one, 64: ExecutionPath.CHAIN, 512: ExecutionPath.CHAIN}
         served = {rows: quick.step_to_bests(rows) is not None for rows in (1, 16, 32, 48, 64, 512)}
         assert served == {rows: bool(number) and rows > 32 for rows in served}
 
@@ -207,37 +207,41 @@ def test_a_head_that_finds_the_best_is_behind_clusters_too(monkeypatch: pytest.M
     """The quickest way to a head is left as it is; one to all logits is compared with those to a
     head."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
-    quick, compared = HopperLM(build(config, torch.bfloat16)), []
+    quick, compared = HopperBackend(build(config, torch.bfloat16)), []
     assert set(OF_CLUSTERS) <= set(quick._kernels)
 
     def last(runs: Sequence[object], lasting: bool) -> int:
         return len(runs) - 1  # wide clusters, of the steps
 
-    def noted(read: object, count: int, ways: Sequence[Way]) -> Way:
+    def noted(read: object, count: int, ways: Sequence[ExecutionPath]) -> ExecutionPath:
         compared.append((count, ways))
         return ways[0]
 
     monkeypatch.setattr(hopper, "quickest_graph_of", last)
     quick.prepare([64], [], [])
-    assert quick._ways_of_steps == {64: Way.WIDE_CLUSTERS}
+    assert quick._ways_of_steps == {64: ExecutionPath.WIDE_CLUSTERS}
     monkeypatch.setattr(quick, "_quickest", noted)
-    assert quick._quickest_to_bests(64, Way.WIDE_CLUSTERS) is Way.WIDE_CLUSTERS
-    assert quick._quickest_to_bests(64, Way.LIBRARY) is Way.LIBRARY
+    assert quick._quickest_to_bests(64, ExecutionPath.WIDE_CLUSTERS) is ExecutionPath.WIDE_CLUSTERS
+    assert quick._quickest_to_bests(64, ExecutionPath.LIBRARY) is ExecutionPath.LIBRARY
     assert not compared
-    assert quick._quickest_to_bests(64, Way.CHAIN) is Way.CHAIN
-    assert compared == [(64, [Way.CHAIN, Way.CHAIN_TO_HEAD, *OF_CLUSTERS])]
+    assert quick._quickest_to_bests(64, ExecutionPath.CHAIN) is ExecutionPath.CHAIN
+    assert compared == [(64, [ExecutionPath.CHAIN, ExecutionPath.CHAIN_TO_HEAD, *OF_CLUSTERS])]
     assert quick.step_to_bests(64) is not None
 
 
 def test_few_rows_go_the_way_that_was_measured_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that finds the best, behind clusters, does not draw away what is not its business."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
-    quick, gone = HopperLM(build(config, torch.bfloat16)), []
-    quick._ways_of_steps = {16: Way.WHOLE, 32: Way.CLUSTERS, 64: Way.WIDE_CLUSTERS}
-    quick._ways_to_bests = {64: Way.WIDE_CLUSTERS}
+    quick, gone = HopperBackend(build(config, torch.bfloat16)), []
+    quick._ways_of_steps = {
+        16: ExecutionPath.WHOLE,
+        32: ExecutionPath.CLUSTERS,
+        64: ExecutionPath.WIDE_CLUSTERS,
+    }
+    quick._ways_to_bests = {64: ExecutionPath.WIDE_CLUSTERS}
     assert [quick.step_to_bests(rows) for rows in (1, 8, 9, 16, 32)] == [None] * 5
 
-    def noted(*_: object, way: Way) -> None:
+    def noted(*_: object, way: ExecutionPath) -> None:
         gone.append(way)
 
     monkeypatch.setattr(quick, "_bests", noted)
@@ -245,18 +249,18 @@ def test_few_rows_go_the_way_that_was_measured_for_them(monkeypatch: pytest.Monk
         to_bests = quick.step_to_bests(rows)
         assert to_bests is not None
         to_bests(*[torch.zeros(0)] * 3)  # type: ignore[arg-type]
-    assert gone == [Way.CLUSTERS] * 2 + [Way.WIDE_CLUSTERS] * 3
+    assert gone == [ExecutionPath.CLUSTERS] * 2 + [ExecutionPath.WIDE_CLUSTERS] * 3
 
 
 @pytest.mark.parametrize("way", OF_CLUSTERS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "apart"), [(1024, False), (1030, True)])
 def test_large_vocabularies_have_a_head_behind_clusters(
-    vocabulary: int, apart: bool, way: Way
+    vocabulary: int, apart: bool, way: ExecutionPath
 ) -> None:
     """Few rows and many."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=vocabulary, head_bias=True)
     model = build(config, torch.bfloat16)
-    exact, quick = exact_of(model), HopperLM(model)
+    exact, quick = exact_of(model), HopperBackend(model)
     assert quick._kernels[way].ends_with_hidden is apart  # type: ignore[union-attr]
     for rows in (3, 20, 32, 33, 70):
         tokens = torch.randint(0, vocabulary, (rows,), dtype=torch.int32, device="cuda")
@@ -280,13 +284,13 @@ def test_where_logits_are_as_quick_no_bests_are_told() -> None:
         (3, 7001, True),
     ):
         config = dataclasses.replace(CONFIGS["medium"], vocab_size=vocabulary)
-        quick = HopperLM(build(config, torch.bfloat16), deterministic=exactly)
+        quick = HopperBackend(build(config, torch.bfloat16), deterministic=exactly)
         assert quick.step_to_bests(rows) is None
 
 
 def test_a_prompt_and_its_steps_agree() -> None:
     model = build(CONFIGS["conv"], torch.bfloat16)
-    quick = HopperLM(model)
+    quick = HopperBackend(model)
     tokens, slots = (
         torch.randint(0, 66, (30,), device="cuda", dtype=torch.int32),
         int32([1], "cuda"),
@@ -302,7 +306,7 @@ def test_a_prompt_and_its_steps_agree() -> None:
 def test_a_graph_of_it_replays() -> None:
     config = CONFIGS["conv"]
     model = build(config, torch.bfloat16)
-    quick = HopperLM(model)
+    quick = HopperBackend(model)
     tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
     eager, replayed = model.new_state(3), model.new_state(3)
     expected = [quick.step(tokens, eager, slots).clone() for _ in range(4)]
@@ -319,7 +323,7 @@ def test_a_graph_of_it_replays() -> None:
 def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
-    quick = HopperLM(model, deterministic=True)
+    quick = HopperBackend(model, deterministic=True)
     most = 1100
     start = model.new_state(most)
     start.cell.add_(torch.rand_like(start.cell))
@@ -346,7 +350,7 @@ def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
 def test_deterministic_prompts_have_the_bits_of_one_alone_and_whole(name: str) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
-    quick = HopperLM(model, deterministic=True)
+    quick = HopperBackend(model, deterministic=True)
     lengths = [700, 1, 40, 3 * SCAN_CHUNK, 1500, 129]
     prompts = [
         torch.randint(0, config.vocab_size, (length,), device="cuda", dtype=torch.int32)
@@ -378,7 +382,7 @@ def test_deterministic_reads_and_steps_as_the_model_does(name: str) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
     exact, as_it_was = exact_of(model), build(config, torch.bfloat16)  # before weights move
-    quick = HopperLM(model, deterministic=True)
+    quick = HopperBackend(model, deterministic=True)
     for tokens in (1, 20, 300, 3000):
         ids = torch.randint(0, config.vocab_size, (tokens,), device="cuda", dtype=torch.int32)
         edges, slots = int32([0, tokens], "cuda"), int32([0], "cuda")

@@ -1,4 +1,5 @@
-"""Which sizes HopperLM times, which way those go that it has not timed, which widths it takes."""
+"""Which sizes HopperBackend times, which way those go that it has not timed, which widths it
+takes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import dataclasses
 import pytest
 
 from engine.config import ModelConfig
-from engine.models.backends.dispatch import TO_A_HEAD, Way, nearest, to_be_timed
+from engine.models.backends.dispatch import TO_A_HEAD, ExecutionPath, nearest, to_be_timed
 from engine.models.backends.hopper import _possible_ways_of_prompts, supports_widths
 from engine.runner.cuda_graphs import buckets
 
@@ -21,52 +22,82 @@ def test_powers_of_two_and_the_largest_are_timed() -> None:
 @pytest.mark.parametrize(
     ("size", "way"),
     [
-        (33, Way.CHAIN),
-        (64, Way.CHAIN),
-        (90, Way.CHAIN),
-        (91, Way.LIBRARY_AROUND),  # more than the root of 64 times 128
-        (96, Way.LIBRARY_AROUND),
-        (180, Way.LIBRARY_AROUND),
-        (192, Way.LIBRARY),
-        (5000, Way.LIBRARY),
+        (33, ExecutionPath.CHAIN),
+        (64, ExecutionPath.CHAIN),
+        (90, ExecutionPath.CHAIN),
+        (91, ExecutionPath.LIBRARY_AROUND),  # more than the root of 64 times 128
+        (96, ExecutionPath.LIBRARY_AROUND),
+        (180, ExecutionPath.LIBRARY_AROUND),
+        (192, ExecutionPath.LIBRARY),
+        (5000, ExecutionPath.LIBRARY),
     ],
 )
-def test_others_go_the_way_of_the_nearest_by_ratio(size: int, way: Way) -> None:
-    found = {256: Way.LIBRARY, 64: Way.CHAIN, 128: Way.LIBRARY_AROUND}
-    assert nearest(found, size, Way.CLUSTERS) is way
+def test_others_go_the_way_of_the_nearest_by_ratio(size: int, way: ExecutionPath) -> None:
+    found = {256: ExecutionPath.LIBRARY, 64: ExecutionPath.CHAIN, 128: ExecutionPath.LIBRARY_AROUND}
+    assert nearest(found, size, ExecutionPath.CLUSTERS) is way
 
 
 def test_few_go_no_way_of_the_library() -> None:
-    for way in (Way.LIBRARY, Way.LIBRARY_AROUND, Way.CHAIN_TO_HEAD):
-        assert nearest({64: way}, 32, Way.CLUSTERS) is Way.CHAIN
-        assert nearest({64: way}, 33, Way.CLUSTERS) is way
+    for way in (ExecutionPath.LIBRARY, ExecutionPath.LIBRARY_AROUND, ExecutionPath.CHAIN_TO_HEAD):
+        assert nearest({64: way}, 32, ExecutionPath.CLUSTERS) is ExecutionPath.CHAIN
+        assert nearest({64: way}, 33, ExecutionPath.CLUSTERS) is way
 
 
 def test_clusters_take_no_more_than_was_timed() -> None:
-    assert nearest({64: Way.CLUSTERS}, 97, Way.CHAIN) is Way.CHAIN
-    assert nearest({64: Way.CLUSTERS}, 96, Way.CHAIN) is Way.CLUSTERS
-    assert nearest({128: Way.CLUSTERS}, 120, Way.CHAIN) is Way.CLUSTERS
-    assert nearest({512: Way.WIDE_CLUSTERS}, 1024, Way.LIBRARY) is Way.WIDE_CLUSTERS
-    assert nearest({512: Way.WIDE_CLUSTERS}, 1025, Way.LIBRARY) is Way.LIBRARY
+    assert nearest({64: ExecutionPath.CLUSTERS}, 97, ExecutionPath.CHAIN) is ExecutionPath.CHAIN
+    assert nearest({64: ExecutionPath.CLUSTERS}, 96, ExecutionPath.CHAIN) is ExecutionPath.CLUSTERS
+    assert (
+        nearest({128: ExecutionPath.CLUSTERS}, 120, ExecutionPath.CHAIN) is ExecutionPath.CLUSTERS
+    )
+    assert (
+        nearest({512: ExecutionPath.WIDE_CLUSTERS}, 1024, ExecutionPath.LIBRARY)
+        is ExecutionPath.WIDE_CLUSTERS
+    )
+    assert (
+        nearest({512: ExecutionPath.WIDE_CLUSTERS}, 1025, ExecutionPath.LIBRARY)
+        is ExecutionPath.LIBRARY
+    )
 
 
 def test_a_way_with_a_limit_takes_no_more_rows() -> None:
-    found, most = {8: Way.NARROW, 16: Way.WHOLE, 32: Way.CHAIN}, {Way.NARROW: 8, Way.WHOLE: 16}
-    for size, way in ((5, Way.NARROW), (9, Way.WHOLE), (16, Way.WHOLE), (17, Way.CHAIN)):
-        assert nearest(found, size, Way.CLUSTERS, most) is way
-    assert nearest({4: Way.WHOLE, 8: Way.WHOLE}, 5, Way.NARROW, most) is Way.WHOLE
-    assert nearest({16: Way.WHOLE}, 17, Way.CLUSTERS, most) is Way.CLUSTERS
+    found, most = (
+        {8: ExecutionPath.NARROW, 16: ExecutionPath.WHOLE, 32: ExecutionPath.CHAIN},
+        {ExecutionPath.NARROW: 8, ExecutionPath.WHOLE: 16},
+    )
+    for size, way in (
+        (5, ExecutionPath.NARROW),
+        (9, ExecutionPath.WHOLE),
+        (16, ExecutionPath.WHOLE),
+        (17, ExecutionPath.CHAIN),
+    ):
+        assert nearest(found, size, ExecutionPath.CLUSTERS, most) is way
+    assert (
+        nearest({4: ExecutionPath.WHOLE, 8: ExecutionPath.WHOLE}, 5, ExecutionPath.NARROW, most)
+        is ExecutionPath.WHOLE
+    )
+    assert (
+        nearest({16: ExecutionPath.WHOLE}, 17, ExecutionPath.CLUSTERS, most)
+        is ExecutionPath.CLUSTERS
+    )
 
 
 def test_nothing_found() -> None:
-    assert nearest({}, 64, Way.LIBRARY) is Way.LIBRARY
-    assert nearest({64: Way.CHAIN}, 0, Way.LIBRARY) is Way.LIBRARY
+    assert nearest({}, 64, ExecutionPath.LIBRARY) is ExecutionPath.LIBRARY
+    assert nearest({64: ExecutionPath.CHAIN}, 0, ExecutionPath.LIBRARY) is ExecutionPath.LIBRARY
 
 
 def test_of_ways_that_are_alike_the_one_with_less_of_the_library_comes_first() -> None:
-    assert TO_A_HEAD == (Way.CHAIN_TO_HEAD, Way.LIBRARY_AROUND, Way.LIBRARY)
-    assert _possible_ways_of_prompts(33) == [Way.CHAIN, Way.LIBRARY_AROUND, Way.LIBRARY]
-    assert _possible_ways_of_prompts(32) == [Way.CHAIN]
+    assert TO_A_HEAD == (
+        ExecutionPath.CHAIN_TO_HEAD,
+        ExecutionPath.LIBRARY_AROUND,
+        ExecutionPath.LIBRARY,
+    )
+    assert _possible_ways_of_prompts(33) == [
+        ExecutionPath.CHAIN,
+        ExecutionPath.LIBRARY_AROUND,
+        ExecutionPath.LIBRARY,
+    ]
+    assert _possible_ways_of_prompts(32) == [ExecutionPath.CHAIN]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""PackedLM against the model's equations in float64, and what it promises about bits."""
+"""CpuBackend against the model's equations in float64, and what it promises about bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import SCAN_CHUNK
-from engine.models.backends.cpu import PackedLM, can_pack, pack_matrix
+from engine.models.backends.cpu import CpuBackend, can_pack, pack_matrix
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
 from tests.models import reference
@@ -65,12 +65,12 @@ def random_tokens(vocab: int, *shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stepped(packed: PackedLM, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+def stepped(packed: CpuBackend, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
     """tokens [batch, time] -> logits [batch, time, vocab]."""
     return torch.stack([packed.step(column, state, slots) for column in tokens.unbind(1)], 1)
 
 
-def prefilled(packed: PackedLM, tokens: Tensor, state: ModelState, slot: int) -> Tensor:
+def prefilled(packed: CpuBackend, tokens: Tensor, state: ModelState, slot: int) -> Tensor:
     bounds = int32([0, tokens.numel()])
     return packed.logits(packed.prefill(tokens, bounds, state, int32([slot])))
 
@@ -99,7 +99,7 @@ def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) 
     config = model.config
     tokens = random_tokens(config.vocab_size, 2, 9)
     expected = torch.stack([reference.logits(config, weights, row) for row in tokens])
-    packed = PackedLM(model)
+    packed = CpuBackend(model)
     state = packed.new_state(4)
     by_step = stepped(packed, tokens, state, int32([3, 1]))
     other = packed.new_state(4)
@@ -130,7 +130,7 @@ def test_a_row_has_the_same_bits_in_every_company(
         model = model.bfloat16()
     if kind.startswith("int8"):
         model, _ = quantized(model)
-    packed = PackedLM(model)
+    packed = CpuBackend(model)
     rows = 131  # blocks of many, and beside them one, two or three
     tokens = random_tokens(packed.config.vocab_size, rows, 3)
     threads(1)
@@ -159,7 +159,7 @@ def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> Non
     with torch.no_grad():
         assert model.head is not None
         model.head.weight[::2] *= 1e-36  # some of these are, and many of their products
-    packed = PackedLM(model.bfloat16() if kind == "bfloat16" else model)
+    packed = CpuBackend(model.bfloat16() if kind == "bfloat16" else model)
     tokens = random_tokens(211, 20, 3)
     together = packed.new_state(20)
     expected = stepped(packed, tokens, together, int32(list(range(20))))
@@ -176,7 +176,7 @@ def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> Non
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dtype) -> None:
-    packed = PackedLM(wide({"cell": cell, "conv_kernel": 4}).to(dtype))
+    packed = CpuBackend(wide({"cell": cell, "conv_kernel": 4}).to(dtype))
     lengths = [1, 130, 7, 64]
     prompts = [random_tokens(211, length, seed=length) for length in lengths]
     together = packed.new_state(9)
@@ -195,7 +195,7 @@ def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dty
 @pytest.mark.parametrize("conv", [0, 3])
 def test_padding_of_prompts_changes_nothing(conv: int, threads: Callable[[int], None]) -> None:
     """Sequences that are empty or have no slot, and tokens behind the last one."""
-    packed = PackedLM(wide({"cell": "mingru", "conv_kernel": conv}))
+    packed = CpuBackend(wide({"cell": "mingru", "conv_kernel": conv}))
     tokens = random_tokens(211, 160)
     bounds, slots = int32([0, 3, 3, 10, 152]), int32([2, 1, -1, 0])
     alone = packed.new_state(3)
@@ -217,7 +217,7 @@ def test_padding_of_prompts_changes_nothing(conv: int, threads: Callable[[int], 
 
 @pytest.mark.parametrize("conv", [0, 3])
 def test_a_padding_row_changes_nothing(conv: int) -> None:
-    packed = PackedLM(build({"cell": "mingru", "conv_kernel": conv}))
+    packed = CpuBackend(build({"cell": "mingru", "conv_kernel": conv}))
     state, expected = packed.new_state(3), packed.new_state(3)
     tokens = random_tokens(29, 1)
     wanted = packed.step(tokens, expected, int32([1]))
@@ -230,7 +230,7 @@ def test_a_padding_row_changes_nothing(conv: int) -> None:
 
 
 def test_int32_and_int64_tokens_and_a_view_of_a_pool() -> None:
-    packed = PackedLM(build({"cell": "minlstm", "conv_kernel": 3}))
+    packed = CpuBackend(build({"cell": "minlstm", "conv_kernel": 3}))
     pool = packed.new_state(10)
     assert pool.conv is not None
     part = ModelState(pool.cell[:, 2:8], pool.conv[:, 2:8])
@@ -243,7 +243,7 @@ def test_int32_and_int64_tokens_and_a_view_of_a_pool() -> None:
 
 
 def test_an_empty_batch() -> None:
-    packed = PackedLM(build({"cell": "mingru"}))
+    packed = CpuBackend(build({"cell": "mingru"}))
     none = torch.zeros(0, dtype=torch.int64)
     assert packed.step(none, packed.new_state(1), int32([])).shape == (0, 29)
     assert packed.prefill(none, int32([0]), packed.new_state(1), int32([])).shape == (0, 20)
@@ -257,7 +257,7 @@ def test_gelu_over_its_whole_range() -> None:
         model.layers[0].mlp.up.weight.mul_(0.1)
         model.layers[0].mlp.down.weight.mul_(20)
     tokens = random_tokens(29, 1, 3)
-    packed = PackedLM(model)
+    packed = CpuBackend(model)
     got = stepped(packed, tokens, packed.new_state(1), int32([0]))[0]
     expected = reference.logits(model.config, dict(model.state_dict()), tokens[0])
     assert relative_error(got, expected) < FP32
@@ -265,13 +265,13 @@ def test_gelu_over_its_whole_range() -> None:
 
 def test_packing_moves_the_weights_when_asked() -> None:
     model = build({"cell": "mingru", "conv_kernel": 3, "tie_embeddings": True})
-    kept = PackedLM(model)
+    kept = CpuBackend(model)
     assert sum(weight.numel() for weight in model.parameters()) == kept.parameters_count
-    taken = PackedLM(copy.deepcopy(model), take=True)
+    taken = CpuBackend(copy.deepcopy(model), take=True)
     tokens = random_tokens(29, 2)
     a = kept.step(tokens, kept.new_state(2), int32([0, 1]))
     assert torch.equal(a, taken.step(tokens, taken.new_state(2), int32([0, 1])))
-    PackedLM(model, take=True)
+    CpuBackend(model, take=True)
     assert sum(weight.numel() for weight in model.parameters()) == 0
 
 
@@ -286,11 +286,11 @@ def test_models_that_cannot_be_packed() -> None:
     assert not can_pack(build({"cell": "mingru"}).double())
     assert not can_pack(build({"cell": "mingru"}).half())
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        PackedLM(build({"cell": "mingru"}).half())
+        CpuBackend(build({"cell": "mingru"}).half())
     model, _ = quantized(build({"cell": "mingru"}))
     model.layers[0].cell.gates.weight[0, 0] = -128
     with pytest.raises(ValueError, match="-127 to 127"):
-        PackedLM(model)
+        CpuBackend(model)
 
 
 @pytest.mark.parametrize(
@@ -303,14 +303,14 @@ def test_models_that_cannot_be_packed() -> None:
     ],
 )
 def test_bad_tokens_and_slots_raise(tokens: list[int], slots: list[int], message: str) -> None:
-    packed = PackedLM(build({"cell": "mingru"}))
+    packed = CpuBackend(build({"cell": "mingru"}))
     with pytest.raises(RuntimeError, match=message):
         packed.step(torch.tensor(tokens), packed.new_state(2), int32(slots))
 
 
 def test_state_of_another_model_raises() -> None:
-    packed = PackedLM(build({"cell": "mingru"}))
-    other = PackedLM(build({"cell": "mingru", "conv_kernel": 3}))
+    packed = CpuBackend(build({"cell": "mingru"}))
+    other = CpuBackend(build({"cell": "mingru", "conv_kernel": 3}))
     token, slot = torch.tensor([1]), int32([0])
     with pytest.raises(RuntimeError, match="conv must be given"):
         other.step(token, packed.new_state(1), slot)
@@ -323,7 +323,7 @@ def test_state_of_another_model_raises() -> None:
 
 
 def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
-    packed = PackedLM(build({"cell": "mingru"}))
+    packed = CpuBackend(build({"cell": "mingru"}))
     state = packed.new_state(1)
     weights, plan = packed._weights, packed._plan
     call = torch.ops.minserve.lm_step
@@ -345,7 +345,7 @@ def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
 
 def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
     """Each call has a team of its own, and none waits for threads that another call holds."""
-    packed = PackedLM(wide({"cell": "minlstm"}))
+    packed = CpuBackend(wide({"cell": "minlstm"}))
     tokens = random_tokens(211, 4, 20)
     threads(2)
     expected = stepped(packed, tokens, packed.new_state(4), int32([0, 1, 2, 3]))
@@ -368,7 +368,7 @@ def test_splits_at_chunk_multiples_change_no_bit(cell: str, kind: str, mlp_ratio
         model = model.bfloat16()
     if kind.startswith("int8"):
         model, _ = quantized(model)
-    packed = PackedLM(model)
+    packed = CpuBackend(model)
     tokens = random_tokens(211, 2 * SCAN_CHUNK + 40)
     state = packed.new_state(1)
     expected = prefilled(packed, tokens, state, 0)

@@ -1,5 +1,5 @@
-"""PackedLM by each instruction set that this machine has: the model's equations, and the same bits
-for a row by itself and in company."""
+"""CpuBackend by each instruction set that this machine has: the model's equations, and the same
+bits for a row by itself and in company."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]  # each has all of th
 
 CHECK = """
 import torch
-from engine.models.backends.cpu import PackedLM
+from engine.models.backends.cpu import CpuBackend
 from engine.ops import cpu_isa
 from tests.models import reference
 from tests.models.test_packed import (
@@ -31,7 +31,7 @@ for cell, kind in (("mingru", "bfloat16"), ("minlstm", "int8-bfloat16"), ("mingr
     weights = dict(model.state_dict())
     if kind.startswith("int8"):
         model, weights = quantized(model)
-    packed = PackedLM(model)
+    packed = CpuBackend(model)
     tokens = random_tokens(211, 40, 3)
     together = stepped(packed, tokens, packed.new_state(40), int32(list(range(40))))
     for row in (0, 3, 39):

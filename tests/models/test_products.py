@@ -1,4 +1,4 @@
-"""ProductsLM reads as the LM that it was made from did."""
+"""CublasPath reads as the LM that it was made from did."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.models.backends.cublas import ProductsLM, supports
-from engine.models.backends.lm_head import Head
-from engine.models.backends.selector import PlainModel
+from engine.models.backends.cublas import CublasPath, supports
+from engine.models.backends.lm_head import LmHead
+from engine.models.backends.selector import EagerBackend
 from engine.models.minrnn.cell import ModelState
 from tests.models.test_hopper import CONFIGS, build, exact_of
 from tests.models.variants import int32, relative_error
@@ -31,7 +31,7 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
     exact = exact_of(model)  # of the weights as they were
     plain = build(config, torch.bfloat16)
     assert supports(model)
-    quick = ProductsLM(model, Head.of(model))
+    quick = CublasPath(model, LmHead.of(model))
     assert all(bool((layer.cell_norm.weight == 1).all()) for layer in model.layers)
     lengths = [130, 0, 7, 40, 1]
     rows = len(lengths) + 2
@@ -68,7 +68,7 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
 
 def test_a_graph_of_it_replays() -> None:
     model = build(CASES["medium"], torch.bfloat16)
-    quick = ProductsLM(model, Head.of(model))
+    quick = CublasPath(model, LmHead.of(model))
     tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
     eager, replayed = model.new_state(3), model.new_state(3)
     expected = [quick.step(tokens, eager, slots).clone() for _ in range(4)]
@@ -85,7 +85,7 @@ def test_widths_that_kernels_do_not_take_are_read_plainly() -> None:
     model = build(config, torch.bfloat16)
     norm = model.layers[0].cell_norm.weight.clone()
     assert not supports(model) and not supports(build(config, torch.float16))
-    PlainModel(model)
+    EagerBackend(model)
     assert torch.equal(model.layers[0].cell_norm.weight, norm)
 
 
@@ -93,7 +93,7 @@ def test_widths_that_kernels_do_not_take_are_read_plainly() -> None:
 def test_models_without_kernels_of_their_own_use_it(name: str) -> None:
     model = build(CASES[name], torch.bfloat16)
     exact = exact_of(model)
-    served = PlainModel(model)
+    served = EagerBackend(model)
     ours, reference = model.new_state(40), model.new_state(40)
     slots = torch.arange(40, dtype=torch.int32, device="cuda")
     tokens = torch.randint(0, 29, (40,), dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""WholeStep: which models it takes; that its steps are the chain's, whatever the values."""
+"""PersistentDecode: which models it takes; that its steps are the chain's, whatever the values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
-from engine.models.backends.dispatch import OF_CLUSTERS, Way
-from engine.models.backends.hopper import HopperLM
-from engine.models.backends.persistent_decode import WholeStep, most_rows
-from engine.models.backends.selector import PlainModel, serving_model
+from engine.models.backends.dispatch import OF_CLUSTERS, ExecutionPath
+from engine.models.backends.hopper import HopperBackend
+from engine.models.backends.persistent_decode import PersistentDecode, most_rows
+from engine.models.backends.selector import EagerBackend, select_backend
 from engine.models.backends.widened import bytes_of_copy
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
@@ -109,23 +109,23 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constant("kMostSplit") == whole_step.MOST_SPLIT
 
 
-def chain_of(model: LM, *, deterministic: bool = False) -> HopperLM:
-    chain = HopperLM(model, deterministic=deterministic)
+def chain_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
+    chain = HopperBackend(model, deterministic=deterministic)
     chain._kernels.clear()
     return chain
 
 
-def whole_of(model: LM, *, deterministic: bool = False) -> HopperLM:
-    whole = HopperLM(model, deterministic=deterministic)
+def whole_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
+    whole = HopperBackend(model, deterministic=deterministic)
     for way in OF_CLUSTERS:  # else they take more than eight rows, where nothing was timed
         whole._kernels.pop(way, None)
-    assert list(whole._kernels) == [Way.WHOLE]
+    assert list(whole._kernels) == [ExecutionPath.WHOLE]
     return whole
 
 
-def kernel_of(whole: HopperLM) -> WholeStep:
-    kernel = whole._kernels[Way.WHOLE]
-    assert isinstance(kernel, WholeStep)
+def kernel_of(whole: HopperBackend) -> PersistentDecode:
+    kernel = whole._kernels[ExecutionPath.WHOLE]
+    assert isinstance(kernel, PersistentDecode)
     return kernel
 
 
@@ -249,7 +249,7 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
     model = quantize_model(build((CONFIGS | OTHERS)[name], torch.bfloat16), kind)
-    quick, chance = PlainModel(model), random.Random(name)
+    quick, chance = EagerBackend(model), random.Random(name)
     assert (quick._whole is not None) == (name not in NARROW)  # 64 and 192 inputs: half blocks
     if quick._whole is None:
         return
@@ -275,12 +275,12 @@ def test_many_tokens_of_quantised_weights_are_read_with_a_copy(
     of 16 bits."""
     model = quantize_model(build((CONFIGS | OTHERS)[name], torch.bfloat16), kind)
     cuda, vocabulary = torch.device("cuda"), model.config.vocab_size
-    served, few = serving_model(model, cuda), PlainModel(model)
-    assert isinstance(served, HopperLM)
+    served, few = select_backend(model, cuda), EagerBackend(model)
+    assert isinstance(served, HopperBackend)
     chance, state = random.Random(name), model.new_state(40)
     served.prepare([1, 8, 40], [30], [])
-    assert set(served._ways_of_few.values()) <= {Way.NARROW, Way.WHOLE}
-    served._ways_of_few = {1: Way.WHOLE, 8: Way.NARROW}
+    assert set(served._ways_of_few.values()) <= {ExecutionPath.NARROW, ExecutionPath.WHOLE}
+    served._ways_of_few = {1: ExecutionPath.WHOLE, 8: ExecutionPath.NARROW}
     for batch in (1, 8, 9, 16, 17, 40):
         slots = int32(chance.sample(range(40), batch), "cuda")
         ids = int32([chance.randrange(vocabulary) for _ in range(batch)], "cuda")
@@ -305,13 +305,13 @@ def test_quantised_weights_have_no_copy_where_memory_is_short(
 ) -> None:
     model = quantize_model(build(CONFIGS["conv"], torch.bfloat16), "int8")
     cuda, enough = torch.device("cuda"), 2 * bytes_of_copy(model)
-    for free, kind in ((enough + 9, PlainModel), (enough + 10, HopperLM)):
+    for free, kind in ((enough + 9, EagerBackend), (enough + 10, HopperBackend)):
         monkeypatch.setattr(
             "engine.models.backends.selector.available_memory", lambda device, free=free: free
         )
-        assert isinstance(serving_model(model, cuda, reserve=10), kind)
+        assert isinstance(select_backend(model, cuda, reserve=10), kind)
     narrow = quantize_model(build(NARROW["narrow"], torch.bfloat16), "int8")
-    assert isinstance(serving_model(narrow, cuda), PlainModel)  # no kernel reads its weights
+    assert isinstance(select_backend(narrow, cuda), EagerBackend)  # no kernel reads its weights
 
 
 def ones_times(weight: Tensor, kind: Quantization, batch: int) -> Tensor:

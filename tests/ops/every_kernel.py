@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine import ops
 from engine.config import ModelConfig
-from engine.models.backends.cluster_decode import ClusterStep
-from engine.models.backends.hopper import HopperLM
-from engine.models.backends.selector import PlainModel
+from engine.models.backends.cluster_decode import ClusterDecode
+from engine.models.backends.hopper import HopperBackend
+from engine.models.backends.selector import EagerBackend
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
@@ -220,8 +220,8 @@ def whole_steps() -> None:
             candidate="linear" if linear else "g",
         )
         model = LM(config).to("cuda", torch.bfloat16)
-        narrow = [PlainModel(quantize_model(model, kind)) for kind in ("int8", "fp8")]
-        models = HopperLM(model), HopperLM(model, deterministic=True), *narrow
+        narrow = [EagerBackend(quantize_model(model, kind)) for kind in ("int8", "fp8")]
+        models = HopperBackend(model), HopperBackend(model, deterministic=True), *narrow
         state = model.new_state(13)
         for step, batch in itertools.product(models, (1, 3, 8, 13)):
             slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
@@ -243,7 +243,7 @@ def clustered_steps() -> None:
         state = model.new_state(1300)
         many = (5, 300, 500, 800, 1000, 1300)
         for wide, batches in ((False, (5, 100, 200)), (True, many)):
-            clusters = ClusterStep(model, wide=wide)
+            clusters = ClusterDecode(model, wide=wide)
             for batch in batches:
                 slots = torch.arange(-1, batch - 1, dtype=torch.int32, device="cuda")
                 clusters.step(slots + 5, state, slots)

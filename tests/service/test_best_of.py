@@ -11,7 +11,7 @@ from engine.errors import StepFailed
 from engine.protocol.logprobs import TokenLogprobs
 from service.inference.best_of import choose
 from service.inference.generation import Outcome
-from service.inference.output_text import Answer, Piece
+from service.inference.output_text import OutputText, Piece
 from tests.service.harness import Service, usage_of
 
 PATH = "/v1/completions"
@@ -77,7 +77,7 @@ async def test_one_that_fails_is_not_chosen(service: Service) -> None:
 
 def _outcome(*logprobs: float, error: StepFailed | None = None) -> Outcome:
     pieces = [Piece("x", 0, 1, 1, TokenLogprobs(value)) for value in logprobs]
-    outcome = Outcome(Answer(None, [1]), wants_pieces=True)
+    outcome = Outcome(OutputText(None, [1]), wants_pieces=True)
     outcome.told, outcome.error = pieces, error
     return outcome
 

@@ -19,7 +19,7 @@ from service.http.connection import FIRST, Connection, Writer, begin, connect
 from service.http.json_response import JSONResponse
 from service.http.rest_of_body import DISCARD_SECONDS
 from service.http.scope import CONNECTION, PROTOCOL
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 
@@ -32,7 +32,7 @@ def test_a_stream_is_what_its_plain_answer_is(
 ) -> None:
     """Also where its client never reads quickly enough to be written to at once."""
     written = []
-    tap, writer_of = Flight.tap, Connection.writer
+    tap, writer_of = InferenceRequest.tap, Connection.writer
 
     class Counting:
         """Notes what the tap writes."""
@@ -45,7 +45,7 @@ def test_a_stream_is_what_its_plain_answer_is(
             self._writer.write(data)
             written.append(len(data))
 
-    def counting(flight: Flight, renders: Any, writer: Writer) -> None:
+    def counting(flight: InferenceRequest, renders: Any, writer: Writer) -> None:
         tap(flight, renders, cast("Writer", Counting(writer)))
 
     class Shut(Writer):
@@ -55,7 +55,7 @@ def test_a_stream_is_what_its_plain_answer_is(
     def shut(connection: Connection) -> Writer | None:
         return writer_of(connection) and Shut(connection, connection._cycle)
 
-    monkeypatch.setattr(Flight, "tap", counting)
+    monkeypatch.setattr(InferenceRequest, "tap", counting)
     if not is_open:
         monkeypatch.setattr(Connection, "writer", shut)
     body = {"prompts": PROMPTS, "max_tokens": 60, "temperature": 0, "stop": ["tu", "never"]}

@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.models.loader import save_model
-from engine.runner.model_runner import Runner
+from engine.runner.model_runner import ModelRunner
 from tests.models.folders import edit_config
 from tests.models.variants import build
 from tests.service.harness import Service, running, save_byte_tokenizer
@@ -36,7 +36,7 @@ async def service(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     else:
         ids = {"eos_token_id": [FIRST, SECOND], "temperature": 0.6}
         (folder / request.param).write_text(json.dumps(ids))
-    runner: Any = Runner(
+    runner: Any = ModelRunner(
         EngineConfig(model=str(folder), device="cpu", threads=1, max_slots=4, share_slots=4)
     )
     async with running(runner) as running_service:

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.client.request_stream import Delivery
+from engine.client.request_stream import RequestStream
 from service.http.errors import ApiError
 from service.http.stalled import cut_stalled
 from service.inference import lifecycle
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 
@@ -56,7 +56,7 @@ class Left:
 
     @staticmethod
     def _all() -> dict[int, object]:
-        watched = (Flight, Delivery, ApiError)
+        watched = (InferenceRequest, RequestStream, ApiError)
         return {id(one): one for one in gc.get_objects() if isinstance(one, watched)}
 
 

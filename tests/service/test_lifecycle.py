@@ -184,7 +184,9 @@ async def test_the_engines_own_refusal_is_429_too(
 ) -> None:
     """With several API processes the pre-check may be late; the engine has the last word, before
     the 200."""
-    monkeypatch.setattr("service.inference.admission_control.Places.check", lambda *_: None)
+    monkeypatch.setattr(
+        "service.inference.admission_control.AdmissionControl.check", lambda *_: None
+    )
     runner = fake_runner(byte_folder, slots=1, max_waiting=0, step_seconds=0.005)
     async with running(runner) as service:
         held = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a"], **LONG}))
@@ -436,7 +438,9 @@ async def test_a_batch_of_which_the_engine_refuses_a_part_is_refused_whole(
     byte_folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may fill the queue between the first check and the engine's own."""
-    monkeypatch.setattr("service.inference.admission_control.Places.check", lambda *_: None)
+    monkeypatch.setattr(
+        "service.inference.admission_control.AdmissionControl.check", lambda *_: None
+    )
     runner = fake_runner(byte_folder, slots=1, max_waiting=1, step_seconds=0.002)
     async with running(runner) as service:
         stats = lambda: service.client.stats  # noqa: E731

@@ -13,7 +13,7 @@ from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, pack_ids
 from service.inference.generation import Outcome
 from service.inference.logprobs import LEAST_LOGPROB, LogprobArrays
-from service.inference.output_text import Answer, Piece
+from service.inference.output_text import OutputText, Piece
 from service.text.tokenizer import Tokenizer
 from tests.reports import in_float32, packed
 
@@ -73,9 +73,9 @@ def test_columns_say_what_pieces_say(top: int, text: str) -> None:
             tokens = chance.choices(range(VOCAB), k=count)
         told = random_reports(chance, tokens, top)
         prompt = [*"é".encode()][: chance.choice([1, 2])]
-        whole = Outcome(Answer(BYTES, prompt), wants_pieces=True)
+        whole = Outcome(OutputText(BYTES, prompt), wants_pieces=True)
         whole.take(update_of(tokens, told, top))
-        one_by_one = Answer(BYTES, prompt)
+        one_by_one = OutputText(BYTES, prompt)
         update = update_of(tokens, told, top)
         assert update.finished is not None
         update.logprobs = update.finished.logprobs
@@ -93,7 +93,7 @@ def test_columns_say_what_pieces_say(top: int, text: str) -> None:
 
 def test_what_json_cannot_hold_has_a_stand_in() -> None:
     told = [TokenLogprobs(-math.inf, [98, 99], [-0.5, -math.inf], False)]
-    outcome = Outcome(Answer(BYTES, [97]), wants_pieces=True)
+    outcome = Outcome(OutputText(BYTES, [97]), wants_pieces=True)
     outcome.take(update_of([97], told, 2))
     arrays = arrays_of(outcome, 0)
     assert arrays["token_logprobs"] == [LEAST_LOGPROB]
@@ -103,7 +103,7 @@ def test_what_json_cannot_hold_has_a_stand_in() -> None:
 def test_tokens_that_come_in_several_updates_keep_their_log_probabilities() -> None:
     """As those of an answer with stop strings do, of which the engine tells each."""
     told = random_reports(random.Random(1), [97, 98, 99], 2)
-    outcome = Outcome(Answer(BYTES, [96]), wants_pieces=True)
+    outcome = Outcome(OutputText(BYTES, [96]), wants_pieces=True)
     outcome.take(Update([97, 98], told[:2], [], None))
     outcome.take(Update([99], told[2:], [], Finished(0, "length", 1, 0, 3)))
     assert [piece.logprobs for piece in outcome.pieces] == told

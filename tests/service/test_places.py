@@ -7,15 +7,15 @@ from typing import cast
 
 import pytest
 
-from engine.client.interface import Backend
+from engine.client.interface import EngineBackend
 from engine.errors import QueueFull, ShareFull
 from engine.protocol.queue_policy import Queued
 from service.http.errors import ApiError
-from service.inference.admission_control import Places
+from service.inference.admission_control import AdmissionControl
 
 
 class Engine:
-    """What a Backend tells of itself, and a clock."""
+    """What a EngineBackend tells of itself, and a clock."""
 
     def __init__(self, *, running: int = 0, pace: float = 0.0) -> None:
         self.running = running
@@ -39,18 +39,18 @@ class Engine:
             self.queued.add(self._ids, owner, tokens)
             self._ids += 1
 
-    def places(self, slots: int = 2, most: int = 8, tokens: int = 1000) -> Places:
+    def places(self, slots: int = 2, most: int = 8, tokens: int = 1000) -> AdmissionControl:
         self.slots = slots
-        return Places(cast(Backend, self), most, tokens, clock=lambda: self.now)
+        return AdmissionControl(cast(EngineBackend, self), most, tokens, clock=lambda: self.now)
 
 
-def refusal(places: Places, requests: int = 1, owner: str = "") -> QueueFull:
+def refusal(places: AdmissionControl, requests: int = 1, owner: str = "") -> QueueFull:
     with pytest.raises(QueueFull) as refused:
         places.check(requests, owner)
     return refused.value
 
 
-def waits(places: Places, count: int, requests: int = 1) -> list[float]:
+def waits(places: AdmissionControl, count: int, requests: int = 1) -> list[float]:
     return [refusal(places, requests).retry_after or 0 for _ in range(count)]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.supervisor.restart_policy import LONGEST_WAIT, Restarts
+from engine.supervisor.restart_policy import LONGEST_WAIT, RestartPolicy
 from tests.service.harness import save_byte_tokenizer
 from tests.service.process import Process, children, serving
 
@@ -213,18 +213,18 @@ def test_a_load_without_end_is_the_end(tmp_path: Path) -> None:
 
 
 def test_tries_are_counted_within_the_window() -> None:
-    restarts = Restarts(most=3, window=100)
+    restarts = RestartPolicy(most=3, window=100)
     assert [restarts.wait(now) for now in (0, 10, 20, 30)] == [0, 1, 2, None]
     assert restarts.recent == restarts.total == 3
     assert restarts.wait(100.5) == 2  # the first has left the window
     assert restarts.wait(100.6) is None
     assert restarts.total == 4
-    assert Restarts(most=0, window=100).wait(0) is None
+    assert RestartPolicy(most=0, window=100).wait(0) is None
 
 
 @pytest.mark.parametrize("most", [6, 40])
 def test_waits_grow_up_to_a_bound(most: int) -> None:
-    restarts = Restarts(most, window=1e9)
+    restarts = RestartPolicy(most, window=1e9)
     waits = [restarts.wait(0) for _ in range(most)]
     assert waits[:6] == [0, 1, 2, 4, 8, 16]
     assert max(wait for wait in waits if wait is not None) <= LONGEST_WAIT

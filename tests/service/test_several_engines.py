@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from engine.client.client import EngineClient
-from engine.client.router import EngineGroup
+from engine.client.router import EngineRouter
 from engine.engine import Engine
 from engine.inline import InlineTransport
 from engine.protocol.messages import ModelInfo
-from engine.protocol.placement import home_of
+from engine.protocol.placement import engine_of_state
 from engine.supervisor.supervisor_client import Event, Serving
 from service.app.app import create_app
 from service.settings import Settings
@@ -44,7 +44,7 @@ class Together:
     def seat(self, *numbers: int | None) -> None:
         clients = [None if number is None else self.clients[number] for number in numbers]
         there = tuple(number for number in numbers if number is not None)
-        backend = EngineGroup(clients) if len(clients) > 1 else self.clients[there[0]]
+        backend = EngineRouter(clients) if len(clients) > 1 else self.clients[there[0]]
         self.events.put_nowait(Serving(backend, there))
 
     async def next(self) -> Event:
@@ -101,7 +101,11 @@ async def counted(service: Service) -> float:
 
 async def test_a_copy_that_cannot_get_to_its_place_is_not_kept_elsewhere(byte_folder: Path) -> None:
     async with together(byte_folder, 2, step_seconds=0.01) as (service, script):
-        name = next(n for n in "abcdef" if home_of("", f"session:{n}", 2) != home_of("", "one", 2))
+        name = next(
+            n
+            for n in "abcdef"
+            if engine_of_state("", f"session:{n}", 2) != engine_of_state("", "one", 2)
+        )
         await service.post(STATES, {"prompt": "a", "id": "one"})
         body = {"prompts": ["b"], "session_id": name, "max_tokens": 200, "stream": True, **GREEDY}
         turn = asyncio.create_task(service.http.post(GENERATE, json=body))

@@ -10,8 +10,8 @@ import pytest
 from engine.client.client import Update
 from engine.errors import EngineError, QueueFull, StepFailed
 from service.http.connection import Writer
-from service.inference.inference_request import Arrival, Flight, RenderTokens
-from service.inference.sse import Chunks
+from service.inference.inference_request import Arrival, InferenceRequest, RenderTokens
+from service.inference.sse import EventSource
 
 ERROR = StepFailed("a step failed")
 BREAKS = 0  # a token that nobody can tell
@@ -56,8 +56,8 @@ async def _sent(count: int, *batches: list[Arrival]) -> list[str]:
     """What a client reads; `raise` where the stream ends with an error."""
     sent = b""
     try:
-        chunks = Chunks(
-            cast(Flight, Arrivals(*batches)),
+        chunks = EventSource(
+            cast(InferenceRequest, Arrivals(*batches)),
             [Named(which) for which in range(count)],
             lambda which, error: b"%d:error " % which,
             lambda: b"",
@@ -107,8 +107,11 @@ async def test_an_answer_that_cannot_be_told_says_no_more() -> None:
         "0:7", "1:error", "0:7", "done",
     ]  # fmt: skip
     flight = Arrivals([_token(0), _token(1)], [_token(1, BREAKS)], [_token(0)])
-    chunks = Chunks(
-        cast(Flight, flight), [Named(0), Named(1)], lambda which, _: b"%d:error " % which, bytes
+    chunks = EventSource(
+        cast(InferenceRequest, flight),
+        [Named(0), Named(1)],
+        lambda which, _: b"%d:error " % which,
+        bytes,
     )
     await chunks.next()
     chunks.write_through(cast(Writer, None))

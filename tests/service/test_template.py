@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from engine.client.client import Delivery, Inbox, Update
+from engine.client.client import RequestStream, StreamInbox, Update
 from engine.errors import EngineDead
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
 from service.http.json_response import DONE, event
 from service.inference.event_template import HOLE, Template, parts_of
-from service.inference.generation import Outcome, Task, TaskVoice, stream
-from service.inference.output_text import Answer, Piece, grouped
+from service.inference.generation import GenerationTask, Outcome, TaskRenderer, stream
+from service.inference.output_text import OutputText, Piece, grouped
 from service.observability.histograms import MOST_SEEN, Counts, Tally
 from service.text.stop import StopMatcher, StopStrings
 from service.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def _events(
 ) -> bytes:
     """What a stream sends of an answer of one prompt; `tapped`: as while its task waits."""
 
-    def render(_: int, __: Answer, pieces: list[Piece]) -> bytes:
+    def render(_: int, __: OutputText, pieces: list[Piece]) -> bytes:
         return b"".join(
             event(_content(group) | {"finish": group[-1].finish_reason})
             for group in grouped(pieces, interval)
@@ -81,11 +81,11 @@ def _events(
     async def collect() -> bytes:
         stop = StopStrings(stops) if stops else None
         ids = TOKENIZER.encode("x")
-        task = Task(ids, pack_ids(ids), SamplingParams(), stop, 1.0, 0, interval)
+        task = GenerationTask(ids, pack_ids(ids), SamplingParams(), stop, 1.0, 0, interval)
         flight: Any = _Flight(_updates(runs, end=True))
         runtime: Any = _Runtime()
         if tapped:
-            voice = TaskVoice(runtime, flight, 0, task, render, lambda _: template)
+            voice = TaskRenderer(runtime, flight, 0, task, render, lambda _: template)
             told = b""
             while came := await flight.next_arrivals():
                 [(_, update)] = came
@@ -124,7 +124,7 @@ def test_a_template_changes_nothing(
 @given(st.lists(RUNS, min_size=1, max_size=4), STOPS)
 def test_an_outcome_without_pieces_says_the_same(runs: list[list[int]], stops: list[str]) -> None:
     stop = StopStrings(stops) if stops else None
-    outcomes = [Outcome(Answer(TOKENIZER, [97], stop), pieces) for pieces in (True, False)]
+    outcomes = [Outcome(OutputText(TOKENIZER, [97], stop), pieces) for pieces in (True, False)]
     for outcome in outcomes:
         for update in _updates(runs, end=True):
             outcome.take(update)
@@ -187,9 +187,9 @@ def test_counts_feed_their_counter() -> None:
 
 
 async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:
-    inbox = Inbox()
+    inbox = StreamInbox()
     first, second = (
-        Delivery(Request(id=i, prompt=pack_ids([1])), inbox=inbox, which=i) for i in range(2)
+        RequestStream(Request(id=i, prompt=pack_ids([1])), inbox=inbox, which=i) for i in range(2)
     )
     waiting = asyncio.create_task(inbox.next())
     await asyncio.sleep(0)
@@ -215,8 +215,8 @@ def test_what_is_known_of_tokens_holds_for_their_texts_alone() -> None:
 
 
 async def test_an_inbox_whose_reader_was_cancelled_keeps_its_news() -> None:
-    inbox = Inbox()
-    delivery = Delivery(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
+    inbox = StreamInbox()
+    delivery = RequestStream(Request(id=0, prompt=pack_ids([1])), inbox=inbox)
     waiting = asyncio.create_task(inbox.next())
     await asyncio.sleep(0)
     waiting.cancel()

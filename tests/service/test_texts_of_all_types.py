@@ -17,7 +17,7 @@ import pytest
 from engine.client.client import Update
 from engine.protocol.messages import unpack_ids
 from service.inference.inputs.continuations import Context
-from service.inference.output_text import Answer
+from service.inference.output_text import OutputText
 from service.text.stop import StopStrings
 from service.text.tokenizer import Tokenizer
 from tests.service.harness import Service, fake_runner, running
@@ -116,14 +116,14 @@ class Breaks:
 @pytest.fixture
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Tokenizer, "decoder", lambda *_, **__: Breaks())
-    init = Answer.__init__
+    init = OutputText.__init__
 
-    def without_plain(self: Answer, *args: Any, **kwargs: Any) -> None:
+    def without_plain(self: OutputText, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._plain = self._takes_plain = None
         self._decoder = Breaks()
 
-    monkeypatch.setattr(Answer, "__init__", without_plain)
+    monkeypatch.setattr(OutputText, "__init__", without_plain)
     yield
 
 
@@ -163,7 +163,7 @@ async def test_what_keeps_a_state_looks_at_each_token_once(tmp_path: Path) -> No
     object.__setattr__(tokenizer._vocabulary, "library", counting)
     for token in (tokenizer.id_of("<0x80>"), tokenizer.id_of("▁The")):
         assert token is not None
-        answer = Answer(tokenizer, [1], StopStrings(["quick"]), keeps=True)
+        answer = OutputText(tokenizer, [1], StopStrings(["quick"]), keeps=True)
         counting.decoded = 0
         for _ in range(400):
             answer.take(Update([token]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from service.inference.inputs.fair_lock import Turns
+from service.inference.inputs.fair_lock import FairLock
 
 
 async def settle() -> None:
@@ -16,7 +16,7 @@ class Desk:
     """Notes who has turns, each of which lasts until `end`."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = FairLock()
         self.came: list[str] = []
         self._over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Shelf: a folder with files of kept states, written and read by a thread.
+"""StateFileStore: a folder with files of kept states, written and read by a thread.
 
 A file is written under another name first and then renamed, so what lies there under its name is
 whole, and a write that fails leaves what was there. That outlasts this process; with `sync`, what
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.cache.storage.folder_lock import FolderLock
-from engine.cache.storage.worker_threads import Aside, Done, Result, Work
+from engine.cache.storage.worker_threads import Done, Result, Work, WorkerThreads
 from engine.errors import ConfigError
 from engine.protocol.placement import DIGEST_CHARACTERS, digest_of
 
@@ -38,7 +38,7 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
 HEXADECIMAL = frozenset("0123456789abcdef")
 CLOSE_SECONDS = 10.0  # for what is still to be written at the end
-LANE = "shelf"  # of `Aside`
+LANE = "shelf"  # of `WorkerThreads`
 
 Parse = Callable[[bytes], bytes]
 
@@ -52,7 +52,7 @@ class Unsynced(OSError):
         self.tag = tag
 
 
-class Shelf:
+class StateFileStore:
     """`aside` hands out what the thread has done. All methods are called by one thread, and only
     those with a `done` leave the work to the other one."""
 
@@ -70,7 +70,7 @@ class Shelf:
             self.lock = FolderLock(lock_of(folder, model))
         except OSError as error:
             raise _unusable(folder, error) from error
-        self.aside = Aside()
+        self.aside = WorkerThreads()
 
     @property
     def pending(self) -> int:
@@ -216,7 +216,7 @@ class Shelf:
 
 
 def tag_of(status: os.stat_result) -> bytes:
-    """Of a file with this status, as of `Shelf.tag`."""
+    """Of a file with this status, as of `StateFileStore.tag`."""
     return b"%d %d %d" % (status.st_ino, status.st_size, status.st_mtime_ns)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import Shelf
-from engine.cache.storage.snapshot import Shape, Snapshot
+from engine.cache.storage.file_store import StateFileStore
+from engine.cache.storage.snapshot import Snapshot, StateLayout
 from engine.errors import InvalidRequest, StateMalformed
 from engine.protocol.validation import check_ttl
 
@@ -39,9 +39,9 @@ def check_id(param: str, id: str) -> None:
         )
 
 
-def name_of(owner: str, id: str, shape: Shape) -> str:
+def name_of(owner: str, id: str, shape: StateLayout) -> str:
     """Of a state's file."""
-    return Shelf.name(shape.fingerprint, owner, id)
+    return StateFileStore.name(shape.fingerprint, owner, id)
 
 
 def entries(owner: str, id: str, ttl: float, created: float) -> dict[str, str]:
@@ -49,7 +49,7 @@ def entries(owner: str, id: str, ttl: float, created: float) -> dict[str, str]:
     return {"owner": owner, "id": id, "ttl": repr(ttl), "created": repr(created)}
 
 
-def parse(name: str, content: bytes, shape: Shape) -> StateFile:
+def parse(name: str, content: bytes, shape: StateLayout) -> StateFile:
     """What a file of this name says. Raises EngineError where it is not what was written."""
     found = snapshot.read(content, shape)
     try:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from engine.cache.storage.snapshot import MOST_HEADER, Shape
+from engine.cache.storage.snapshot import MOST_HEADER, StateLayout
 from engine.errors import StateMalformed
 from engine.protocol.messages import ID_BYTES, unpack_ids
 
@@ -75,13 +75,13 @@ def read_head(file: BinaryIO, most: int) -> bytes:
         return start + header
 
 
-def parse_head(content: bytes, variant: str, shape: Shape) -> Head:
+def parse_head(content: bytes, variant: str, shape: StateLayout) -> Head:
     """What the beginning of a file says. Raises StateMalformed."""
     head, _ = _parse(content, variant, shape)
     return head
 
 
-def parse(content: bytes, variant: str, shape: Shape) -> bytes:
+def parse(content: bytes, variant: str, shape: StateLayout) -> bytes:
     """The state of a whole file, with the logits where it has them. Raises StateMalformed."""
     head, state_sum = _parse(content, variant, shape)
     if len(content) != head.bytes:
@@ -94,7 +94,7 @@ def parse(content: bytes, variant: str, shape: Shape) -> bytes:
     return state
 
 
-def _parse(content: bytes, variant: str, shape: Shape) -> tuple[Head, str]:
+def _parse(content: bytes, variant: str, shape: StateLayout) -> tuple[Head, str]:
     try:
         (length,) = _LENGTH.unpack_from(content)
         if length > MOST_HEADER:
@@ -120,7 +120,7 @@ def _parse(content: bytes, variant: str, shape: Shape) -> tuple[Head, str]:
         raise StateMalformed(f"no file of a cached state: {error!r}") from None
 
 
-def _state_bytes(with_logits: bool, shape: Shape) -> int:
+def _state_bytes(with_logits: bool, shape: StateLayout) -> int:
     return shape.bytes + (4 * shape.vocab_size if with_logits else 0)
 
 

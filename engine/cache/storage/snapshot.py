@@ -42,7 +42,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Shape:
+class StateLayout:
     """What the states of a model look like."""
 
     fingerprint: str
@@ -82,7 +82,7 @@ def digest_of(state: bytes) -> bytes:
     return hashlib.blake2b(state, digest_size=16).digest()
 
 
-def write(snapshot: Snapshot, shape: Shape) -> bytes:
+def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
     """The file. It takes a while where the state is large, as `read` does."""
     end = 4 * math.prod(shape.cell)
     metadata = {
@@ -110,7 +110,7 @@ def write(snapshot: Snapshot, shape: Shape) -> bytes:
     return b"".join((_LENGTH.pack(len(text)), text, snapshot.state, snapshot.tail))
 
 
-def read(content: bytes, shape: Shape) -> Snapshot:
+def read(content: bytes, shape: StateLayout) -> Snapshot:
     """What the file holds, once all of it is known to be a state of this model.
 
     Raises StateMalformed, which says what is wrong, or StateMismatch for another model's.
@@ -180,7 +180,7 @@ def _sum(metadata: Mapping[str, str], tensors: Mapping[str, Any], state: bytes, 
     return digest.hexdigest()
 
 
-def _header(content: bytes, shape: Shape) -> tuple[dict[str, Any], int]:
+def _header(content: bytes, shape: StateLayout) -> tuple[dict[str, Any], int]:
     """The header, and where it ends."""
     if len(content) > shape.most_bytes:
         raise StateMalformed(
@@ -256,7 +256,7 @@ def _integer(name: str, text: str | None, most: int) -> int:
     raise StateMalformed(f"{name} is {_short(text)}; allowed: an integer from 0 to {most}")
 
 
-def _recent(text: str, shape: Shape) -> tuple[int, ...]:
+def _recent(text: str, shape: StateLayout) -> tuple[int, ...]:
     parts = text.split(",") if text else []
     if len(parts) > MOST_RECENT:
         raise StateMalformed(f"recent has {len(parts)} tokens; allowed: up to {MOST_RECENT}")
@@ -265,7 +265,7 @@ def _recent(text: str, shape: Shape) -> tuple[int, ...]:
     )
 
 
-def _check_ids(name: str, ids: list[int], shape: Shape) -> list[int]:
+def _check_ids(name: str, ids: list[int], shape: StateLayout) -> list[int]:
     for token in ids:
         if not 0 <= token < shape.vocab_size:
             raise StateMalformed(

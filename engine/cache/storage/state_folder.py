@@ -12,10 +12,10 @@ import logging
 import re
 from pathlib import Path
 
-from engine.cache.storage.file_store import Shelf, digest_in, lock_of
+from engine.cache.storage.file_store import StateFileStore, digest_in, lock_of
 from engine.cache.storage.folder_lock import is_used
 from engine.errors import ConfigError
-from engine.protocol.placement import Home, home_of_digest
+from engine.protocol.placement import StatePlacement, home_of_digest
 
 PREFIX_FOLDER = "prefixes"  # of cached prefixes, within an engine's folder
 
@@ -24,12 +24,14 @@ log = logging.getLogger(__name__)
 _OTHER = re.compile(r"(\d+)-of-(\d+)")
 
 
-def open_shelf(folder: Path, model: str, variant: str, home: Home, sync: bool = False) -> Shelf:
+def open_shelf(
+    folder: Path, model: str, variant: str, home: StatePlacement, sync: bool = False
+) -> StateFileStore:
     """The engine's own part of a state folder, with all files that belong there: of the model's
-    kept states, and of cached ones of this variant of it. `sync` as of a Shelf. Raises ConfigError
-    where it cannot be used."""
+    kept states, and of cached ones of this variant of it. `sync` as of a StateFileStore. Raises
+    ConfigError where it cannot be used."""
     mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
-    shelf = Shelf(mine, model, sync)
+    shelf = StateFileStore(mine, model, sync)
     try:
         others = _others(folder, home)
     except OSError as error:
@@ -51,7 +53,7 @@ def open_shelf(folder: Path, model: str, variant: str, home: Home, sync: bool = 
     return shelf
 
 
-def _others(folder: Path, home: Home) -> list[Path]:
+def _others(folder: Path, home: StatePlacement) -> list[Path]:
     """Where engines had their files when there was another number of them."""
     found = [folder] if home.engines > 1 else []
     for path in sorted(folder.iterdir()):
@@ -62,7 +64,7 @@ def _others(folder: Path, home: Home) -> list[Path]:
     return found
 
 
-def _move_all(source: Path, target: Path, model: str, home: Home) -> int:
+def _move_all(source: Path, target: Path, model: str, home: StatePlacement) -> int:
     try:
         paths = sorted(source.iterdir())
     except OSError:  # mostly since there is none

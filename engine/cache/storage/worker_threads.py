@@ -1,4 +1,4 @@
-"""Aside: work that takes a while, done by threads beside the one that steps the engine.
+"""WorkerThreads: work that takes a while, done by threads beside the one that steps the engine.
 
 There is a thread for each lane, which does one thing after the other, in the order in which it was
 asked; so what waits for a disk holds up nothing that only has to be computed.
@@ -21,7 +21,7 @@ Work = Callable[[], bytes]
 Done = Callable[[Result], None]
 
 
-class Aside:
+class WorkerThreads:
     """`collect` hands out what has been done since it was last called. All methods are called by
     one thread, and so is every `done`."""
 

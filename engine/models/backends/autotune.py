@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from engine.gc_tuning import no_collection
+from engine.gc_tuning import gc_paused
 
 Run = Callable[[], object]
 
@@ -60,7 +60,7 @@ def _captured(runs: Sequence[Run]) -> list[torch.cuda.CUDAGraph]:
     for run in runs:
         graph = torch.cuda.CUDAGraph()
         with (
-            no_collection(),
+            gc_paused(),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             run()

@@ -1,4 +1,4 @@
-"""ClusterStep: a small LM's decode step of up to about a hundred sequences, or a thousand, in one
+"""ClusterDecode: a small LM's decode step of up to about a hundred sequences, or a thousand, in one
 kernel (engine/ops/cluster_decode.py)."""
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def takes(config: ModelConfig) -> bool:
 
 
 def supports(model: LM) -> bool:
-    """Whether ClusterStep runs `model`."""
+    """Whether ClusterDecode runs `model`."""
     return runs_kernels(model) and takes(model.config)
 
 
-class ClusterStep:
+class ClusterDecode:
     """Steps of `model`, which `supports` says yes to, with a packed copy of its weights as they are
     now, norms' included. wide: by clusters of fewer blocks with more sequences each, for some
     hundred."""
@@ -99,7 +99,7 @@ class ClusterStep:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As HopperLM.step, or with hidden states [batch, d_model] instead."""
+        """As HopperBackend.step, or with hidden states [batch, d_model] instead."""
         return self._program.run(tokens, slots, state.cell, state.conv)
 
 

@@ -1,4 +1,4 @@
-"""PackedLM: an LM whose weights are laid out for the processor, with one operator call per step.
+"""CpuBackend: an LM whose weights are laid out for the processor, with one operator call per step.
 
 All weights lie in one block of memory, in the order in which a step reads them; csrc/lm/plan.h
 draws the layout of a matrix and the operators' pages (engine/ops/cpu_model.py) say what is
@@ -195,7 +195,7 @@ class _Writer:
             self.matrix(layer.mlp.down if layer.mlp else None, half)
 
 
-class PackedLM:
+class CpuBackend:
     """`model`, laid out for the processor, with the same three reads as LM.
 
     model: see `can_pack`. With `take` its weights are moved: it is empty afterwards.
@@ -226,7 +226,7 @@ class PackedLM:
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:
-        """As ServingModel.prepare: there is nothing to choose."""
+        """As ModelBackend.prepare: there is nothing to choose."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
@@ -248,7 +248,7 @@ class PackedLM:
         return lm_step(tokens, slots, self._weights, self._plan, state.cell, state.conv)
 
     def step_to_bests(self, rows: int) -> None:
-        """As ServingModel.step_to_bests: a step has all logits."""
+        """As ModelBackend.step_to_bests: a step has all logits."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:

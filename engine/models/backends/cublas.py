@@ -1,4 +1,4 @@
-"""ProductsLM: an LM whose matrix products are the library's, with one kernel between two of them.
+"""CublasPath: an LM whose matrix products are the library's, with one kernel between two of them.
 
 For many tokens nothing multiplies quicker than the library; what it leaves undone between its
 products would take half as long again. A layer is four products and two kernels: a cell's step (or
@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine.models.backends.lm_head import Head
+from engine.models.backends.lm_head import LmHead
 from engine.models.backends.tuned import TunedProducts
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.minrnn.cell import Cell, ModelState
@@ -47,13 +47,13 @@ def supports(model: LM) -> bool:
     )
 
 
-class ProductsLM:
+class CublasPath:
     """`model`, which `supports` says yes to.
 
     Gives it other weights, as move_norm_weights does.
     """
 
-    def __init__(self, model: LM, head: Head) -> None:
+    def __init__(self, model: LM, head: LmHead) -> None:
         """`head`: the model's."""
         self._model = model
         self._layers = list(cast("Iterable[Layer]", model.layers))

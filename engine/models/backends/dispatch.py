@@ -1,4 +1,4 @@
-"""The ways in which HopperLM reads tokens, and which one a number of them goes."""
+"""The ways in which HopperBackend reads tokens, and which one a number of them goes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_TOKENS = 192
 _MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
 
 
-class Way(Enum):
+class ExecutionPath(Enum):
     """How tokens are read."""
 
     CHAIN = auto()
@@ -33,13 +33,13 @@ class Way(Enum):
     NARROW = auto()  # the same with 8-bit weights
 
 
-OF_THE_LIBRARY = (Way.LIBRARY_AROUND, Way.LIBRARY)
+OF_THE_LIBRARY = (ExecutionPath.LIBRARY_AROUND, ExecutionPath.LIBRARY)
 #: Which have a head apart in any case.
-TO_A_HEAD = (Way.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
-OF_FEW = (Way.NARROW, Way.WHOLE)
-OF_CLUSTERS = (Way.CLUSTERS, Way.WIDE_CLUSTERS)
+TO_A_HEAD = (ExecutionPath.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
+OF_FEW = (ExecutionPath.NARROW, ExecutionPath.WHOLE)
+OF_CLUSTERS = (ExecutionPath.CLUSTERS, ExecutionPath.WIDE_CLUSTERS)
 #: More than so many rows have clusters take turns on some GPUs.
-ROWS_AT_ONCE = {Way.CLUSTERS: 96, Way.WIDE_CLUSTERS: 1024}
+ROWS_AT_ONCE = {ExecutionPath.CLUSTERS: 96, ExecutionPath.WIDE_CLUSTERS: 1024}
 
 
 def to_be_timed(sizes: Iterable[int]) -> list[int]:
@@ -49,8 +49,11 @@ def to_be_timed(sizes: Iterable[int]) -> list[int]:
 
 
 def nearest(
-    found: Mapping[int, Way], size: int, unmeasured: Way, most: Mapping[Way, int] | None = None
-) -> Way:
+    found: Mapping[int, ExecutionPath],
+    size: int,
+    unmeasured: ExecutionPath,
+    most: Mapping[ExecutionPath, int] | None = None,
+) -> ExecutionPath:
     """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
     powers the larger one counts from 1.42 times the smaller one on. `most`: the largest size that
     can go a way, where there is one."""
@@ -60,7 +63,7 @@ def nearest(
     if not possible or size == 0:
         return unmeasured
     way = possible[min(possible, key=lambda other: max(other, size) / min(other, size))]
-    return Way.CHAIN if size <= MOST_WITHOUT_LIBRARY and way in TO_A_HEAD else way
+    return ExecutionPath.CHAIN if size <= MOST_WITHOUT_LIBRARY and way in TO_A_HEAD else way
 
 
 def where_the_library_begins(model: LM) -> tuple[int, int]:

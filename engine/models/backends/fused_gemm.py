@@ -1,4 +1,4 @@
-"""Chain: the layers of an LM as linear maps on Hopper, each with its neighbours folded in.
+"""FusedGemmPath: the layers of an LM as linear maps on Hopper, each with its neighbours folded in.
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
 MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from engine.models.backends.lm_head import Head
+from engine.models.backends.lm_head import LmHead
 from engine.models.minrnn.cell import Cell, ModelState
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
@@ -37,14 +37,14 @@ _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its m
 _Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x, its sums of squares
 
 
-class Chain:
+class FusedGemmPath:
     """Of `model`, the weights of whose layers' norms are ones, as move_norm_weights leaves them:
     these norms read the residual stream itself. With `fixed_order` a row's bits depend on that row
     alone.
 
     `normed` says whether a stream's end has what the model's last norm needs."""
 
-    def __init__(self, model: LM, head: Head, *, fixed_order: bool) -> None:
+    def __init__(self, model: LM, head: LmHead, *, fixed_order: bool) -> None:
         self._model = model
         self._head = head
         self._fixed_order = fixed_order
@@ -55,7 +55,7 @@ class Chain:
     def step(
         self, tokens: Tensor, state: ModelState, slots: Tensor, *, normed: bool = True
     ) -> Stream:
-        """One token of every sequence, as ServingModel.step has them."""
+        """One token of every sequence, as ModelBackend.step has them."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -86,7 +86,7 @@ class Chain:
         *,
         normed: bool = True,
     ) -> Stream:
-        """Packed prompts, as ServingModel.prefill has them."""
+        """Packed prompts, as ModelBackend.prefill has them."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None

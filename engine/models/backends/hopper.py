@@ -1,6 +1,6 @@
-"""HopperLM: the decode step of an LM as a chain of linear maps (chain.py), or as one kernel: for a
-few sequences (whole_step.py), or of a small model for up to about a thousand (cluster_step.py). A
-few sequences may have a kernel that reads the model's weights in 8 bits.
+"""HopperBackend: the decode step of an LM as a chain of linear maps (chain.py), or as one kernel:
+for a few sequences (whole_step.py), or of a small model for up to about a thousand
+(cluster_step.py). A few sequences may have a kernel that reads the model's weights in 8 bits.
 
 The chain is quickest up to some hundred tokens, where the head may be better off as a kernel of its
 own. More are read with products of the library altogether (products.py), or but for the middle of a
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models.backends.autotune import quickest_graph_of
-from engine.models.backends.cluster_decode import ClusterStep
-from engine.models.backends.cublas import ProductsLM
+from engine.models.backends.cluster_decode import ClusterDecode
+from engine.models.backends.cublas import CublasPath
 from engine.models.backends.dispatch import (
     MOST_WITHOUT_LIBRARY,
     OF_CLUSTERS,
@@ -31,14 +31,14 @@ from engine.models.backends.dispatch import (
     OF_THE_LIBRARY,
     ROWS_AT_ONCE,
     TO_A_HEAD,
-    Way,
+    ExecutionPath,
     nearest,
     to_be_timed,
     where_the_library_begins,
 )
-from engine.models.backends.fused_gemm import Chain
-from engine.models.backends.lm_head import SMALL_VOCABULARY, Head
-from engine.models.backends.persistent_decode import WholeStep, runs_kernels
+from engine.models.backends.fused_gemm import FusedGemmPath
+from engine.models.backends.lm_head import SMALL_VOCABULARY, LmHead
+from engine.models.backends.persistent_decode import PersistentDecode, runs_kernels
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
@@ -57,7 +57,7 @@ WIDTHS = (
 
 
 # tokens, state, slots -> what is computed
-_Read = Callable[[Tensor, ModelState, Tensor, Way], Tensor]
+_Read = Callable[[Tensor, ModelState, Tensor, ExecutionPath], Tensor]
 
 
 def supports(model: LM) -> bool:
@@ -78,8 +78,8 @@ def supports_widths(config: ModelConfig) -> bool:
     )
 
 
-class HopperLM:
-    """A ServingModel of `model`, which `supports` says yes to. Many tokens and the logits of
+class HopperBackend:
+    """A ModelBackend of `model`, which `supports` says yes to. Many tokens and the logits of
     prompts are products of the library, which sums them in an order that the number of rows has a
     part in, and what was measured at start. With `deterministic` nothing is: a row's bits depend on
     that row alone.
@@ -90,48 +90,50 @@ class HopperLM:
     Gives the model other weights, as move_norm_weights does."""
 
     def __init__(
-        self, model: LM, *, deterministic: bool = False, few: WholeStep | None = None
+        self, model: LM, *, deterministic: bool = False, few: PersistentDecode | None = None
     ) -> None:
         self._model = model
         self._fixed_order = deterministic
         self._eps = model.config.norm_eps
-        self._head, self._vocabulary = Head.of(model), model.config.vocab_size
+        self._head, self._vocabulary = LmHead.of(model), model.config.vocab_size
         if deterministic:
-            move_norm_weights(model)  # as ProductsLM does
-        self._products = None if deterministic else ProductsLM(model, self._head)
-        self._chain = Chain(model, self._head, fixed_order=deterministic)
+            move_norm_weights(model)  # as CublasPath does
+        self._products = None if deterministic else CublasPath(model, self._head)
+        self._chain = FusedGemmPath(model, self._head, fixed_order=deterministic)
         # In a fixed order the bests are those of the logits to the bit, if these have one part.
         self._finds_best = self._vocabulary > (IN_ONE_PART if deterministic else SMALL_VOCABULARY)
         # Those that compute a step by themselves or up to a head, the quickest for few rows first.
-        self._kernels: dict[Way, WholeStep | ClusterStep] = {}
+        self._kernels: dict[ExecutionPath, PersistentDecode | ClusterDecode] = {}
         self._to_a_head = set(TO_A_HEAD)  # clusters may end there, too
         if few is not None:
-            self._kernels[Way.NARROW] = few
-        if WholeStep.most_rows(model, fixed_order=deterministic) > 0:
-            self._kernels[Way.WHOLE] = WholeStep(model, self._head, fixed_order=deterministic)
+            self._kernels[ExecutionPath.NARROW] = few
+        if PersistentDecode.most_rows(model, fixed_order=deterministic) > 0:
+            self._kernels[ExecutionPath.WHOLE] = PersistentDecode(
+                model, self._head, fixed_order=deterministic
+            )
         for way in () if deterministic else OF_CLUSTERS:
-            clusters = ClusterStep.of(model, wide=way is Way.WIDE_CLUSTERS)
+            clusters = ClusterDecode.of(model, wide=way is ExecutionPath.WIDE_CLUSTERS)
             if clusters is not None:
                 self._kernels[way] = clusters
                 if clusters.ends_with_hidden:
                     self._to_a_head.add(way)
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
-        self._ways_of_few: dict[int, Way] = {}  # steps of up to EIGHT rows
-        self._ways_of_steps: dict[int, Way] = {}
-        self._ways_of_prompts: dict[int, Way] = {}
-        self._ways_to_bests: dict[int, Way] = {}
+        self._ways_of_few: dict[int, ExecutionPath] = {}  # steps of up to EIGHT rows
+        self._ways_of_steps: dict[int, ExecutionPath] = {}
+        self._ways_of_prompts: dict[int, ExecutionPath] = {}
+        self._ways_to_bests: dict[int, ExecutionPath] = {}
         # Kernels may read weights before the one ahead on the stream has ended.
         torch.cuda.synchronize(model.norm.weight.device)
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:
-        """As ServingModel.prepare."""
+        """As ModelBackend.prepare."""
         if self._products is None:
             return
         few_rows = to_be_timed({count for count in steps if count <= EIGHT})
-        most_untimed = min(self._most_rows_of(Way.WHOLE), EIGHT)
+        most_untimed = min(self._most_rows_of(ExecutionPath.WHOLE), EIGHT)
         rows = {count for count in steps if count > most_untimed}
         timed_rows, timed_prompts = to_be_timed(rows), to_be_timed(prompts)
         for_products = [n for n in (*timed_rows, *timed_prompts) if n > MOST_WITHOUT_LIBRARY]
@@ -156,39 +158,41 @@ class HopperLM:
         of_prompts = [(count, self._way_of_prompt(count)) for count in sorted(prompts)]
         heads = [n for n, way in of_steps if way in self._to_a_head and n > MOST_WITHOUT_LIBRARY]
         both = [*of_steps, *of_prompts]
-        self._products.tune([n for n, way in both if way is Way.LIBRARY], heads)
-        self._products.tune_around([n for n, way in both if way is Way.LIBRARY_AROUND])
+        self._products.tune([n for n, way in both if way is ExecutionPath.LIBRARY], heads)
+        self._products.tune_around([n for n, way in both if way is ExecutionPath.LIBRARY_AROUND])
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
 
-    def _most_rows_of(self, way: Way) -> int:
+    def _most_rows_of(self, way: ExecutionPath) -> int:
         """Of a step that goes this way, 0 where none does."""
         kernel = self._kernels.get(way)
         return 0 if kernel is None else kernel.rows
 
-    def _possible_ways_of_few(self, rows: int) -> list[Way]:
+    def _possible_ways_of_few(self, rows: int) -> list[ExecutionPath]:
         """Of a step of up to EIGHT rows. Where one kernel computes it nothing else is quicker, but
         its like with other weights may be."""
         return [way for way in OF_FEW if rows <= self._most_rows_of(way)]
 
-    def _possible_ways(self, rows: int) -> list[Way]:
+    def _possible_ways(self, rows: int) -> list[ExecutionPath]:
         """Of a step of any number of rows. Of ways that are alike the first is taken, so the chain
         comes before the library: the more of a step is the library's the more power it takes, and
         the slower a GPU becomes that is at its limit."""
-        ways = [Way.CHAIN]
+        ways = [ExecutionPath.CHAIN]
         if rows > MOST_WITHOUT_LIBRARY:
             ways += TO_A_HEAD
-        if rows <= self._most_rows_of(Way.WHOLE):
-            ways.append(Way.WHOLE)
+        if rows <= self._most_rows_of(ExecutionPath.WHOLE):
+            ways.append(ExecutionPath.WHOLE)
         return ways + [way for way in OF_CLUSTERS if way in self._kernels]
 
-    def _nearest(self, found: Mapping[int, Way], rows: int, unmeasured: Way) -> Way:
+    def _nearest(
+        self, found: Mapping[int, ExecutionPath], rows: int, unmeasured: ExecutionPath
+    ) -> ExecutionPath:
         return nearest(found, rows, unmeasured, {way: self._most_rows_of(way) for way in OF_FEW})
 
-    def _quickest_to_bests(self, count: int, found: Way) -> Way:
+    def _quickest_to_bests(self, count: int, found: ExecutionPath) -> ExecutionPath:
         """Whether a step whose way ends with all logits, which are read once more by a draw, had
         better go to a head that finds the best."""
 
-        def drawn(tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+        def drawn(tokens: Tensor, state: ModelState, slots: Tensor, way: ExecutionPath) -> Tensor:
             if way in self._to_a_head:
                 return self._bests(tokens, state, slots, way)
             return self._step(tokens, state, slots, way).argmax(1)  # takes as long as a draw
@@ -196,10 +200,10 @@ class HopperLM:
         if found in self._to_a_head:  # this one takes no longer
             return found
         clusters = [way for way in OF_CLUSTERS if way in self._to_a_head]
-        return self._quickest(drawn, count, [found, Way.CHAIN_TO_HEAD, *clusters])
+        return self._quickest(drawn, count, [found, ExecutionPath.CHAIN_TO_HEAD, *clusters])
 
     @torch.no_grad()
-    def _quickest(self, read: _Read, count: int, ways: Sequence[Way]) -> Way:
+    def _quickest(self, read: _Read, count: int, ways: Sequence[ExecutionPath]) -> ExecutionPath:
         """Reads random tokens each way, of as many sequences or as a prompt."""
         device = self._model.norm.weight.device
         random = torch.Generator(device).manual_seed(0)
@@ -213,7 +217,9 @@ class HopperLM:
         # Steps follow one another for as long as somebody is served, prompts come between them.
         return ways[quickest_graph_of(runs, lasting=not prompt)]
 
-    def _one_prompt(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+    def _one_prompt(
+        self, tokens: Tensor, state: ModelState, slots: Tensor, way: ExecutionPath
+    ) -> Tensor:
         # Made on the device: nothing may wait for it while others are timed.
         bounds = torch.arange(2, dtype=torch.int32, device=tokens.device) * len(tokens)
         return self._prefill(tokens, bounds, state, slots[:1], way)
@@ -225,8 +231,8 @@ class HopperLM:
         """As LM.prefill."""
         return self._prefill(tokens, cu_seqlens, state, slots, self._way_of_prompt(len(tokens)))
 
-    def _way_of_prompt(self, tokens: int) -> Way:
-        unmeasured = Way.LIBRARY if tokens > self._most_tokens else Way.CHAIN
+    def _way_of_prompt(self, tokens: int) -> ExecutionPath:
+        unmeasured = ExecutionPath.LIBRARY if tokens > self._most_tokens else ExecutionPath.CHAIN
         return nearest(self._ways_of_prompts, tokens, unmeasured)
 
     def _prefill(
@@ -235,10 +241,10 @@ class HopperLM:
         cu_seqlens: Tensor,
         state: ModelState,
         slots: Tensor,
-        way: Way,
+        way: ExecutionPath,
     ) -> Tensor:
         if self._products is not None and way in OF_THE_LIBRARY:
-            middle = self._chain.middle if way is Way.LIBRARY_AROUND else None
+            middle = self._chain.middle if way is ExecutionPath.LIBRARY_AROUND else None
             return self._products.prefill(tokens, cu_seqlens, state, slots, middle)
 
         if not self._fixed_order:
@@ -266,7 +272,7 @@ class HopperLM:
         return self._step(tokens, state, slots, self._way_of_step(len(tokens)))
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
-        """As ServingModel.step_to_bests."""
+        """As ModelBackend.step_to_bests."""
         if not self._finds_best:
             return None
         if rows <= MOST_WITHOUT_LIBRARY:  # their logits are as quick
@@ -279,9 +285,11 @@ class HopperLM:
         return partial(self._bests, way=way) if way in self._to_a_head else None
 
     @torch.no_grad()
-    def _bests(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+    def _bests(
+        self, tokens: Tensor, state: ModelState, slots: Tensor, way: ExecutionPath
+    ) -> Tensor:
         head = self._head
-        if way is Way.CHAIN_TO_HEAD and head.bias is None:
+        if way is ExecutionPath.CHAIN_TO_HEAD and head.bias is None:
             # What a norm divides all logits of a row by does not change their order.
             x = self._chain.step(tokens, state, slots).scaled
         else:
@@ -294,18 +302,18 @@ class HopperLM:
         _, scaled, squares = self._chain.step(tokens, state, slots)
         return linear_best(scaled, squares, self._eps, head.weight, head.bias, self._vocabulary)
 
-    def _way_of_step(self, rows: int) -> Way:
+    def _way_of_step(self, rows: int) -> ExecutionPath:
         few = self._possible_ways_of_few(rows) if 0 < rows <= EIGHT else []
         if few:
             return self._nearest(self._ways_of_few, rows, few[0])
-        unmeasured = Way.LIBRARY if rows > self._most_rows else Way.CHAIN
-        for way in (Way.WHOLE, *reversed(OF_CLUSTERS)):
+        unmeasured = ExecutionPath.LIBRARY if rows > self._most_rows else ExecutionPath.CHAIN
+        for way in (ExecutionPath.WHOLE, *reversed(OF_CLUSTERS)):
             at_once = ROWS_AT_ONCE.get(way, self._most_rows_of(way))
             if way in self._kernels and 0 < rows <= at_once:
                 unmeasured = way
         return self._nearest(self._ways_of_steps, rows, unmeasured)
 
-    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+    def _step(self, tokens: Tensor, state: ModelState, slots: Tensor, way: ExecutionPath) -> Tensor:
         if self._products is not None and way in self._to_a_head:
             hidden = self._to_head(tokens, state, slots, way)
             if len(tokens) <= MOST_WITHOUT_LIBRARY:
@@ -317,23 +325,25 @@ class HopperLM:
         _, scaled, squares = self._chain.step(tokens, state, slots)
         return self._chain.logits(scaled, squares)
 
-    def _to_head(self, tokens: Tensor, state: ModelState, slots: Tensor, way: Way) -> Tensor:
+    def _to_head(
+        self, tokens: Tensor, state: ModelState, slots: Tensor, way: ExecutionPath
+    ) -> Tensor:
         """The last norm's hidden states [batch, d_model], one of the ways to a head."""
         kernel = self._kernels.get(way)
         if kernel is not None:
             return kernel.step(tokens, state, slots)
-        if way is Way.CHAIN_TO_HEAD:
+        if way is ExecutionPath.CHAIN_TO_HEAD:
             return self._normed(self._chain.step(tokens, state, slots, normed=False).x)
         assert self._products is not None
-        middle = self._chain.middle if way is Way.LIBRARY_AROUND else None
+        middle = self._chain.middle if way is ExecutionPath.LIBRARY_AROUND else None
         return self._products.step(tokens, state, slots, middle)
 
     def _normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, self._eps, self._model.norm.weight)
 
 
-def _possible_ways_of_prompts(tokens: int) -> list[Way]:
-    return [Way.CHAIN, *(OF_THE_LIBRARY if tokens > MOST_WITHOUT_LIBRARY else ())]
+def _possible_ways_of_prompts(tokens: int) -> list[ExecutionPath]:
+    return [ExecutionPath.CHAIN, *(OF_THE_LIBRARY if tokens > MOST_WITHOUT_LIBRARY else ())]
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Head: what a model multiplies hidden states with for logits, as GPU kernels want it."""
+"""LmHead: what a model multiplies hidden states with for logits, as GPU kernels want it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL_VOCABULARY = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LmHead:
     """A model's head with as many rows as products need: a multiple of 8, the last ones zeros. A
     copy where rows were missing."""
 

@@ -1,4 +1,4 @@
-"""WholeStep: an LM's decode step of a few sequences, in one kernel
+"""PersistentDecode: an LM's decode step of a few sequences, in one kernel
 (engine/ops/persistent_decode.py), with bfloat16 or quantised weights."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.models.backends.lm_head import Head
+from engine.models.backends.lm_head import LmHead
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
@@ -83,7 +83,7 @@ def runs_kernels(model: LM) -> bool:
     )
 
 
-class WholeStep:
+class PersistentDecode:
     """Steps of `model`, which `runs_kernels` says yes to, for batches of up to `most_rows`; this
     must not be 0. Its weights may be quantised. With `fixed_order`, for bfloat16 weights, steps
     have the bits of a Chain with it."""
@@ -94,7 +94,7 @@ class WholeStep:
         device = torch.cuda.get_device_properties(model.norm.weight.device)
         return most_rows(model.config, device.multi_processor_count, fixed_order=fixed_order)
 
-    def __init__(self, model: LM, head: Head, *, fixed_order: bool = False) -> None:
+    def __init__(self, model: LM, head: LmHead, *, fixed_order: bool = False) -> None:
         config = model.config
         self.rows = self.most_rows(model, fixed_order=fixed_order)
         self._eps = config.norm_eps
@@ -107,11 +107,11 @@ class WholeStep:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As HopperLM.step, with the logits of every row of `head`."""
+        """As HopperBackend.step, with the logits of every row of `head`."""
         return self._program.run(tokens, slots, state.cell, state.conv, self._eps)
 
 
-def _phases(model: LM, head: Head) -> Iterator[Phase]:
+def _phases(model: LM, head: LmHead) -> Iterator[Phase]:
     layers = list(cast("Iterable[Layer]", model.layers))
     convs = [layer.conv for layer in layers]
 

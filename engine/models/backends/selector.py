@@ -1,10 +1,10 @@
-"""ServingModel: the six things that the engine asks of a model, and who does them quickest.
+"""ModelBackend: the six things that the engine asks of a model, and who does them quickest.
 
 LM says what the model computes, and its own methods compute it. An implementation that fuses or
 prepacks for one kind of device takes its weights from an LM and has these same methods.
 
-Some of them read a sequence to the same bits in any company (`--deterministic`): PackedLM always,
-HopperLM on request. The libraries that LM's own methods call do not.
+Some of them read a sequence to the same bits in any company (`--deterministic`): CpuBackend always,
+HopperBackend on request. The libraries that LM's own methods call do not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.device import available_memory
 from engine.errors import ConfigError
 from engine.models.backends import cublas as products
 from engine.models.backends import hopper
-from engine.models.backends.cpu import PackedLM, can_pack
-from engine.models.backends.cublas import ProductsLM
-from engine.models.backends.lm_head import Head
-from engine.models.backends.persistent_decode import WholeStep, runs_kernels
+from engine.models.backends.cpu import CpuBackend, can_pack
+from engine.models.backends.cublas import CublasPath
+from engine.models.backends.lm_head import LmHead
+from engine.models.backends.persistent_decode import PersistentDecode, runs_kernels
 from engine.models.backends.widened import bytes_of_copy, widened
 from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
@@ -32,7 +32,7 @@ from engine.models.minrnn.lm import LM
 log = logging.getLogger(__name__)
 
 
-class ServingModel(Protocol):
+class ModelBackend(Protocol):
     """Reads tokens into `state`, in place. No method but `prepare` waits for the device, looks at
     indices on the host or changes a row whose slot is negative, so `prefill`, `step`, what
     `step_to_bests` gives and `logits` can be captured in a CUDA graph on a GPU."""
@@ -65,17 +65,17 @@ class ServingModel(Protocol):
         """Every layer's h_0: [layers, inner] fp32."""
 
 
-class PlainModel:
+class EagerBackend:
     """LM itself, operator by operator; where there are kernels for it, what stands between its
     products in one, and steps of a few sequences in one altogether."""
 
     def __init__(self, model: LM) -> None:
         self._model = model
-        head = cache(partial(Head.of, model))  # which may be a copy: one for both
-        self._products = ProductsLM(model, head()) if products.supports(model) else None
-        self._reader: LM | ProductsLM = self._products or model
-        whole = runs_kernels(model) and WholeStep.most_rows(model) > 0
-        self._whole = WholeStep(model, head()) if whole else None
+        head = cache(partial(LmHead.of, model))  # which may be a copy: one for both
+        self._products = CublasPath(model, head()) if products.supports(model) else None
+        self._reader: LM | CublasPath = self._products or model
+        whole = runs_kernels(model) and PersistentDecode.most_rows(model) > 0
+        self._whole = PersistentDecode(model, head()) if whole else None
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
@@ -106,9 +106,9 @@ class PlainModel:
         return self._model.initial_state_rows()
 
 
-def serving_model(
+def select_backend(
     model: LM, device: torch.device, *, deterministic: bool = False, reserve: int = 0
-) -> ServingModel:
+) -> ModelBackend:
     """The quickest implementation of `model`, whose weights are on `device`.
 
     It may take them out of `model`, which then is of no more use, or move those of norms elsewhere.
@@ -118,19 +118,19 @@ def serving_model(
     there is no such implementation.
     """
     if can_pack(model):
-        return PackedLM(model, take=True)
+        return CpuBackend(model, take=True)
     if device.type == "cuda" and hopper.supports(model):
-        return hopper.HopperLM(model, deterministic=deterministic)
+        return hopper.HopperBackend(model, deterministic=deterministic)
     if not deterministic and device.type == "cuda" and _would_gain_by_a_copy(model):
         needed, free = bytes_of_copy(model), available_memory(device) - reserve
         if 2 * needed <= free:
             log.info("%d MB for a copy of the 8-bit weights in 16 bits", needed // 10**6)
-            few = WholeStep(model, Head.of(model))
-            return hopper.HopperLM(widened(model), few=few)
+            few = PersistentDecode(model, LmHead.of(model))
+            return hopper.HopperBackend(widened(model), few=few)
         log.warning(
             "no copy of the 8-bit weights in 16 bits, which takes %d MB and is made where twice as "
             "many are free (%d MB): prompts and batches of more than %d sequences will be slow",
-            *(needed // 10**6, max(free, 0) // 10**6, WholeStep.most_rows(model)),
+            *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
     if deterministic:
         raise ConfigError(
@@ -139,7 +139,7 @@ def serving_model(
             f"GPU with kernels built for it (90a), {hopper.WIDTHS}",
             param="deterministic",
         )
-    return PlainModel(model)
+    return EagerBackend(model)
 
 
 def _would_gain_by_a_copy(model: LM) -> bool:
@@ -149,5 +149,5 @@ def _would_gain_by_a_copy(model: LM) -> bool:
         model.config.quantization is not None
         and runs_kernels(model)
         and hopper.supports_widths(model.config)
-        and WholeStep.most_rows(model) > 0
+        and PersistentDecode.most_rows(model) > 0
     )

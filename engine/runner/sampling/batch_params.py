@@ -1,4 +1,5 @@
-"""Parameters: what requests ask for, kept so that to fill columns is one look-up for each."""
+"""BatchSamplingParams: what requests ask for, kept so that to fill columns is one look-up for
+each."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _MOST_FLOAT = float(np.finfo(np.float32).max)
 _MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
 
 
-class Parameters:
+class BatchSamplingParams:
     """What requests ask for, by the slot of their sequence: columns on the host."""
 
     def __init__(self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

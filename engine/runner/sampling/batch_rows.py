@@ -1,4 +1,5 @@
-"""Columns: what `ops.draw_` needs of the rows that it draws for, packed in one piece of memory.
+"""SamplingRows: what `ops.draw_` needs of the rows that it draws for, packed in one piece of
+memory.
 
 A piece is filled on the host (engine/runner/sampling/batch_params.py) and uploaded at once.
 """
@@ -40,7 +41,7 @@ def _words() -> NDArray[np.int64]:
 _WORDS = _words()
 
 
-class Columns(NamedTuple):
+class SamplingRows(NamedTuple):
     """Of `size` rows; what they mean is said at `ops.draw_` and `ops.report_logprobs_`."""
 
     positions: Tensor  # [size] int64
@@ -58,7 +59,7 @@ class Columns(NamedTuple):
     out: Tensor  # [MOST_STEPS, size] int32; fewer where the memory has no more
 
 
-def columns(memory: Tensor, size: int) -> Columns:
+def columns(memory: Tensor, size: int) -> SamplingRows:
     """The columns of `size` rows, packed at the beginning of `memory` (int32, 1-d)."""
     wide = memory[: 2 * _WIDE * size].view(torch.int64).view(_WIDE, size)
     rest = memory[2 * _WIDE * size : len(memory) // size * size]
@@ -67,7 +68,7 @@ def columns(memory: Tensor, size: int) -> Columns:
     rest = rest[_NARROW * size :]
     stops = rest[: MOST_STOP_IDS * size].view(size, MOST_STOP_IDS)
     last = rest[MOST_STOP_IDS * size :].view(-1, size)
-    return Columns(
+    return SamplingRows(
         wide[0], wide[1], wide[2].view(torch.float64), narrow[0], narrow[1], narrow[2],
         floats[3], floats[4], narrow[5], stops, last[0], last[1], last[2 : 2 + MOST_STEPS],
     )  # fmt: skip
@@ -104,7 +105,7 @@ def words_of(rows: Sequence[int], size: int) -> NDArray[np.int64]:
     return places
 
 
-def draw_rows(logits: Tensor, at: Columns) -> None:
+def sample_rows(logits: Tensor, at: SamplingRows) -> None:
     """`ops.draw_` from logits fp32 [rows, vocab]."""
     ops.draw_(
         logits, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out,
@@ -112,7 +113,7 @@ def draw_rows(logits: Tensor, at: Columns) -> None:
     )  # fmt: skip
 
 
-def draw_bests(best: Tensor, at: Columns) -> None:
+def draw_bests(best: Tensor, at: SamplingRows) -> None:
     """`draw_best_`, with bests int64 [rows, parts]."""
     draw_best_(
         best, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out, at.stop_ids

@@ -1,4 +1,5 @@
-"""Adjustments: what requests penalise, favour and rule out among tokens, by slot, on the device.
+"""LogitsProcessors: what requests penalise, favour and rule out among tokens, by slot, on the
+device.
 
 `ops.adjust_` lays it on the logits of a step. It finds a sequence's record by its slot, so a step
 needs to know nothing of who is in it; who asked for nothing has an empty one. Rows of counts are
@@ -33,7 +34,7 @@ class _Asked(NamedTuple):
     entries: Tensor | None
 
 
-class Adjustments:
+class LogitsProcessors:
     """Of `slots` slots."""
 
     def __init__(

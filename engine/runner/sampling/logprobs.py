@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.ops.upload import to_device
-from engine.protocol.logprobs import Reports, words_of_report
+from engine.protocol.logprobs import PackedLogprobs, words_of_report
 from engine.runner.sampling.random_streams import token_reports
 
 
@@ -22,11 +22,11 @@ class Reported(NamedTuple):
         """The same in host memory, once the device is done."""
         return Reported(self.asked, self.words.to("cpu", non_blocking=True))
 
-    def by_row(self) -> dict[int, Reports]:
+    def by_row(self) -> dict[int, PackedLogprobs]:
         """What is in host memory, as messages."""
         words = self.words.numpy()
         return {
-            row: Reports(top, words[index, : words_of_report(top)].tobytes())
+            row: PackedLogprobs(top, words[index, : words_of_report(top)].tobytes())
             for index, (row, top) in enumerate(self.asked)
         }
 

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.sampling.batch_params import Parameters
+from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import (
     FILLED_WORDS,
-    Columns,
     HostColumns,
+    SamplingRows,
     columns,
-    draw_rows,
     host_columns,
+    sample_rows,
 )
-from engine.runner.sampling.logits_processors import Adjustments
+from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import Reported, report
 
 ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is drawn for
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     positions: list[int]  # how many tokens have been drawn before
 
 
-class Drawing(NamedTuple):
+class SampleStep(NamedTuple):
     """Rows that a token has been drawn for, on the device for as long as the round is begun."""
 
     keys: list[int]  # of their sequences
@@ -63,7 +63,7 @@ class _Buffers(NamedTuple):
     host: Tensor
     given: HostColumns
     words: Tensor
-    at: Columns
+    at: SamplingRows
 
 
 # In turn: two rounds may be under way, each with draws for prompts that were read before and now.
@@ -74,7 +74,7 @@ class Sampler:
     """`parameters` and `adjustments` are those of the rows' slots."""
 
     def __init__(
-        self, parameters: Parameters, adjustments: Adjustments, device: torch.device
+        self, parameters: BatchSamplingParams, adjustments: LogitsProcessors, device: torch.device
     ) -> None:
         self._parameters = parameters
         self._adjustments = adjustments
@@ -82,7 +82,7 @@ class Sampler:
         self._size = 0  # rows that were drawn for last
         self._buffers: list[_Buffers] = []  # all for so many
 
-    def sample(self, rows: Rows, logits: Tensor, allowed: Allowed | None = None) -> Drawing:
+    def sample(self, rows: Rows, logits: Tensor, allowed: Allowed | None = None) -> SampleStep:
         """Draws from logits [rows, vocab] fp32, which stay as they are. Some token has to be
         allowed for each row."""
         size = len(rows.keys)
@@ -100,10 +100,10 @@ class Sampler:
             adjusted = logits.clone()
             masks, mask_of = (None, None) if allowed is None else allowed
             self._adjustments.apply(adjusted, at.tokens, at.slots, at.positions, masks, mask_of)
-        draw_rows(adjusted, at)
+        sample_rows(adjusted, at)
         tokens = at.out[0]
         reported = report(logits, tokens, self._parameters.asked(rows.slots))
-        return Drawing(rows.keys, buffers.words, size, tokens, reported)
+        return SampleStep(rows.keys, buffers.words, size, tokens, reported)
 
     def _next_buffers(self, size: int) -> _Buffers:
         if self._size != size:

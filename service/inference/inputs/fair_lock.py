@@ -1,4 +1,5 @@
-"""Turns: something that one at a time may do; owners go round, however many of one are waiting."""
+"""FairLock: something that one at a time may do; owners go round, however many of one are
+waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class FairLock:
     """Used on one event loop."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from engine.structured_output.sandbox import LENGTH_BYTES, frame
 from engine.subprocesses import module_environment
 from service.http.disconnect import unless_client_leaves
 from service.http.scope import ARRIVED, FLIGHT
-from service.inference.inputs.fair_lock import Turns
+from service.inference.inputs.fair_lock import FairLock
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
@@ -51,7 +51,7 @@ class GrammarCheck:
         self._observe = observe
         self._process: Process | None = None
         self._serves: ModelInfo | None = None  # the process, for this model
-        self._turns = Turns()
+        self._turns = FairLock()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
         self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
         # The models are kept with the verdicts so that their ids are not given to others.

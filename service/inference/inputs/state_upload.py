@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engine.errors import Draining, EngineError, TimedOut
-from engine.protocol.messages import Finished, Keep, SamplingParams, StateInfo, pack_ids
+from engine.protocol.messages import Finished, KeepState, SamplingParams, StateInfo, pack_ids
 from service.http.errors import invalid
 from service.http.upload import Upload
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.sampling import read_prompt, read_timeout
 from service.inference.inputs.states import NO_STATES, StateUse, read_use
 from service.inference.runtime import Runtime
@@ -26,7 +26,7 @@ PIECE = 2**16  # characters, at least
 PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
 
 
-async def read_whole(flight: Flight) -> Finished:
+async def read_whole(flight: InferenceRequest) -> Finished:
     """How the flight's only request ended, which was to leave a state. Raises EngineError."""
     finished: Finished | None = None
     while batch := await flight.next_arrivals():
@@ -43,7 +43,7 @@ async def read_whole(flight: Flight) -> Finished:
 
 
 async def read_text(
-    body: Upload, runtime: Runtime, flight: Flight, query: TextQuery, priority: int
+    body: Upload, runtime: Runtime, flight: InferenceRequest, query: TextQuery, priority: int
 ) -> tuple[StateInfo, int, int]:
     """The state that the text of a request's body leaves, how many tokens were read for it and how
     many were known. It has one place among its key's requests from its beginning to its end.
@@ -72,7 +72,7 @@ async def read_text(
                 flight.borrow(finished.state.id)
             info = finished.state
             tokens, cached = tokens + len(ids), cached + finished.cached_tokens
-            keep = Keep(id=info.id, ttl=PIECE_TTL, brief=True)
+            keep = KeepState(id=info.id, ttl=PIECE_TTL, brief=True)
             use = StateUse(source=info.id, begins=False, keep=keep)
     if info is None:
         raise invalid("text", "is empty; at least one token is needed")
@@ -81,7 +81,12 @@ async def read_text(
 
 
 async def _read_piece(
-    runtime: Runtime, flight: Flight, prompt: bytes, use: StateUse, timeout: float, priority: int
+    runtime: Runtime,
+    flight: InferenceRequest,
+    prompt: bytes,
+    use: StateUse,
+    timeout: float,
+    priority: int,
 ) -> Finished:
     """Reads one piece. Each of them queues for itself, in the place that the whole has."""
     with runtime.flight_beside(flight) as part, flight.lending(part):
@@ -91,7 +96,7 @@ async def _read_piece(
             stream=False,
             timeout=timeout,
             priority=priority,
-            **{**use.fields(), "keep": use.keep or Keep(ttl=PIECE_TTL, brief=True)},
+            **{**use.fields(), "keep": use.keep or KeepState(ttl=PIECE_TTL, brief=True)},
         )
         flight.tokens_in += part.tokens_in
         return await read_whole(part)

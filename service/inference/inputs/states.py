@@ -16,9 +16,9 @@ from typing import Any
 
 from engine.config import MOST_TTL
 from engine.errors import StateError, StateNotFound
-from engine.protocol.messages import Finished, Keep, StateInfo
+from engine.protocol.messages import Finished, KeepState, StateInfo
 from service.http.errors import invalid
-from service.inference.inference_request import Flight
+from service.inference.inference_request import InferenceRequest
 from service.inference.runtime import Runtime
 from service.schemas.states import MOST_SALT, SESSION, SnapshotSource
 
@@ -35,7 +35,7 @@ class StateUse:
 
     source: str = ""  # the id of the state that it goes on from
     optional: bool = False  # or begins a text, where there is none
-    keep: Keep | None = None
+    keep: KeepState | None = None
     recent: tuple[int, ...] = ()  # the source's last tokens, where they matter
     begins: bool = True  # its text is the beginning of one
     cache_points: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ Name = Callable[[str], str]
 async def read_use(
     values: Mapping[str, Any],
     runtime: Runtime,
-    flight: Flight,
+    flight: InferenceRequest,
     timeout: float,
     prompt: str | list[int],
     name: Name = str,
@@ -118,14 +118,14 @@ def check_points(use: StateUse, length: int, name: Name = str) -> None:
             )
 
 
-def _keep(given: Mapping[str, Any], name: Name) -> Keep | None:
+def _keep(given: Mapping[str, Any], name: Name) -> KeepState | None:
     wanted, session = given["return_state"] or False, given["session_id"]
     if session is None and wanted is False:
         if given["state_ttl"] is not None:
             raise invalid(name("state_ttl"), "allowed with return_state or session_id only")
         return None
     export = wanted == "snapshot"
-    return Keep(
+    return KeepState(
         id="" if session is None else SESSION + session,
         ttl=given["state_ttl"],
         export=export,
@@ -143,7 +143,7 @@ def _check_salt(salt: str, name: Name) -> None:
 
 
 async def _look(
-    use: StateUse, runtime: Runtime, flight: Flight, prompt: str | list[int]
+    use: StateUse, runtime: Runtime, flight: InferenceRequest, prompt: str | list[int]
 ) -> StateUse:
     """Looks at the state before it is used, where its last tokens or its being there matter."""
     tokenizer = runtime.tokenizer
@@ -162,7 +162,7 @@ async def _look(
 
 
 async def _bring_in(
-    source: SnapshotSource, flight: Flight, timeout: float, param: str
+    source: SnapshotSource, flight: InferenceRequest, timeout: float, param: str
 ) -> StateInfo:
     """A client's own state as one that the engine has while the request lasts."""
     known = flight.brought.get(source.snapshot)  # one for several prompts
