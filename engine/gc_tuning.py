@@ -11,7 +11,7 @@ def tune_gc() -> None:
     """The collector leaves alone what lives as long as the process, which it would look through
     again and again: up to a third of a busy process's time, in pauses of a tenth of a second. It
     runs less often than by default, since requests leave no cycles behind
-    (tests/service/test_garbage.py) and a few hundred of them at once are tens of thousands of
+    (tests/service/http/test_garbage.py) and a few hundred of them at once are tens of thousands of
     objects; but often enough that what libraries leave behind of them is freed in a moment: 50,000
     objects in circles, lists or errors, in 3 to 30 ms.
 

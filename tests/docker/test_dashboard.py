@@ -18,7 +18,12 @@ import pytest
 import yaml
 
 from loadtest.watched.command import FIRE, VARIABLES, queries
-from tests.service.test_prometheus_files import KNOWN_VALUES, rules, samples, selectors
+from tests.service.observability.test_prometheus_files import (
+    KNOWN_VALUES,
+    rules,
+    samples,
+    selectors,
+)
 
 GRAFANA = Path(__file__).resolve().parents[2] / "docker" / "grafana"
 DASHBOARD = GRAFANA / "dashboards" / "minserve.json"

@@ -10,7 +10,7 @@ import yaml
 from service.settings import Settings
 from service.settings_table import VARIABLES, option_texts, table
 from tests.docs.commands import PAGES
-from tests.service.test_prometheus_files import load, rules
+from tests.service.observability.test_prometheus_files import load, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ROOT / "docker" / "README.md"

@@ -37,7 +37,9 @@ class Rule(NamedTuple):
 GPU = "its figures are a GPU's; on a CPU it takes hours or refuses"
 DOCKER = "needs Docker; the image itself: docker/verify/run, the file: tests/docker"
 RULES = (
-    Rule("curl --unix-socket", "apart", "tests/service/test_unix_socket.py ask servers there"),
+    Rule(
+        "curl --unix-socket", "apart", "tests/service/server/test_unix_socket.py ask servers there"
+    ),
     Rule("curl -s", "run"),
     Rule("KEY=$(", "run"),
     Rule("ADMIN_KEY=$(", "run"),

@@ -10,9 +10,9 @@ import pytest
 
 from tests.e2e.conftest import Server
 from tests.playground.conftest import Opened, answer, until, wait_for_end, write
+from tests.service.app.test_access import ADMIN, ALICE, BOB, KEYS
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
-from tests.service.test_access import ADMIN, ALICE, BOB, KEYS
 
 FORBIDDEN = """Object.defineProperty(window, "sessionStorage", {
   get() { throw new DOMException("no storage here", "SecurityError"); },

@@ -12,9 +12,9 @@ import pytest
 
 from tests.e2e.conftest import Server
 from tests.playground.conftest import Opened
+from tests.service.app.test_access import ADMIN, ALICE, KEYS
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
-from tests.service.test_access import ADMIN, ALICE, KEYS
 
 GENERATE = "#operations-inference-generate_v1_generate_post"
 
