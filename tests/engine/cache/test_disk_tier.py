@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.cache import disk_tier as disk_cache
 from engine.cache.storage import file_store as shelf
 from engine.cache.storage import prefix_file
 from engine.cache.storage.file_store import SUFFIX
 from engine.cache.storage.prefix_file import Head
 from engine.cache.storage.snapshot import StateLayout
+from engine.cache.storage.state_folder import PREFIX_FOLDER
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
@@ -25,8 +25,6 @@ from engine.runner.model_runner import ModelRunner
 from tests.engine.cache.test_named_states import Talk, text
 from tests.engine.cache.test_radix_tree import nodes_of
 from tests.engine.fake import FakeRunner
-
-FOLDER = disk_cache.FOLDER
 
 
 def prompt(number: int, length: int = 300) -> bytes:
@@ -57,7 +55,7 @@ def settle(talk: Talk) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted((folder / FOLDER).iterdir())
+    return sorted((folder / PREFIX_FOLDER).iterdir())
 
 
 def test_more_lies_on_disk_than_in_memory(tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
     talk = Talk(state_folder=str(tmp_path))
     cached(talk, prompt(0))
     talk.engine.close()
-    assert not (tmp_path / FOLDER).exists() and not list(tmp_path.glob(f"*{SUFFIX}"))
+    assert not (tmp_path / PREFIX_FOLDER).exists() and not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
