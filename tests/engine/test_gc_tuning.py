@@ -10,12 +10,12 @@ from engine.gc_tuning import gc_paused
 
 CALM = """
 import gc, sys, weakref
-from engine import collector
+from engine import gc_tuning
 class Lasting: pass
 one = Lasting()
 one.itself = one
 gone = weakref.ref(one)
-collector.calm()
+gc_tuning.tune_gc()
 assert gc.get_freeze_count() > 1_000
 del one  # a cycle that was there before: never looked at again
 gc.collect()

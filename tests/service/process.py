@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 from types import SimpleNamespace
-from engine import transport
+from engine.client import socket_transport as transport
 from service.server.server import serve
 from service.settings import Settings
 transport.sys = SimpleNamespace(executable=PYTHON or sys.executable, path=sys.path)

@@ -135,7 +135,7 @@ async def ruling(
     count: int = 1,
     **rules: Any,
 ) -> AsyncIterator[tuple[Engines, asyncio.Task[EngineError]]]:
-    monkeypatch.setattr(supervisor_module, "Charge", Charge)
+    monkeypatch.setattr(supervisor_module, "EngineProcess", Charge)
     Charge.all = []
     config = EngineConfig(model="one", engines=count)
     supervisor = Supervisor(config, SupervisorConfig(**rules), check=check, fold=fold)
