@@ -17,6 +17,7 @@ PAGES = (
     "README.md",
     "docker/README.md",
     "engine/README.md",
+    "engine/NOTES.md",
     *(f"csrc/{folder}README.md" for folder in ("", "common/", "whole_step/", "linear/")),
 )
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
